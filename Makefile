@@ -1,0 +1,84 @@
+# make test: environment, lint, types, tests.  make demo: train the example model.  make help: the rest.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+STAMP := .make/installed
+PYTHON ?= $(VENV)/bin/python
+# The processes of pytest-xdist, and the hypothesis profile of tests/conftest.py: dev, ci or nightly.
+JOBS ?= 2
+PROFILE ?= ci
+PYTEST_ARGS ?=
+
+.PHONY: help install test lint types unit test-gpu demo bench table format clean
+
+help:
+	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
+	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
+	@echo 'make lint      ruff check and ruff format --check'
+	@echo 'make types     mypy'
+	@echo 'make unit      the tests alone'
+	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
+	@echo 'make bench     the benchmarks of the framework; writes benchmarks/results/'
+	@echo 'make table     the capability table of README.md, anew'
+	@echo 'make format    ruff format and the fixes ruff can make'
+	@echo 'make clean     removes what make made: environment, stamps, tool caches'
+
+install: $(STAMP)
+
+# A failed installation leaves no stamp, so the next run repeats it.
+$(STAMP): pyproject.toml .python-version
+	@wanted="$$(cut -d. -f1,2 .python-version)"; python=; \
+	for candidate in python3 "python$$wanted"; do \
+	  if [ "$$("$$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$$wanted" ]; then \
+	    python="$$candidate"; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "tilewright: neither python3 nor python$$wanted is a Python $$wanted; install one (pyenv install $$wanted)" >&2; \
+	  exit 1; \
+	fi; \
+	[ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV); \
+	echo "installing tilewright into $(VENV) ($$($(VENV)/bin/python --version))"; \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot]'
+	@mkdir -p $(@D) && touch $@
+
+test: install
+	@$(MAKE) lint
+	@$(MAKE) types
+	@$(MAKE) unit
+
+lint: $(STAMP)
+	@$(PYTHON) -m ruff check
+	@$(PYTHON) -m ruff format --check
+
+types: $(STAMP)
+	@$(PYTHON) -m mypy
+
+unit: $(STAMP)
+	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# Without the stamp: an accelerator's machine brings its own jax, which PYTHON names.
+test-gpu:
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} \
+	  TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py
+
+bench: $(STAMP)
+	@for benchmark in import_time eager_overhead selection_cost; do $(PYTHON) -m benchmarks.$$benchmark; done
+
+table: $(STAMP)
+	@$(PYTHON) docs/capability_table.py --write
+
+format: $(STAMP)
+	@$(PYTHON) -m ruff check --fix
+	@$(PYTHON) -m ruff format
+
+clean:
+	rm -rf $(VENV) .make .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,189 @@
+"""A small op with four implementations, of which one refuses, one is slow and one cannot be loaded."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.portfolio import Choice, Cost, PerDirection, PortfolioKernel, lazy
+from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+
+HERE = __name__
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    """The problem: what an implementation may know."""
+
+    length: int
+
+
+class Plain(Implementation):
+    platform = Platform.XLA
+
+    def not_supported_reasons(self, problem: Any, device: Any, direction: Any) -> list[str]:
+        return []
+
+    def heuristic(self, problem: Any, device: Any, direction: Any) -> Any:
+        return FwdParams(q_blocksize=8) if direction == "forward" else BwdParams(q_blocksize=4)
+
+    def candidates(self, problem: Any, device: Any, direction: Any) -> list[Any]:
+        kind = FwdParams if direction == "forward" else BwdParams
+        return [kind(q_blocksize=size) for size in (8, 16)]
+
+    def forward(self, inputs: Any, params: FwdParams) -> Any:
+        return 2 * inputs["x"], jnp.full((), params.q_blocksize)
+
+    def backward(self, inputs: Any, results: Any, cotangents: Any, params: BwdParams) -> dict[str, Any]:
+        return {"x": 2 * cotangents, "y": None}
+
+
+class Picky(Plain):
+    platform = Platform.TRITON
+
+    def not_supported_reasons(self, problem: Any, device: Any, direction: Any) -> list[str]:
+        why = ["backward is not written"] if direction == "backward" else []
+        return [*why, *(["length is odd", "length is above 4"] if problem.length > 4 else [])]
+
+
+class Wrong(Plain):
+    platform = Platform.CUDA
+    algorithm = "wrong"
+
+    def forward(self, inputs: Any, params: FwdParams) -> Any:
+        return 2.5 * inputs["x"], jnp.zeros(())
+
+
+class Double(PortfolioKernel):
+    def __init__(self, *names: str) -> None:
+        where = [name if ":" in name else f"{HERE}:{name}" for name in names] or ["absent.module:Absent", f"{HERE}:Picky", f"{HERE}:Plain"]
+        super().__init__("double", version="1", implementations=[lazy(each) for each in where])
+
+    def prepare(self, x: Any, y: Any = None, *, platform: Any = None) -> Any:
+        return (x, y), {"platform": None if platform is None else tuple(map(Platform, platform))}
+
+    def inputs(self, x: Any, y: Any, **_: Any) -> Any:
+        return {"x": x, "y": y}
+
+    def problem(self, x: Any, y: Any, **_: Any) -> Doubling:
+        return Doubling(x.shape[0])
+
+    def outputs(self, inputs: Any, results: Any, *args: Any, **_: Any) -> Any:
+        return results[0]
+
+    def cotangents(self, inputs: Any, results: Any, cotangents: Any, *args: Any, **_: Any) -> Any:
+        return cotangents[0]
+
+    def cost(self, problem: Doubling, direction: Any) -> Cost:
+        return Cost(problem.length, 8 * problem.length)
+
+    def reference(self, x: Any, y: Any, **_: Any) -> Any:
+        return 2 * x
+
+    def partitioning(self, inputs: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def executor() -> Executor[Any, Any]:
+    return Executor(ConfigSelectorChain())
+
+
+def test_the_first_implementation_that_can_serves_the_call(executor: Any) -> None:
+    kernel = Double()
+    assert executor.choose_config(kernel, jnp.ones(4)).platform is Platform.TRITON
+    assert executor.choose_config(kernel, jnp.ones(5)).platform is Platform.XLA
+    np.testing.assert_array_equal(executor(kernel, jnp.ones(5)), np.full(5, 2.0))
+
+
+def test_each_direction_takes_its_own_implementation(executor: Any) -> None:
+    explanation = executor.explain(Double(), jnp.ones(4), quiet=True)
+    assert [choice.config.platform for choice in explanation.choices] == [Platform.TRITON, Platform.XLA]
+    np.testing.assert_array_equal(jax.grad(lambda x: executor(Double(), x).sum())(jnp.ones(4)), np.full(4, 2.0))
+
+
+def test_a_named_platform_is_strict_and_its_error_lists_every_reason(executor: Any) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        executor(Double(), jnp.ones(5), platform=["triton", "cuda"])
+    assert set(caught.value.reasons["triton"]) == {"length is odd", "length is above 4"}
+    assert "no implementation" in caught.value.reasons["cuda"][0]
+    assert "xla" not in caught.value.reasons
+
+
+def test_an_unloadable_implementation_is_a_reason_not_an_error(executor: Any) -> None:
+    explanation = executor.explain(Double(), jnp.ones(5), quiet=True)
+    assert "No module named 'absent'" in explanation.rejected["module"][0]
+    with pytest.raises(UnsupportedError, match="No module named 'absent'"):
+        executor(Double("absent.module:Absent"), jnp.ones(5))
+
+
+def test_platforms_are_tried_in_the_callers_order(executor: Any) -> None:
+    assert executor.choose_config(Double(), jnp.ones(4), platform=["xla", "triton"]).platform is Platform.XLA
+    assert executor.choose_config(Double(), jnp.ones(4), platform=["cuda", "triton"]).platform is Platform.TRITON
+
+
+def test_the_config_space_is_that_of_every_able_implementation() -> None:
+    inv = Invocation(Double(), (jnp.ones(4), None), {"platform": None})
+    space = list(Double().config_space(inv))
+    assert {choice.platform for choice in space} == {Platform.TRITON, Platform.XLA}
+    assert {choice.params.q_blocksize for choice in space} == {8, 16}
+
+
+def test_a_wrong_implementation_never_wins() -> None:
+    from tilewright.ops import Autotuner, Tuner
+
+    kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain()
+    inv = Invocation(kernel, (jnp.ones(4), None), {"platform": None})
+    (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
+    assert call.winner.config.platform is Platform.XLA
+    assert {c.check for c in call.candidates if c.config.platform is Platform.CUDA} == {"failed"}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "direction", "blocks"),
+    [
+        (Choice("xla", None, FwdParams(q_blocksize=32)), "forward", 32),
+        (Choice("xla", None, FwdParams(q_blocksize=32)), "backward", None),
+        (FwdParams(q_blocksize=32), "forward", 32),
+        (BwdParams(q_blocksize=32), "forward", None),
+        (PerDirection(backward=BwdParams(q_blocksize=32)), "backward", 32),
+        (PerDirection(backward=BwdParams(q_blocksize=32)), "forward", None),
+        (KernelConfig(block_q=32, platform="xla"), "forward", 32),
+        (KernelConfig(block_q=32), "backward", 32),
+    ],
+)
+def test_explicit_configs(cfg: Any, direction: Any, blocks: int | None) -> None:
+    kernel = Double()
+    directed = kernel.directed_cfg(cfg, Invocation(kernel, (jnp.ones(5), None), {"platform": None}, None, direction))
+    assert (directed and directed.params.q_blocksize) == blocks
+
+
+@pytest.mark.parametrize("cfg", [3, "xla", {"q_blocksize": 8}, Choice("xla", None, 7)])
+def test_a_config_of_the_wrong_type_is_a_type_error(executor: Any, cfg: Any) -> None:
+    with pytest.raises(TypeError, match=r"cfg=|choice\.params="):
+        executor(Double(), jnp.ones(5), cfg=StableHash(cfg) if isinstance(cfg, dict) else cfg)
+
+
+class StableHash(dict):  # type: ignore[type-arg]
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
+
+
+def test_an_explicit_choice_that_cannot_serve_says_why(executor: Any) -> None:
+    with pytest.raises(UnsupportedError, match="length is odd; length is above 4"):
+        executor(Double(), jnp.ones(5), cfg=Choice("triton", None, FwdParams()))
+
+
+def test_choices_round_trip_through_json() -> None:
+    choice = Choice(Platform.CUDA, "cutlass", BwdParams(q_blocksize=64))
+    assert from_json(to_json(choice), Choice) == choice
+    assert stable_json(choice) == stable_json(dataclasses.replace(choice))
+    assert str(choice) == "cuda:cutlass(q_blocksize=64)"
+    with pytest.raises(ValueError, match="metal"):
+        Choice("metal")  # type: ignore[arg-type]

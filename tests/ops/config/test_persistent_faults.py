@@ -1,0 +1,568 @@
+"""The disk cache when things go wrong: each case ends as a miss or the right config, and other entries stay intact."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import tilewright
+from tilewright.ops.config import persistent
+from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.serialize import canonical_json
+
+GOOD = FwdParams(q_blocksize=64, num_warps=4)
+OTHER = BwdParams(num_stages=3)
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX")
+
+# A process that uses the cache without importing JAX, which would take most of its time.
+ROOT = str(Path(tilewright.__path__[0]))
+PREAMBLE = f"""
+import sys, types, os, signal, time
+for name, path in {[("tilewright", ROOT), ("tilewright.ops", os.path.join(ROOT, "ops"))]!r}:
+    module = types.ModuleType(name)
+    module.__path__ = [path]
+    sys.modules[name] = module
+from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+cache = PersistentCache(sys.argv[1])
+"""
+
+
+def spawn(cache, code, *arguments):
+    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(cache.path), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = PersistentCache(tmp_path / "configs")
+    assert cache.put("good", GOOD, measurements=[{"ms": 1.25}], metadata={"note": "x"})
+    assert cache.put("other", OTHER)
+    return cache
+
+
+def file_of(cache, key="good"):
+    (path,) = cache.path.glob(f"{key}-*.json")
+    return path
+
+
+def temporaries(cache):
+    return [path for path in cache.path.iterdir() if path.name.endswith(".tmp")]
+
+
+def check_miss(cache, key="good"):
+    """``key`` is a miss in every respect, the other entry is intact, and a new put repairs it."""
+    for found in (
+        cache.get(key), cache.get(key, expected_type=FwdParams), cache.entry(key), cache.stale_config(key)
+    ):  # fmt: skip
+        assert found is None
+    assert key not in cache
+    assert list(cache) == ["other"]
+    assert len(cache) == len(cache.entries()) == 1
+    assert cache.get("other") == OTHER
+
+
+def reseal(document):
+    document = {name: value for name, value in document.items() if name != "checksum"}
+    digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
+    return json.dumps({**document, "checksum": f"sha256:{digest}"})
+
+
+@contextlib.contextmanager
+def unprivileged_folder():
+    """A folder of a user who may not do everything: root becomes nobody for a while."""
+    folder = Path(tempfile.mkdtemp())
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.chown(folder, 65534, -1)
+            try:
+                os.seteuid(65534)
+            except OSError:
+                pytest.skip("this root may not become another user")
+        yield folder
+    finally:
+        os.seteuid(user)
+        shutil.rmtree(folder)
+
+
+class TestDamagedFiles:
+    def test_truncated_at_every_byte(self, cache, caplog):
+        caplog.set_level(logging.ERROR)
+        path = file_of(cache)
+        whole = path.read_bytes()
+        for length in range(len(whole)):
+            path.write_bytes(whole[:length])
+            found = cache.get("good", expected_type=FwdParams)
+            # Nothing but white space may be missing from what is still read.
+            assert found is None or (found == GOOD and not whole[length:].strip()), length
+        assert cache.get("other") == OTHER
+        path.write_bytes(whole)
+        assert cache.get("good") == GOOD
+
+    def test_a_flipped_bit_in_every_byte(self, cache, caplog):
+        caplog.set_level(logging.ERROR)
+        path = file_of(cache)
+        whole = path.read_bytes()
+        rng = random.Random(0)
+        survivors = 0
+        for position in range(len(whole)):
+            for bit in rng.sample(range(8), 1):
+                path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+                found = cache.get("good", expected_type=FwdParams)
+                entry = cache.entry("good")
+                assert found is None or found == GOOD
+                assert entry is None or (entry.config == GOOD and entry.metadata == {"note": "x"})
+                survivors += found is not None
+        assert survivors < len(whole) / 20
+        assert cache.get("other") == OTHER
+
+    def test_half_of_the_bits_of_the_config(self, cache, caplog):
+        caplog.set_level(logging.ERROR)
+        path = file_of(cache)
+        whole = path.read_bytes()
+        start = whole.index(b'"config"')
+        end = whole.index(b'"readable"')
+        for position in range(start, end):
+            for bit in range(0, 8, 2) if position % 2 else range(1, 8, 2):
+                path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+                assert cache.get("good") in (None, GOOD)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"", b"\0" * 4096, b"null", b"[]", b"{}", b'"text"', b"1e999", b"\xff\xfe{\0}\0", b"[" * 100_000,
+            b"{" * 100_000,
+            b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b"9" * 10_000, b'{"schema": 1}', b'{"schema": NaN}',
+            os.urandom(512),
+        ],
+        ids=range(15),
+    )  # fmt: skip
+    def test_rubbish(self, cache, content, caplog):
+        file_of(cache).write_bytes(content)
+        check_miss(cache)
+        assert "no config is read from good-" in caplog.text
+        assert cache.put("good", GOOD)
+        assert cache.get("good") == GOOD
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"schema": 2}, {"schema": 0}, {"schema": None}, {"schema": "1"}, {"schema": True}, {"extra": 1},
+            {"key": "another"}, {"key": ["good"]}, {"created": "yesterday"}, {"created": "2025-01-01T00:00:00"},
+            {"created": 5}, {"toolchain": []}, {"metadata": None}, {"measurements": {}}, {"readable": 3},
+            {"source": None},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_sealed_entry_of_another_form(self, cache, change):
+        path = file_of(cache)
+        path.write_text(reseal({**json.loads(path.read_text()), **change}))
+        check_miss(cache)
+
+    def test_a_missing_field(self, cache):
+        path = file_of(cache)
+        document = json.loads(path.read_text())
+        for name in document:
+            path.write_text(reseal({key: value for key, value in document.items() if key != name}))
+            if name != "checksum":
+                check_miss(cache)
+
+    def test_an_entry_without_its_checksum(self, cache):
+        path = file_of(cache)
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({**document, "checksum": document["checksum"].upper()}))
+        check_miss(cache)
+
+    def test_a_file_under_another_name(self, cache):
+        path = file_of(cache)
+        path.replace(path.with_name(path.name.replace("good", "evil")))
+        check_miss(cache)
+        (path.with_name(path.name.replace("good", "evil"))).replace(path)
+        path.write_bytes(file_of(cache, "other").read_bytes())
+        check_miss(cache)
+
+    def test_too_large(self, cache, monkeypatch, caplog):
+        monkeypatch.setattr(persistent, "ENTRY_LIMIT", file_of(cache).stat().st_size - 1)
+        check_miss(cache)
+        assert "larger than" in caplog.text
+        assert not cache.put("good", GOOD, measurements=["x" * 2000])
+        assert "is not written" in caplog.text
+        monkeypatch.undo()
+        assert cache.get("good") == GOOD
+
+
+class TestStrangers:
+    """A file never makes us import a module, run code, or return another type than asked for."""
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"$dataclass": "this:Config", "fields": {}},
+            {"$dataclass": "antigravity:x", "fields": {}},
+            {"$dataclass": "os:system", "fields": {"command": "true"}},
+            {"$dataclass": "subprocess:Popen", "fields": {"args": ["true"]}},
+            {"$dataclass": "tilewright.ops.utils.datacarrier:BwdParams", "fields": {}},
+            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"q_blocksize": -1}},
+            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"q_blocksize": "64"}},
+            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"unknown": 1}},
+            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": [1]},
+            {"$dataclass": ["a"], "fields": {}},
+            {"$callable": "os:system"},
+            {"$enum": "signal:Signals", "name": "SIGKILL"},
+            {"$namedtuple": "os:stat_result", "fields": {}},
+            {"q_blocksize": 64},
+            {"$unknown": 1},
+            [64],
+            64,
+            None,
+        ],
+        ids=str,
+    )
+    def test_a_strangers_type(self, cache, config):
+        path = file_of(cache)
+        path.write_text(reseal({**json.loads(path.read_text()), "config": config}))
+        loaded = set(sys.modules)
+        assert cache.get("good", expected_type=FwdParams) is None
+        assert cache.entry("good", expected_type=FwdParams) is None
+        assert cache.get("other") == OTHER
+        cache.get("good")
+        cache.entries()
+        assert set(sys.modules) == loaded
+
+    def test_a_lazy_attribute_of_a_loaded_module_is_not_touched(self, cache, monkeypatch):
+        touched = []
+        lazy = types.ModuleType("lazy_module_of_a_test")
+        lazy.__getattr__ = touched.append
+        monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+        path = file_of(cache)
+        config = {"$dataclass": f"{lazy.__name__}:Config.Inner", "fields": {}}
+        document = {
+            **json.loads(path.read_text()),
+            "config": config,
+            "measurements": [config],
+            "metadata": {"a": config},
+        }
+        path.write_text(reseal(document))
+        assert cache.get("good") is None
+        assert cache.entry("good").config is None
+        assert cache.entry("good").measurements == (config,)
+        assert touched == []
+
+
+@posix
+class TestWhatIsNoFile:
+    def replace(self, cache, make):
+        path = file_of(cache)
+        path.unlink()
+        make(path)
+        check_miss(cache)
+        return path
+
+    def test_a_folder(self, cache, caplog):
+        self.replace(cache, Path.mkdir)
+        assert not cache.put("good", GOOD)
+        assert "is not written" in caplog.text
+        assert not cache.remove("good")
+        cache.clear()
+        assert cache.get("other") is None
+        assert temporaries(cache) == []
+
+    def test_a_fifo_does_not_block(self, cache):
+        self.replace(cache, os.mkfifo)
+        assert cache.put("good", GOOD)
+        assert cache.get("good") == GOOD
+
+    def test_a_socket(self, cache, monkeypatch):
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(cache.path)  # a socket's name may not be long
+            name = file_of(cache).name
+            self.replace(cache, lambda path: server.bind(name))
+        assert cache.put("good", GOOD)
+
+    def test_links(self, cache, tmp_path):
+        path = self.replace(cache, lambda path: path.symlink_to("nowhere"))
+        path.unlink()
+        path.symlink_to(path.name)
+        check_miss(cache)
+        assert cache.put("good", GOOD)
+        assert cache.get("good") == GOOD
+
+    def test_the_cache_folder_is_a_file(self, tmp_path, caplog):
+        (tmp_path / "file").write_text("x")
+        for cache in (PersistentCache(tmp_path / "file"), PersistentCache(tmp_path / "file" / "below")):
+            assert not cache.put("good", GOOD)
+            assert cache.get("good") is None
+            assert (len(cache), list(cache), cache.clear(), cache.remove("good")) == (0, [], 0, False)
+        assert (tmp_path / "file").read_text() == "x"
+        assert "is not written" in caplog.text
+
+    def test_impossible_paths(self, tmp_path):
+        for path in ("\0", str(tmp_path / ("x" * 5000)), "/proc/no/such"):
+            cache = PersistentCache(path)
+            assert not cache.put("good", GOOD)
+            assert cache.get("good") is None
+            assert len(cache) == 0
+
+
+class TestRefusals:
+    """The operating system says no."""
+
+    @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
+    @pytest.mark.parametrize("call", ["open", "replace", "fsync", "mkdir"])
+    def test_each_call_of_a_write(self, cache, monkeypatch, caplog, call, code):
+        def fail(*arguments, **keywords):
+            raise OSError(code, os.strerror(code))
+
+        if call == "mkdir":
+            cache = PersistentCache(cache.path.parent / "new")
+        before = sorted(path.name for path in cache.path.glob("*"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            assert not cache.put("good", FwdParams())
+            assert not cache.put("third", FwdParams())
+            assert cache.get("third") is None
+        assert sorted(path.name for path in cache.path.glob("*")) == before
+        assert os.strerror(code) in caplog.text
+        if call != "mkdir":
+            assert (cache.get("good"), cache.get("other")) == (GOOD, OTHER)
+            assert temporaries(cache) == []
+
+    @pytest.mark.parametrize("call", ["open", "fstat"])
+    def test_each_call_of_a_read(self, cache, monkeypatch, caplog, call):
+        def fail(*arguments, **keywords):
+            raise PermissionError(errno.EACCES, "denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            assert cache.get("good") is None
+            assert len(cache) == 0
+        assert "denied" in caplog.text
+        assert cache.get("good") == GOOD
+
+    def test_listing_and_removing(self, cache, monkeypatch, caplog):
+        def fail(*arguments, **keywords):
+            raise PermissionError(errno.EACCES, "denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", fail)
+            assert (len(cache), list(cache), cache.clear()) == (0, [], 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", fail)
+            assert not cache.remove("good")
+            assert cache.clear() == 0
+            assert cache.put("third", GOOD)
+        assert len(cache) == 3
+
+    @posix
+    def test_real_permissions(self):
+        with unprivileged_folder() as folder:
+            cache = PersistentCache(folder / "configs")
+            assert cache.put("good", GOOD)
+            assert cache.put("other", OTHER)
+            file_of(cache).chmod(0)
+            check_miss(cache)
+            cache.path.chmod(0o500)
+            assert not cache.put("good", GOOD)
+            assert not cache.remove("other")
+            assert cache.get("other") == OTHER
+            cache.path.chmod(0)
+            assert cache.get("other") is None
+            assert len(cache) == 0
+            assert not PersistentCache(cache.path / "below").put("good", GOOD)
+            cache.path.chmod(0o700)
+            assert cache.get("other") == OTHER
+
+    @posix
+    def test_real_full_disk(self, cache):
+        code = """
+            import resource
+            big = {"x": "y" * 100_000}
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+            assert not cache.put("good", FwdParams(), metadata=big)
+            assert not cache.put("third", FwdParams(), metadata=big)
+            assert cache.get("good") == FwdParams(q_blocksize=64, num_warps=4)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            assert not cache.put("fourth", FwdParams())
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+            assert not cache.put("good", FwdParams()) and cache.get("good") is None and len(cache) == 0
+        """
+        finish(spawn(cache, code))
+        assert (cache.get("good"), cache.get("other"), len(cache)) == (GOOD, OTHER, 2)
+        assert temporaries(cache) == []
+
+    def test_an_interrupt_leaves_no_temporary(self, cache, monkeypatch):
+        def interrupt(descriptor):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.put("good", FwdParams())
+        assert temporaries(cache) == []
+        assert cache.get("good") == GOOD
+
+
+@posix
+class TestKilled:
+    def test_in_mid_write_again_and_again(self, cache):
+        code = """
+            for i in range(1, 10**9):
+                cache.put("good", FwdParams(num_warps=i), measurements=[{"ms": float(i), "text": "x" * 20_000}])
+                if i == 1:
+                    print("ready", flush=True)
+        """
+        rng = random.Random(1)
+        for _ in range(6):
+            process = spawn(cache, code)
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.03))
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            config = cache.get("good", expected_type=FwdParams)
+            assert config is not None
+            assert config.num_warps >= 1
+            assert cache.entry("good").measurements[0]["ms"] == config.num_warps
+            assert cache.get("other") == OTHER
+            assert len(cache) == 2
+        assert len(temporaries(cache)) <= 6
+
+    @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
+    def test_at_each_step(self, cache, moment):
+        code = """
+            moment = sys.argv[2]
+            def die(*arguments):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if moment == "write":
+                import io
+                opened = os.fdopen
+                class Dying(io.FileIO):
+                    def write(self, data):
+                        super().write(bytes(data)[:100])
+                        die()
+                os.fdopen = lambda descriptor, mode, **rest: (Dying if "w" in mode else opened)(descriptor, mode)
+            else:
+                setattr(os, moment, die)
+            cache.put("good", FwdParams())
+        """
+        process = spawn(cache, code, moment)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        assert (cache.get("good"), cache.get("other"), len(cache)) == (GOOD, OTHER, 2)
+
+        # What it left is swept by a later process once it is old, and not before.
+        (left,) = temporaries(cache)
+        assert PersistentCache(cache.path).put("third", GOOD)
+        assert temporaries(cache) == [left]
+        os.utime(left, (time.time() - 2 * persistent.TEMPORARY_LIFETIME_S,) * 2)
+        (cache.path / ".mine.tmp").touch()
+        os.utime(cache.path / ".mine.tmp", (0, 0))
+        assert PersistentCache(cache.path).put("third", GOOD)
+        assert [path.name for path in temporaries(cache)] == [".mine.tmp"]
+
+
+class TestCrowds:
+    def test_sixteen_processes_on_one_key(self, cache):
+        code = """
+            number = int(sys.argv[2])
+            while not os.path.exists(sys.argv[3]):
+                time.sleep(0.005)
+            for i in range(25):
+                assert cache.put("good", FwdParams(num_warps=number), measurements=[number] * number)
+                assert cache.put(f"own-{number}", FwdParams(num_stages=i + 1))
+                config = cache.get("good", expected_type=FwdParams)
+                assert config is not None and 1 <= config.num_warps <= 16
+                entry = cache.entry("good")
+                assert entry.measurements == (entry.config.num_warps,) * entry.config.num_warps
+                assert cache.get(f"own-{number}") == FwdParams(num_stages=i + 1)
+                assert cache.get("other") == BwdParams(num_stages=3)
+        """
+        cache.put("good", FwdParams(num_warps=1), measurements=[1])
+        start = cache.path.parent / "start"
+        processes = [spawn(cache, code, number, start) for number in range(1, 17)]
+        start.touch()
+        for process in processes:
+            finish(process)
+        assert len(cache) == 18
+        assert {cache.get(f"own-{number}") for number in range(1, 17)} == {FwdParams(num_stages=25)}
+        assert temporaries(cache) == []
+
+    def test_sixteen_threads(self, cache):
+        failures = []
+        start = threading.Barrier(16)
+
+        def work(number):
+            try:
+                start.wait()
+                for i in range(8):
+                    assert cache.put("good", FwdParams(num_warps=number + 1))
+                    assert cache.put(number, i)
+                    assert cache.get("good", expected_type=FwdParams).num_warps in range(1, 17)
+                    assert cache.get(number) == i
+                    assert set(cache) >= {"good", "other"}
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+        version = cache.version
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert cache.version == version + 2 * 8 * 16
+        assert len(cache) == 18
+        assert temporaries(cache) == []
+
+    def test_writers_readers_and_removers(self, cache):
+        """Whatever the order, a reader sees one of the configs that were written or none."""
+        stop = time.monotonic() + 0.5
+        seen, failures = set(), []
+
+        def work(action):
+            with contextlib.suppress(StopIteration):
+                while time.monotonic() < stop:
+                    try:
+                        action()
+                    except BaseException as error:
+                        failures.append(error)
+                        raise StopIteration from error
+
+        actions = [
+            lambda: cache.put("good", GOOD),
+            lambda: cache.put("good", FwdParams(num_warps=2)),
+            lambda: cache.remove("good"),
+            lambda: seen.add(cache.get("good", expected_type=FwdParams)),
+            lambda: cache.entries(),
+        ]
+        threads = [threading.Thread(target=work, args=(action,)) for action in actions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert seen <= {GOOD, FwdParams(num_warps=2), None}
+        assert cache.get("other") == OTHER
+        assert temporaries(cache) == []

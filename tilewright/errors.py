@@ -1,0 +1,27 @@
+"""The exceptions that are ours; a user's mistake is a plain ``ValueError`` or ``TypeError``."""
+
+from collections.abc import Mapping, Sequence
+
+
+class TilewrightError(Exception):
+    """Base of every error that is not a mistake in an argument."""
+
+
+class UnsupportedError(TilewrightError):
+    """No backend can serve a call.
+
+    ``reasons`` maps each backend that was asked, such as ``"xla"`` or ``"cuda:cutlass"``, to all of its reasons.
+    """
+
+    def __init__(self, op: str, reasons: Mapping[str, Sequence[str]]):
+        self.op = op
+        self.reasons = {backend: tuple(why) for backend, why in reasons.items()}
+        lines = [f"  {backend}: {'; '.join(why)}" for backend, why in self.reasons.items()]
+        super().__init__("\n".join([f"no backend of {op} can serve this call:", *lines]))
+
+    def __reduce__(self):
+        return type(self), (self.op, self.reasons)
+
+
+class NoConfigError(TilewrightError):
+    """The caches hold no config for a call and the policy forbids finding one."""

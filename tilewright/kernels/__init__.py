@@ -1,0 +1,27 @@
+"""The operations, one folder each, and what they share."""
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tilewright.kernels.portfolio import PortfolioKernel
+from tilewright.ops.utils.serialize import resolve
+
+OPS: Mapping[str, str] = MappingProxyType(
+    {
+        "flash_attention": "tilewright.kernels.flash_attention.op:FlashAttention",
+    }
+)
+"""Every op by name; adding one adds its line here."""
+
+
+@functools.cache
+def kernel(name: str) -> PortfolioKernel:
+    """The kernel of an op.
+
+    Raises:
+      ValueError: there is no op of that name.
+    """
+    if name not in OPS:
+        raise ValueError(f"there is no op {name!r}; there are {sorted(OPS)}")
+    return resolve(OPS[name])()

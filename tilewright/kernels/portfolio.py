@@ -1,0 +1,313 @@
+"""A kernel made of several implementations: its config says which one runs and with which params."""
+
+import abc
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
+from tilewright.ops.core.kernel import Invocation, Kernel
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.fingerprint import source_fingerprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Which implementation runs, and how.
+
+    Attributes:
+      params: the implementation's own config: frozen, of its ``forward_params`` or ``backward_params`` type.
+    """
+
+    platform: Platform
+    algorithm: str | None = None
+    params: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "platform", Platform(self.platform))  # a plain name is accepted, and checked
+
+    @property
+    def implementation(self) -> str:
+        """The implementation's name, such as "xla" or "cuda:cutlass"."""
+        return implementation_name(self.platform, self.algorithm)
+
+    def __str__(self) -> str:
+        if not dataclasses.is_dataclass(self.params):
+            return self.implementation if self.params is None else f"{self.implementation}({self.params})"
+        fields = ((field.name, getattr(self.params, field.name)) for field in dataclasses.fields(self.params))
+        return f"{self.implementation}({', '.join(f'{name}={value}' for name, value in fields if value is not None)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PerDirection:
+    """An explicit config for each direction; ``None`` leaves a direction to selection."""
+
+    forward: Any = None
+    backward: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """What a call must compute and move at least.
+
+    Attributes:
+      flops: floating-point operations of its matrix products.
+      bytes: device memory read and written, each array once.
+    """
+
+    flops: float
+    bytes: float
+
+
+def implementation_name(platform: Platform, algorithm: str | None) -> str:
+    return str(platform) if algorithm is None else f"{platform}:{algorithm}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LazyImplementation:
+    """An implementation that is imported when it is first needed."""
+
+    where: str
+
+    def load(self) -> Implementation:
+        """The implementation.
+
+        Raises:
+          ImportError, OSError: something that it needs is not there.
+        """
+        return _load(self.where)
+
+    @property
+    def load_error(self) -> str:
+        """Why it cannot be loaded; empty if it can."""
+        try:
+            self.load()
+        except (ImportError, OSError) as error:
+            return f"cannot be loaded: {error}"
+        return ""
+
+    @property
+    def module_name(self) -> str:
+        """The last part of its module's name, which stands for it as long as it cannot be loaded."""
+        return self.where.partition(":")[0].rpartition(".")[2]
+
+
+def lazy(where: str) -> LazyImplementation:
+    """An implementation by ``"module:Class"``."""
+    return LazyImplementation(where)
+
+
+@functools.cache
+def _load(where: str) -> Implementation:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
+    """A kernel whose config is a ``Choice`` among implementations.
+
+    An op gives ``prepare``, which puts ``platform`` (``None`` or a tuple of platforms in order of preference) among the
+    keyword arguments it returns, and the methods below, all of which take what ``prepare`` returned.
+
+    Attributes:
+      implementations: best first.
+    """
+
+    def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
+        super().__init__(name, version=version)
+        self.implementations = tuple(implementations)
+
+    @abc.abstractmethod
+    def inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The prepared arguments as implementations take them."""
+
+    @abc.abstractmethod
+    def problem(self, *args: Any, **kwargs: Any) -> Any:
+        """What implementations may know of abstract prepared arguments when they are asked for reasons and params."""
+
+    @abc.abstractmethod
+    def outputs(self, inputs: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the caller gets of an implementation's results."""
+
+    @abc.abstractmethod
+    def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """The cotangents of an implementation's results from those of ``outputs``."""
+
+    @abc.abstractmethod
+    def cost(self, problem: Any, direction: Direction) -> Cost:
+        """FLOPs and bytes of a call."""
+
+    @abc.abstractmethod
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The oracle."""
+
+    @abc.abstractmethod
+    def partitioning(self, inputs: Any) -> Partitioning | None:
+        """How the types of the arrays split the op over explicit mesh axes; ``None`` if they do not.
+
+        Raises:
+          ValueError: they split it in a way that would need communication.
+        """
+
+    @functools.cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """Names of the prepared positional arguments, by which gradients are returned."""
+        parameters = inspect.signature(self.inputs).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    # What the framework asks of a kernel.
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
+
+    def forward_with_residuals(self, *args: Any, cfg: Choice, **kwargs: Any) -> tuple[Any, Any]:
+        inputs = self.inputs(*args, **kwargs)
+        forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
+        results = forward_locally(forward, self.partitioning(inputs), inputs)
+        return self.outputs(inputs, results, **kwargs), results
+
+    def backward(
+        self, residuals: Any, cotangents: tuple[Any, ...], *args: Any, cfg: Choice, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs = self.inputs(*args, **kwargs)
+        wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
+        backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
+        gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
+        return next(iter(self._supported(inv)))
+
+    def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
+        problem = self._problem(inv)
+        for choice in self._supported(inv):
+            yield choice
+            implementation = self._implementation(choice)
+            for params in implementation.candidates(problem, inv.target, inv.direction):
+                yield dataclasses.replace(choice, params=params)
+
+    def directed_cfg(self, cfg: Any, inv: Invocation[Choice, Any]) -> Choice | None:
+        """A config that the caller gave, for one direction.
+
+        Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params for the first implementation that
+        has such. A ``Choice`` of the other direction's params leaves this direction to selection.
+
+        Raises:
+          TypeError: it is none of these, or params of another implementation.
+          UnsupportedError: the implementation that it names cannot serve the call.
+        """
+        if isinstance(cfg, PerDirection):
+            part = cfg.forward if inv.direction == "forward" else cfg.backward
+            return None if part is None else self.directed_cfg(part, inv)
+        if isinstance(cfg, KernelConfig):
+            return self._of_kernel_config(cfg, inv)
+        if isinstance(cfg, Choice):
+            return self._checked_choice(cfg, inv)
+        for choice in self._supported(inv):
+            mine, other = _params_types(self._implementation(choice), inv.direction)
+            if isinstance(cfg, mine):
+                return dataclasses.replace(choice, params=cfg)
+            if isinstance(cfg, other):
+                return None
+        raise TypeError(
+            f"{cfg=} of type {type(cfg).__name__} is no config of {self.name}; give a "
+            f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
+        )
+
+    def not_taken(self, inv: Invocation[Choice, Any], cfg: Choice) -> Mapping[str, tuple[str, ...]]:
+        """For every implementation but the chosen one its reasons, or that it was not preferred."""
+        reasons = self.reasons(inv)
+        chosen = cfg.implementation
+        return {
+            name: tuple(why) or ("supported, but not preferred: nothing measured it as faster",)
+            for name, why in reasons.items()
+            if name != chosen
+        }
+
+    def source(self) -> str:
+        """A hash of the code of all implementations that can be loaded here."""
+        loaded = [type(lazy.load()) for lazy in self.implementations if not lazy.load_error]
+        modules = [inspect.getmodule(kind) for kind in (type(self), *loaded)]
+        return "".join(source_fingerprint(module)[:16] for module in modules)
+
+    # The table of implementations.
+
+    def reasons(self, inv: Invocation[Choice, Any]) -> dict[str, list[str]]:
+        """For every implementation all reasons why it cannot serve a call, whatever platforms the caller allows."""
+        problem, found = self._problem(inv), {}
+        for lazy_implementation in self.implementations:
+            if lazy_implementation.load_error:
+                found[lazy_implementation.module_name] = [lazy_implementation.load_error]
+                continue
+            each = lazy_implementation.load()
+            name = implementation_name(each.platform, each.algorithm)
+            found[name] = each.not_supported_reasons(problem, inv.target, inv.direction)
+        return found
+
+    def _problem(self, inv: Invocation[Choice, Any]) -> Any:
+        return self.problem(*inv.abstract_args, **inv.abstract_kwargs)
+
+    def _supported(self, inv: Invocation[Choice, Any]) -> list[Choice]:
+        """The heuristic choices of every implementation that can serve a call, best first."""
+        allowed = inv.abstract_kwargs.get("platform")
+        reasons, problem = self.reasons(inv), self._problem(inv)
+        loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
+        able = [each for each in loaded if not reasons[implementation_name(each.platform, each.algorithm)]]
+        if allowed is not None:
+            able = [each for platform in allowed for each in able if each.platform == platform]
+            absent = set(allowed) - {each.platform for each in loaded}
+            reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in _NAMES - set(allowed)}
+            reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
+        if not able:
+            raise UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
+        return [
+            Choice(each.platform, each.algorithm, each.heuristic(problem, inv.target, inv.direction)) for each in able
+        ]
+
+    def _implementation(self, choice: Choice) -> Implementation:
+        for lazy_implementation in self.implementations:
+            if not lazy_implementation.load_error:
+                each = lazy_implementation.load()
+                if (each.platform, each.algorithm) == (choice.platform, choice.algorithm):
+                    return each
+        raise ValueError(f"{self.name} has no implementation {choice.implementation!r} that can be loaded here")
+
+    def _checked_choice(self, choice: Choice, inv: Invocation[Choice, Any]) -> Choice | None:
+        mine, other = _params_types(self._implementation(choice), inv.direction)
+        if isinstance(choice.params, other) and not isinstance(choice.params, mine):
+            return None
+        if not isinstance(choice.params, mine):
+            raise TypeError(f"{choice.params=} must be of type {mine.__name__} for {choice.implementation!r}")
+        why = self.reasons(inv)[choice.implementation]
+        if why:
+            raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
+        return choice
+
+    def _of_kernel_config(self, cfg: KernelConfig, inv: Invocation[Choice, Any]) -> Choice:
+        params: FwdParams | BwdParams
+        common = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
+        warps = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+        params = FwdParams(**common, **warps) if inv.direction == "forward" else BwdParams(**common, **warps)
+        for choice in self._supported(inv):
+            named = cfg.platform in (None, "auto", choice.platform) and cfg.algorithm in (None, choice.algorithm)
+            if named and isinstance(params, _params_types(self._implementation(choice), inv.direction)[0]):
+                return dataclasses.replace(choice, params=params)
+        raise UnsupportedError(
+            f"{self.name} ({inv.direction})",
+            {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
+        )
+
+
+_NAMES = frozenset(str(platform) for platform in Platform)
+
+
+def _params_types(implementation: Implementation, direction: Direction) -> tuple[type, type]:
+    """The types of params for a direction and for the other one."""
+    both = (implementation.forward_params, implementation.backward_params)
+    return both if direction == "forward" else both[::-1]

@@ -1,0 +1,101 @@
+"""Platforms, backends, and what one backend of an op gives: the table that selection and documentation read."""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+
+
+class Platform(enum.StrEnum):
+    """By what means a kernel is written."""
+
+    XLA = "xla"
+    PALLAS = "pallas"
+    TRITON = "triton"
+    CUDA = "cuda"
+
+
+class Backend(enum.StrEnum):
+    """The hardware that a config is meant for."""
+
+    ANY = "any"
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """A config in terms that many kernels share, for callers who set block sizes by hand.
+
+    Attributes:
+      block_q: query rows per tile.
+      block_k: keys per tile.
+      block_d: head_dim per tile, where it is tiled.
+      num_warps: warps of a GPU block.
+      num_stages: stages of a GPU pipeline.
+      platform: a platform's name, or "auto".
+      backend: the hardware that the config is meant for.
+      algorithm: one of several implementations on a platform.
+      priority: which config counts when several match; the highest.
+    """
+
+    block_q: int = 128
+    block_k: int = 128
+    block_d: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    platform: Platform | Literal["triton", "pallas", "cuda", "xla", "auto"] = "auto"
+    backend: Backend | Literal["gpu", "tpu", "cpu", "any"] = Backend.ANY
+    algorithm: str | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k", "block_d", "num_warps", "num_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"KernelConfig needs a positive integer, got {name}={value!r}")
+        if self.platform != "auto":
+            object.__setattr__(self, "platform", Platform(self.platform))
+        object.__setattr__(self, "backend", Backend(self.backend))
+
+
+class Implementation(abc.ABC):
+    """One backend of one op: final, stateless, without knowledge of selection.
+
+    The first three methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
+
+    Attributes:
+      algorithm: tells several implementations on one platform apart.
+      forward_params: type of the params of ``forward``.
+      backward_params: type of the params of ``backward``.
+    """
+
+    platform: ClassVar[Platform]
+    algorithm: ClassVar[str | None] = None
+    forward_params: ClassVar[type] = FwdParams
+    backward_params: ClassVar[type] = BwdParams
+
+    @abc.abstractmethod
+    def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:
+        """Every reason why this backend cannot serve the problem; empty if it can."""
+
+    @abc.abstractmethod
+    def heuristic(self, problem: Any, device: Device, direction: Direction) -> Any:
+        """The params to use when nothing was measured."""
+
+    @abc.abstractmethod
+    def candidates(self, problem: Any, device: Device, direction: Direction) -> Iterable[Any]:
+        """The params worth measuring, best guess first."""
+
+    @abc.abstractmethod
+    def forward(self, inputs: Any, params: Any) -> Any:
+        """The op's results, in the form that all backends of the op share as residuals."""
+
+    @abc.abstractmethod
+    def backward(self, inputs: Any, results: Any, cotangents: Any, params: Any) -> dict[str, Any]:
+        """Gradients by argument name, from any backend's forward results."""

@@ -1,0 +1,117 @@
+"""Running an implementation on each device's part when the arrays' types say how they are split."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientParts:
+    """How the gradient of one argument is put together.
+
+    Attributes:
+      spec: of the gradient as the devices compute it.
+      summed: mesh axes over which every device has only its share of the sum.
+      wanted: the spec of the argument's own type, which the gradient must have in the end.
+    """
+
+    spec: PartitionSpec
+    summed: tuple[str, ...]
+    wanted: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioning:
+    """How an op is split over the explicit axes of a mesh.
+
+    Attributes:
+      mesh: the mesh of the operands' types.
+      inputs: a ``PartitionSpec`` for each leaf of the op's inputs.
+      results: for each of an implementation's results, and its cotangent.
+      gradients: by name, of every argument that may have one.
+    """
+
+    mesh: Any
+    inputs: Any
+    results: Any
+    gradients: dict[str, GradientParts]
+
+
+def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:
+    """``forward(inputs)``, on each device's part if there is a partitioning."""
+    if partitioning is None:
+        return forward(inputs)
+    return jax.shard_map(
+        forward,
+        mesh=partitioning.mesh,
+        in_specs=(partitioning.inputs,),
+        out_specs=partitioning.results,
+        check_vma=False,
+    )(placed(inputs, partitioning.inputs, partitioning.mesh))
+
+
+def backward_locally(
+    backward: Callable[..., dict[str, Any]],
+    partitioning: Partitioning | None,
+    inputs: Any,
+    results: Any,
+    cotangents: Any,
+) -> dict[str, Any]:
+    """``backward(inputs, results, cotangents)``, likewise; gradients of what every device shares are summed."""
+    if partitioning is None:
+        return backward(inputs, results, cotangents)
+    gradients = partitioning.gradients
+
+    def on_part(*operands: Any) -> dict[str, Any]:
+        parts = {name: part for name, part in backward(*operands).items() if part is not None}
+        return {name: _summed(part, gradients[name].summed) for name, part in parts.items()}
+
+    inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
+    results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
+    present = {name for name, part in _shapes(backward, inputs, results, cotangents).items() if part is not None}
+    computed = jax.shard_map(
+        on_part,
+        mesh=partitioning.mesh,
+        in_specs=(partitioning.inputs, partitioning.results, partitioning.results),
+        out_specs={name: gradients[name].spec for name in present},
+        check_vma=False,
+    )(inputs, results, cotangents)
+    return placed(computed, {name: gradients[name].wanted for name in present}, partitioning.mesh)
+
+
+def placed(operands: Any, specs: Any, mesh: Any) -> Any:
+    """Operands under the specs of a partitioning: what is whole on every device is cut there, which moves nothing."""
+    leaves, tree = jax.tree.flatten(operands)
+    wanted = jax.tree.leaves(jax.tree.broadcast(specs, operands, is_leaf=_is_spec), is_leaf=_is_spec)
+    moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, wanted, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def _shapes(backward: Callable[..., Any], *operands: Any) -> dict[str, Any]:
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    return jax.eval_shape(backward, *whole)
+
+
+def _summed(part: Any, axes: tuple[str, ...]) -> Any:
+    return jax.lax.psum(part, axes) if axes else part
+
+
+def typed_spec(array: Any) -> PartitionSpec:
+    """The ``PartitionSpec`` in an array's type."""
+    sharding = explicit_sharding(array)
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def explicit_sharding(array: Any) -> Any:
+    """The sharding in an array's type if it splits anything, else ``None``."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
+        return None
+    return sharding

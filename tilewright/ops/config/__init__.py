@@ -1,0 +1,1 @@
+"""Where configs are kept and how one is selected."""

@@ -1,0 +1,138 @@
+"""The overrides that are in force: overlay caches and policy fields, per thread and per async task."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import jax
+
+from tilewright.ops.config.cache import ConfigCache
+
+Fallback = Literal["autotune", "heuristics", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AutotunePolicy:
+    """What a selection may do when no cache knows the call.
+
+    Attributes:
+      allow_autotune: measure candidates.
+      allow_heuristics: fall back to the kernel's heuristic.
+      cache_miss_fallback: the first thing to try; "error" raises ``NoConfigError`` at once.
+      budget_s: seconds that one tuning may take; ``None`` for no limit.
+      verify: check every candidate against the kernel's reference, if it has one.
+    """
+
+    allow_autotune: bool = True
+    allow_heuristics: bool = True
+    cache_miss_fallback: Fallback = "autotune"
+    budget_s: float | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.cache_miss_fallback not in ("autotune", "heuristics", "error"):
+            raise ValueError(f"{self.cache_miss_fallback=} must be 'autotune', 'heuristics' or 'error'")
+        if self.budget_s is not None and self.budget_s <= 0:
+            raise ValueError(f"{self.budget_s=} must be positive or None")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overrides:
+    """All that ``overlay_cache``, ``policy_override`` and ``tune`` have put in force, innermost last.
+
+    Attributes:
+      overlays: caches that answer before any other.
+      policy: fields of ``AutotunePolicy`` to replace, in order.
+      token: set while a program is lowered only to be read, so that its trace is not reused for a real call.
+    """
+
+    overlays: tuple[ConfigCache, ...] = ()
+    policy: tuple[tuple[str, Any], ...] = ()
+    token: object = None
+
+    def apply(self, policy: AutotunePolicy) -> AutotunePolicy:
+        """The policy with the overridden fields replaced."""
+        return dataclasses.replace(policy, **dict(self.policy)) if self.policy else policy
+
+    @property
+    def version(self) -> int:
+        """Grows whenever an overlay changes."""
+        return sum(cache.version for cache in self.overlays)
+
+
+_NONE = Overrides()
+_CURRENT: ContextVar[Overrides] = ContextVar("tilewright_overrides", default=_NONE)
+
+
+# What JAX's trace caches are keyed by beside the arguments. Made on import, because making one is not thread-safe.
+_TRACE_CONTEXT = jax.make_user_context(None)
+
+
+def current_overrides() -> Overrides:
+    """What is in force here."""
+    return _CURRENT.get()
+
+
+def synchronise() -> None:
+    """Makes JAX's trace caches, which are keyed per thread, see the overrides of the running async task.
+
+    Called on every change and by every call of an executor. Between two calls an async task may still be handed a
+    trace that another task of its thread made: a matter of speed, for every config gives the same values.
+    """
+    overrides = _CURRENT.get()
+    wanted = None if overrides == _NONE else (overrides, overrides.version)
+    if _TRACE_CONTEXT.value != wanted:
+        # Entered and never left: leaving would restore what some other task of this thread had in force.
+        _TRACE_CONTEXT(wanted).__enter__()
+
+
+@contextlib.contextmanager
+def in_force(overrides: Overrides) -> Iterator[None]:
+    """Puts overrides in force for selection and for JAX's trace caches."""
+    reset = _CURRENT.set(overrides)
+    synchronise()
+    try:
+        yield
+    finally:
+        _CURRENT.reset(reset)
+        synchronise()
+
+
+@contextlib.contextmanager
+def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
+    """Makes a cache answer before every other, in this thread or async task, for as long as the context lasts.
+
+    Functions that ``jax.jit`` has traced outside are traced again inside, and the other way round.
+    """
+    if not isinstance(cache, ConfigCache):
+        raise TypeError(f"overlay_cache needs a ConfigCache, got {cache!r} of type {type(cache).__name__}")
+    now = current_overrides()
+    with in_force(dataclasses.replace(now, overlays=(*now.overlays, cache))):
+        yield cache
+
+
+_ALIASES = {"autotune": "allow_autotune", "heuristics": "allow_heuristics"}
+
+
+@contextlib.contextmanager
+def policy_override(**fields: Any) -> Iterator[None]:
+    """Replaces fields of every selector's ``AutotunePolicy``, in this thread or async task.
+
+    Args:
+      **fields: fields of ``AutotunePolicy``; ``autotune`` and ``heuristics`` are short for the ``allow_`` fields.
+
+    Raises:
+      TypeError: no such field.
+    """
+    named = {_ALIASES.get(name, name): value for name, value in fields.items()}
+    known = [field.name for field in dataclasses.fields(AutotunePolicy)]
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise TypeError(f"policy_override got {unknown}; it takes {[*known, *_ALIASES]}")
+    AutotunePolicy(**named)  # bad values fail here, before anything is in force
+    now = current_overrides()
+    merged = dict(now.policy) | named
+    with in_force(dataclasses.replace(now, policy=tuple(sorted(merged.items())))):
+        yield

@@ -1,0 +1,491 @@
+"""Configs remembered on disk: one file per entry, no lock, and nothing that a damaged file can break."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+ENTRY_LIMIT = 16 << 20
+EXPORT_LIMIT = 1 << 30
+TEMPORARY_LIFETIME_S = 3600.0
+
+_FIELDS = {
+    "schema": int,
+    "checksum": str,
+    "key": object,
+    "created": str,
+    "config": object,
+    "readable": str,
+    "source": str,
+    "toolchain": dict,
+    "metadata": dict,
+    "measurements": list,
+}
+_ENTRY_NAME = re.compile(r"[\w.\-]+-[0-9a-f]{32}\.json", re.ASCII)
+_TEMPORARY_NAME = re.compile(r"\.[\w.\-]+\.\d+-[0-9a-f]{16}\.tmp", re.ASCII)
+
+# What a config's constructor may raise on fields that an older version of its class accepted.
+_REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
+
+# Types that cannot be found by name, such as those defined inside a function, for as long as they live.
+_seen_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
+Document = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """What one file says.
+
+    Attributes:
+      config: ``None`` if its type is not loaded in this process; ``readable`` shows it nevertheless.
+      measurements: what was given to `PersistentCache.put`; as plain JSON data where a type is not loaded.
+      toolchain: versions of what compiled the kernels.
+      source: hash of the implementation's source.
+      stale: measured with another toolchain or source than asked for, so no hit.
+    """
+
+    key: Hashable
+    config: Any
+    readable: str
+    measurements: tuple[Any, ...]
+    metadata: dict[str, Any]
+    toolchain: dict[str, str]
+    source: str
+    created: datetime.datetime
+    stale: bool
+
+
+class PersistentCache:
+    """Configs by key in a folder that any number of processes may share, also over a network file system.
+
+    Whatever cannot be read or written is logged and counts as a miss. A file never makes this process import a module:
+    types are looked up among the loaded ones. Two caches merge by copying files.
+
+    Args:
+      path: the folder, ``~`` expanded; it is made on the first write. By default ``configs`` under
+        ``TILEWRIGHT_CACHE_DIR`` or else under the user's cache folder, looked up on first use.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._given = None if path is None else os.fspath(path)
+        self._version = 0
+        self._writes = 0
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The folder of the entries."""
+        given = self._given
+        if given is None:
+            root = os.environ.get("TILEWRIGHT_CACHE_DIR")
+            if not root:
+                import platformdirs
+
+                root = platformdirs.user_cache_dir("tilewright")
+            given = os.path.join(root, "configs")
+        return Path(os.path.abspath(os.path.expanduser(given)))
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change made through this object; other processes' changes do not show."""
+        return self._version
+
+    def put(
+        self,
+        key: Hashable,
+        cfg: Any,
+        *,
+        measurements: Iterable[Any] = (),
+        metadata: Mapping[str, Any] | None = None,
+        source: str = "",
+    ) -> bool:
+        """Writes ``cfg`` under ``key`` in place of what was there.
+
+        Args:
+          key: a string, or a value with a tagged JSON form.
+          cfg: a value with a tagged JSON form that holds no arrays.
+          measurements: everything that was measured to find it.
+          metadata: further remarks.
+          source: hash of the implementation's source, with which `get` compares.
+
+        Returns:
+          Whether it was written; if not, the reason is logged.
+
+        Raises:
+          TypeError: something has no JSON form, or would not come back as it is. Nothing is written then.
+        """
+        found: dict[str, type] = {}
+        config = tagged(cfg, found=found)
+        _check_comes_back(cfg, config, found)
+        document = {
+            "schema": SCHEMA,
+            "checksum": "",
+            "key": tagged(key, found=found),
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+            "config": config,
+            "readable": repr(cfg),
+            "source": source,
+            "toolchain": toolchain_fingerprint(),
+            "metadata": tagged(dict(metadata or {}), found=found),
+            "measurements": [tagged(item, found=found) for item in measurements],
+        }
+        document["checksum"] = _checksum(document)
+        _seen_types.update(found)
+        return self._write(document)
+
+    def get(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Any | None:
+        """The config under ``key``, or ``None`` if there is none to be used.
+
+        Args:
+          key: as given to `put`.
+          expected_type: anything else is a miss; without it the config may be of any type that is loaded.
+          source: hash of the implementation's source as it is now; an entry with another is stale, hence a miss.
+        """
+        document = self._load(key)
+        if document is None or _stale(document, source):
+            return None
+        return self._config(document, expected_type)
+
+    def stale_config(
+        self, key: Hashable, *, expected_type: type | None = None, source: str | None = None
+    ) -> Any | None:
+        """The config of an entry that `get` passes over only because toolchain or source differ: worth measuring."""
+        document = self._load(key)
+        if document is None or not _stale(document, source):
+            return None
+        return self._config(document, expected_type)
+
+    def entry(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Entry | None:
+        """All that is stored under ``key``, stale or not; the arguments mean what they mean in `get`."""
+        document = self._load(key)
+        if document is None:
+            return None
+        config = self._config(document, expected_type)
+        if config is None and expected_type is not None:
+            return None
+        return _entry(document, config, source)
+
+    def entries(self) -> list[Entry]:
+        """Every intact entry, stale ones too."""
+        return [_entry(document, self._config(document, None), None) for document in self._documents()]
+
+    def remove(self, key: Hashable) -> bool:
+        """Forgets ``key``; whether there was a file to delete."""
+        return self._unlink(_file_name(tagged(key)))
+
+    def clear(self) -> int:
+        """Deletes all entries, damaged ones too, and returns how many; leaves what is not ours."""
+        self._sweep(lifetime_s=0.0)
+        return sum(self._unlink(name) for name in self._names())
+
+    def merge(self, other: "str | os.PathLike[str] | PersistentCache", *, overwrite: bool = False) -> int:
+        """Copies the entries of another folder that are newer than ours, or all of them; returns how many."""
+        cache = other if isinstance(other, PersistentCache) else PersistentCache(other)
+        return sum(self._adopt(document, overwrite) for document in cache._documents())
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        """Writes every intact entry into one JSON file and returns how many.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        documents = self._documents()
+        target = Path(os.path.abspath(os.path.expanduser(file)))
+        _replace_file(target, json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
+        return len(documents)
+
+    def import_(self, file: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+        """Takes over the entries of an exported file that are newer than ours, or all of them; returns how many.
+
+        Damaged entries are logged and left out.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: it is no export.
+        """
+        source = os.path.expanduser(file)
+        exported = _parse(_read(source, EXPORT_LIMIT))
+        if exported.get("schema") != SCHEMA or not isinstance(exported.get("entries"), list):
+            raise ValueError(f"{source} is not an export of schema {SCHEMA}")
+        adopted = damaged = 0
+        for document in exported["entries"]:
+            try:
+                _verify(document)
+            except ValueError as error:
+                damaged += 1
+                logger.warning("an entry of %s is left out: %s", source, error)
+            else:
+                adopted += self._adopt(document, overwrite)
+        logger.info("took %d of %d entries from %s, %d damaged", adopted, len(exported["entries"]), source, damaged)
+        return adopted
+
+    def __contains__(self, key: Hashable) -> bool:
+        return self.get(key) is not None
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of all intact entries at this moment, stale ones too."""
+        return iter([_lenient(document["key"]) for document in self._documents()])
+
+    def __len__(self) -> int:
+        return len(self._documents())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def _load(self, key: Hashable) -> Document | None:
+        data = tagged(key)
+        document = self._load_file(_file_name(data))
+        if document is not None and canonical_json(document["key"]) != canonical_json(data):
+            logger.warning("%s holds another key than %r", _file_name(data), key)
+            return None
+        return document
+
+    def _load_file(self, name: str) -> Document | None:
+        try:
+            document = _verify(_parse(_read(self.path / name, ENTRY_LIMIT)))
+            if _file_name(document["key"]) != name:
+                raise ValueError("its key belongs under another name")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("no config is read from %s: %s", name, error)
+            return None
+        return document
+
+    def _config(self, document: Document, expected_type: type | None) -> Any | None:
+        try:
+            return _rebuild(document["config"], expected_type)
+        except _REBUILD_ERRORS as error:
+            logger.warning("the config of %s is not used: %s", _file_name(document["key"]), error)
+            return None
+
+    def _documents(self) -> list[Document]:
+        documents = (self._load_file(name) for name in self._names())
+        return [document for document in documents if document is not None]
+
+    def _names(self, pattern: re.Pattern[str] = _ENTRY_NAME) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.path) if pattern.fullmatch(name))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            logger.warning("the config cache cannot be listed: %s", error)
+            return []
+
+    def _adopt(self, document: Document, overwrite: bool) -> bool:
+        ours = None if overwrite else self._load_file(_file_name(document["key"]))
+        if ours is not None and _created(ours) >= _created(document):
+            return False
+        return self._write(document)
+
+    def _write(self, document: Document) -> bool:
+        data = json.dumps(document, indent=1).encode()
+        name = _file_name(document["key"])
+        if len(data) > ENTRY_LIMIT:
+            logger.warning("%s is not written: %d bytes are more than %d", name, len(data), ENTRY_LIMIT)
+            return False
+        try:
+            _make_directory(self.path)
+            self._writes += 1
+            if self._writes % 256 == 1:
+                self._sweep(TEMPORARY_LIFETIME_S)
+            _replace_file(self.path / name, data)
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not written: %s", name, error)
+            return False
+        self._changed()
+        return True
+
+    def _unlink(self, name: str) -> bool:
+        try:
+            os.unlink(self.path / name)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not removed: %s", name, error)
+            return False
+        self._changed()
+        return True
+
+    def _changed(self) -> None:
+        with self._lock:
+            self._version += 1
+
+    def _sweep(self, lifetime_s: float) -> None:
+        """Deletes what processes that were killed in the middle of a write left behind."""
+        for name in self._names(_TEMPORARY_NAME):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(self.path / name).st_mtime >= lifetime_s:
+                    os.unlink(self.path / name)
+
+
+def _file_name(key: Any) -> str:
+    """The name of the file for a tagged key: something to recognise it by, and a hash."""
+    digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()[:32]
+    text = key if isinstance(key, str) else canonical_json(key)
+    with contextlib.suppress(ValueError, RecursionError):
+        said = json.loads(text)  # an invocation's key is itself JSON that names its op
+        if isinstance(said, dict) and "op" in said:
+            text = f"{said['op']}-{said.get('direction', '')}"
+    prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")[-48:].lstrip("-.")
+    return f"{prefix or 'entry'}-{digest}.json"
+
+
+def _checksum(document: Document) -> str:
+    content = canonical_json({name: value for name, value in document.items() if name != "checksum"})
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def _parse(data: bytes) -> Document:
+    try:
+        document = json.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"a JSON object was expected, not {type(document).__name__}")
+    return document
+
+
+def _verify(document: Any) -> Document:
+    """The document if it is an intact entry, else ``ValueError``."""
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or document["schema"] is True:
+        raise ValueError(f"not an entry of schema {SCHEMA}")
+    if document.keys() != _FIELDS.keys():
+        raise ValueError(f"its fields are {sorted(document)}, not {sorted(_FIELDS)}")
+    try:
+        checksum = _checksum(document)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if document["checksum"] != checksum:
+        raise ValueError("its checksum does not match its content")
+    for name, kind in _FIELDS.items():
+        if not isinstance(document[name], kind):
+            raise ValueError(f"its field {name!r} is {document[name]!r}")
+    if _created(document).tzinfo is None:
+        raise ValueError(f"its time {document['created']!r} lacks a time zone")
+    return document
+
+
+def _created(document: Document) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(document["created"])
+
+
+def _stale(document: Document, source: str | None) -> bool:
+    return document["toolchain"] != toolchain_fingerprint() or (source is not None and document["source"] != source)
+
+
+def _entry(document: Document, config: Any, source: str | None) -> Entry:
+    return Entry(
+        key=_lenient(document["key"]),
+        config=config,
+        readable=document["readable"],
+        measurements=tuple(_lenient(item) for item in document["measurements"]),
+        metadata=_lenient(document["metadata"]),
+        toolchain=document["toolchain"],
+        source=document["source"],
+        created=_created(document),
+        stale=_stale(document, source),
+    )
+
+
+def _lenient(data: Any) -> Any:
+    try:
+        return untagged(data, resolve=_find_loaded)
+    except _REBUILD_ERRORS:
+        return data
+
+
+def _rebuild(data: Any, expected_type: type | None) -> Any:
+    if expected_type is None:
+        return untagged(data, resolve=_find_loaded)
+    expected = qualified_name(expected_type)
+    for tag in ("$dataclass", "$namedtuple", "$enum"):
+        if isinstance(data, dict) and data.get(tag, expected) != expected:
+            raise ValueError(f"it is a {data[tag]}, not a {expected}")
+    config = untagged(data, resolve=lambda name: expected_type if name == expected else _find_loaded(name))
+    if type(config) is not expected_type:
+        raise ValueError(f"it is a {qualified_name(type(config))}, not a {expected}")
+    return config
+
+
+def _find_loaded(qualified: str) -> Any:
+    """What a qualified name stands for among the loaded modules, without running any code to find it."""
+    module, _, name = qualified.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        # Not getattr, which may run a module's __getattr__ and so import something.
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    found = _seen_types.get(qualified) if found is None else found
+    if found is None:
+        raise ValueError(f"{qualified} is not loaded")
+    return found
+
+
+def _check_comes_back(cfg: Any, data: Any, found: Mapping[str, type]) -> None:
+    try:
+        again = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
+    except ValueError as error:
+        raise TypeError(f"{cfg!r} cannot be rebuilt from its fields: {error}") from error
+    text = canonical_json(data)
+    equal = again == cfg or '"$float":"nan"' in text  # a NaN differs from itself
+    if '"$array":' in text or type(again) is not type(cfg) or tagged(again) != data or not equal:
+        raise TypeError(f"{cfg!r} would come back from JSON as {again!r}")
+
+
+def _make_directory(path: Path) -> None:
+    if not path.is_dir():
+        _make_directory(path.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+def _read(path: str | os.PathLike[str], limit: int) -> bytes:
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    return data
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)

@@ -1,0 +1,256 @@
+"""The chain that picks the config of a call, one loop over named steps."""
+
+import abc
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.errors import NoConfigError
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
+from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.core.kernel import Invocation, optional_method
+from tilewright.ops.utils.fingerprint import source_fingerprint
+
+if TYPE_CHECKING:
+    from tilewright.ops.execution.tuning import Tuner
+
+__all__ = [
+    "AutotunePolicy",
+    "ConfigChooser",
+    "ConfigSelectorChain",
+    "Selection",
+    "overlay_cache",
+    "policy_override",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """A chosen config.
+
+    Attributes:
+      config: the config.
+      step: where it came from: "explicit", "overlay", "memory", "disk", "shipped", "autotune" or "heuristic".
+      key: the key under which the call was looked up; empty for an explicit config.
+      time_ms: its measured time, if there is one.
+    """
+
+    config: Any
+    step: str
+    key: str = ""
+    time_ms: float | None = None
+
+
+class ConfigChooser(abc.ABC):
+    """Whatever can pick the config of an invocation."""
+
+    @abc.abstractmethod
+    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        """The config of a call; may measure, if the policy lets it."""
+
+    @abc.abstractmethod
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        """What ``choose`` would return if nothing could be measured, without leaving a trace."""
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int:
+        """A number that changes when an earlier choice might now come out differently."""
+
+
+Event = Callable[[Any], None]
+
+
+class ConfigSelectorChain(ConfigChooser):
+    """Explicit, overlays, memory, disk, shipped tables, autotuning if allowed, heuristic; the first answer counts.
+
+    Args:
+      cache: the memory cache; a fresh one by default.
+      persistent: the disk cache; ``None`` keeps everything in memory.
+      autotune: shorthand for ``policy=AutotunePolicy(allow_autotune=autotune)``.
+      policy: what to do when no cache answers; by default nothing is measured.
+      tuner: how to measure.
+      on_event: is called with a ``Selection`` for every choice and with the events of each tuning.
+      tables: folder of tuned tables; by default the one in the package.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        persistent: PersistentCache | None = None,
+        *,
+        autotune: bool | None = None,
+        policy: AutotunePolicy | None = None,
+        tuner: "Tuner | None" = None,
+        on_event: Event | None = None,
+        tables: Path | None = None,
+    ):
+        if autotune is not None and policy is not None:
+            raise ValueError(f"{autotune=} and {policy=} exclude each other; put allow_autotune into the policy")
+        self.cache = ConfigCache() if cache is None else cache
+        self.persistent = persistent
+        self.policy = policy or AutotunePolicy(allow_autotune=bool(autotune))
+        self.tuner = tuner
+        self.on_event = on_event
+        self._tables = tables
+        self._shipped: dict[str, ConfigCache] = {}
+        self._tuning = threading.Lock()
+        self._steps = (
+            ("overlay", self._overlay),
+            ("memory", self._memory),
+            ("disk", self._disk),
+            ("shipped", self._shipped_table),
+        )
+
+    @property
+    def version(self) -> int:
+        return self.cache.version
+
+    def effective_policy(self, overrides: Overrides | None = None) -> AutotunePolicy:
+        """The policy with the environment and all overrides applied."""
+        overrides = current_overrides() if overrides is None else overrides
+        policy = self.policy
+        if os.environ.get("TILEWRIGHT_AUTOTUNE", "") == "1":
+            policy = dataclasses.replace(policy, allow_autotune=True)
+        return overrides.apply(policy)
+
+    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        overrides = current_overrides() if overrides is None else overrides
+        selection = self._known(inv, cfg, overrides)
+        if selection is None:
+            selection = self._miss(inv, overrides)
+        if selection.step not in ("explicit", "overlay"):
+            self.remember(selection)
+        if self.on_event is not None:
+            self.on_event(selection)
+        return selection
+
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        overrides = current_overrides() if overrides is None else overrides
+        return self._known(inv, cfg, overrides) or self._heuristic(inv)
+
+    def remember(self, selection: Selection) -> None:
+        """Puts a choice into the memory cache; a heuristic never replaces anything that was measured."""
+        if selection.step == "heuristic" and self.cache.get(selection.key) is not None:
+            return
+        if selection.step != "memory":
+            self.cache.put(selection.key, selection.config, origin=selection.step)
+
+    def _known(self, inv: Invocation[Any, Any], cfg: Any, overrides: Overrides) -> Selection | None:
+        if cfg is not None:
+            directed = inv.kernel.directed_cfg(cfg, inv)
+            if directed is not None:
+                return Selection(directed, "explicit")
+        for step, answer in self._steps:
+            found = answer(inv, overrides)
+            if found is not None:
+                return Selection(found, step, inv.key)
+        return None
+
+    def _overlay(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        answers = (cache.get(inv.key) for cache in reversed(overrides.overlays))
+        return next((found for found in answers if found is not None), None)
+
+    def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        return None if self.cache.origin(inv.key) == "heuristic" else self.cache.get(inv.key)
+
+    def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        if self.persistent is None:
+            return None
+        expected = type(inv.kernel.heuristic_cfg(inv))
+        return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
+
+    def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        device = inv.device_fingerprint
+        if device not in self._shipped:
+            from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
+
+            self._shipped[device] = load_tables(device, self._tables)
+        return self._shipped[device].get(inv.key)
+
+    def _miss(self, inv: Invocation[Any, Any], overrides: Overrides) -> Selection:
+        policy = self.effective_policy(overrides)
+        may_tune = policy.allow_autotune and inv.target.present and overrides.token is None
+        if policy.cache_miss_fallback == "error" and overrides.token is None:
+            raise NoConfigError(f"no cache holds a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
+        if may_tune and policy.cache_miss_fallback == "autotune":
+            return self._autotune(inv, policy, overrides)
+        if policy.allow_heuristics or overrides.token is not None:
+            return self._heuristic(inv)
+        if may_tune:
+            return self._autotune(inv, policy, overrides)
+        raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
+
+    def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
+        from tilewright.ops.execution.tuning import Autotuner  # tuning is built on selection
+
+        with self._tuning:  # two threads that miss on one key measure it once, and nothing else at the same time
+            found = self._known(inv, None, overrides)
+            if found is not None:
+                return found
+            tuner = Autotuner(
+                self.tuner, chooser=self, budget_s=policy.budget_s, verify=policy.verify, on_event=self.on_event
+            )
+            result = tuner.tune(inv)
+        winner = result.entries[0].winner
+        return Selection(winner.config, "autotune", inv.key, winner.time_ms)
+
+    def _heuristic(self, inv: Invocation[Any, Any]) -> Selection:
+        return Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
+
+    def store(
+        self, inv: Invocation[Any, Any], cfg: Any, candidates: Sequence[Any], time_ms: float | None, complete: bool
+    ) -> None:
+        """Keeps a measured config, with all that was measured, in memory and on disk."""
+        self.cache.put(inv.key, cfg, origin="autotune")
+        if self.persistent is None:
+            return
+        try:
+            self.persistent.put(
+                inv.key,
+                cfg,
+                measurements=[candidate.as_json() for candidate in candidates],
+                metadata={"time_ms": time_ms, "complete": complete, "op": inv.kernel.name, "direction": inv.direction},
+                source=implementation_source(inv),
+            )
+        except TypeError as error:  # a config without a JSON form is kept in memory alone
+            logger.warning("the config of %s cannot be stored on disk: %s", inv.kernel.name, error)
+
+    def measurements(self, inv: Invocation[Any, Any]) -> tuple[Any, str, tuple[Any, ...]] | None:
+        """Config, step and candidates of a complete tuning that the disk cache holds, unless it is stale."""
+        if self.persistent is None:
+            return None
+        from tilewright.ops.execution.results import Candidate  # results are made of caches
+
+        config = self._disk(inv, Overrides())
+        entry = None if config is None else self.persistent.entry(inv.key)
+        if entry is None or not entry.metadata.get("complete") or not entry.measurements:
+            return None
+        return config, "disk", tuple(Candidate.of_json(dict(said)) for said in entry.measurements)
+
+    def stale_config(self, inv: Invocation[Any, Any]) -> Any:
+        """A config that another toolchain or an older source measured: the first candidate of the next tuning."""
+        if self.persistent is None:
+            return None
+        expected = type(inv.kernel.heuristic_cfg(inv))
+        return self.persistent.stale_config(inv.key, expected_type=expected, source=implementation_source(inv))
+
+    def measured_ms(self, inv: Invocation[Any, Any], cfg: Any) -> float | None:
+        """The time that the disk cache has for a config of this call."""
+        entry = None if self.persistent is None else self.persistent.entry(inv.key)
+        if entry is None or entry.config != cfg:
+            return None
+        return entry.metadata.get("time_ms")
+
+
+def implementation_source(inv: Invocation[Any, Any]) -> str:
+    """A hash of the code that the config was measured with."""
+    own = optional_method(inv.kernel, "source")
+    return own() if own is not None else source_fingerprint(type(inv.kernel))

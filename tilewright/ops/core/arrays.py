@@ -1,0 +1,100 @@
+"""Which parts of a call are arrays, and what may be said of an array without looking at its values."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StaticLeaf:
+    """A value that is not an array, compared by type and value so that 1, 1.0 and True stay apart."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
+            return False
+        return self.value is other.value or bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """A pytree without its arrays: the tree, and for each leaf its static value or ``None`` for an array."""
+
+    tree: Any
+    leaves: tuple[StaticLeaf | None, ...]
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The pytree with ``arrays`` in the places of its arrays."""
+        rest = iter(arrays)
+        return self.tree.unflatten([next(rest) if leaf is None else leaf.value for leaf in self.leaves])
+
+
+def split(tree: Any) -> tuple[list[Any], Structure]:
+    """Takes a pytree apart into its arrays and everything else.
+
+    Raises:
+      TypeError: a leaf is neither an array nor hashable.
+    """
+    flat, treedef = jax.tree_util.tree_flatten(tree)
+    arrays: list[Any] = []
+    leaves: list[StaticLeaf | None] = []
+    for leaf in flat:
+        if isinstance(leaf, ARRAY_TYPES):
+            arrays.append(leaf)
+            leaves.append(None)
+        else:
+            leaves.append(StaticLeaf(leaf))
+    structure = Structure(treedef, tuple(leaves))
+    try:
+        hash(structure)
+    except TypeError:
+        bad = next(leaf.value for leaf in leaves if leaf is not None and not _hashable(leaf.value))
+        raise TypeError(
+            f"an argument that is not an array must be hashable, got {bad!r} of type {type(bad).__name__}"
+        ) from None
+    return arrays, structure
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def abstract(leaf: Any, sharding: Any = None) -> Any:
+    """The ``ShapeDtypeStruct`` of an array, weak type and sharding kept; any other leaf as it is."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf, ARRAY_TYPES):
+        return leaf
+    if sharding is None:
+        sharding = meaningful_sharding(leaf)
+    return struct_of(jax.typeof(leaf), sharding)
+
+
+def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The ``ShapeDtypeStruct`` of an abstract value."""
+    weak = bool(getattr(aval, "weak_type", False))  # absent from the abstract values of extended dtypes
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
+
+
+def meaningful_sharding(leaf: Any) -> Any:
+    """The sharding of an array that is spread over several devices, or whose type carries one; else ``None``."""
+    if isinstance(leaf, jax.core.Tracer):
+        sharding = getattr(jax.typeof(leaf), "sharding", None)  # only explicit axes show in a traced type
+        if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
+            return None
+        return sharding
+    if not isinstance(leaf, jax.Array):
+        return None
+    sharding = leaf.sharding
+    return sharding if sharding.num_devices > 1 else None

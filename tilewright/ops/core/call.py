@@ -1,0 +1,402 @@
+"""How a call becomes one equation: a primitive whose config is chosen when the program is lowered.
+
+Choosing that late has three reasons. Every ``vmap`` around the call is known by then, also one that was applied to an
+already traced function, so selection sees the whole problem and nothing is tuned for a problem that never runs. The
+platform is the one that the program is lowered for. And the traced program is the same whatever is chosen.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from tilewright.ops.config.context import Overrides
+from tilewright.ops.config.selection import ConfigChooser, Selection
+from tilewright.ops.core.arrays import StaticLeaf, Structure, split, struct_of
+from tilewright.ops.core.kernel import (
+    Invocation,
+    Kernel,
+    argument_names,
+    gradient_form,
+    optional_method,
+    platform_hook,
+)
+from tilewright.ops.core.programs import Programs, record
+from tilewright.ops.core.types import Device, Direction, MappedAxis
+from tilewright.ops.registry import note
+from tilewright.ops.utils.device import current_device, device_for_platform
+from tilewright.ops.utils.labels import call_label
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selector:
+    """Where a call's configs come from: the chooser, the caller's own config, and what was in force at the call."""
+
+    chooser: ConfigChooser
+    cfg: StaticLeaf | None
+    overrides: Overrides
+
+    def choose(self, inv: Invocation[Any, Any]) -> Selection:
+        return self.chooser.choose(inv, cfg=self.explicit, overrides=self.overrides)
+
+    @property
+    def explicit(self) -> Any:
+        return None if self.cfg is None else self.cfg.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One stage of a call of a kernel, without its arrays.
+
+    Attributes:
+      structure: of ``(args, kwargs)`` after ``prepare``.
+      shardings: for each array of the call, what an eager caller knew of its sharding and the trace does not show.
+      extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
+      wanted: backward only: for each array of the call, whether its gradient is asked for.
+    """
+
+    kernel: Kernel[Any, Any]
+    selector: Selector
+    structure: Structure
+    shardings: tuple[Any, ...]
+    stage: str = "run"
+    extra: Structure | None = None
+    wanted: tuple[bool, ...] = ()
+    # Traces of this very call, so that learning the shapes of its results and lowering it share one. Only one call's
+    # own: another call with equal fields may stand under another mesh or precision.
+    traces: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False, init=False)
+
+    @property
+    def direction(self) -> Direction:
+        return "backward" if self.stage == "backward" else "forward"
+
+    @property
+    def num_arrays(self) -> int:
+        return sum(leaf is None for leaf in self.structure.leaves)
+
+    def invocation(self, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Invocation[Any, Any]:
+        """What selection sees, from the abstract values of all operands with their mapped axes in front."""
+        structs = []
+        for i, known in enumerate(self.shardings):
+            element = drop_axes(avals[i], sum(axis.mapped[i] for axis in mapped))
+            structs.append(with_sharding(element, avals[i], known))
+        args, kwargs = self.structure.join(structs)
+        return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=mapped, device=device)
+
+    def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
+        """The stage with a chosen config as a function of the flat operands."""
+        return map_axes(functools.partial(_STAGES[self.stage], self, cfg, device), mapped)
+
+
+def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Callable[..., Any]:
+    """A function of one element as a function of all elements; all its results are mapped along axis 0."""
+    for axis in reversed(mapped):
+        function = jax.vmap(function, in_axes=tuple(0 if m else None for m in axis.mapped), axis_size=axis.size)
+    return function
+
+
+def drop_axes(aval: Any, count: int) -> jax.ShapeDtypeStruct:
+    """One element of a value whose first ``count`` axes are mapped."""
+    struct = struct_of(aval)
+    return jax.ShapeDtypeStruct(struct.shape[count:], struct.dtype, weak_type=struct.weak_type)
+
+
+def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.ShapeDtypeStruct:
+    """The element with the sharding that its type carries or that the caller knew."""
+    sharding = known
+    typed = getattr(aval, "sharding", None)
+    if typed is not None and not typed.mesh.empty and len(element.shape) == len(aval.shape):
+        sharding = typed if any(axes is not None for axes in typed.spec) else known
+    if sharding is None or len(element.shape) != len(aval.shape):
+        return element
+    return jax.ShapeDtypeStruct(element.shape, element.dtype, weak_type=element.weak_type, sharding=sharding)
+
+
+def _run_stage(call: Call, cfg: Any, device: Device, *arrays: Any) -> Any:
+    args, kwargs = call.structure.join(arrays)
+    return platform_hook(call.kernel, cfg, device)(*args, cfg=cfg, **kwargs)
+
+
+def _forward_stage(call: Call, cfg: Any, device: Device, *arrays: Any) -> Any:
+    args, kwargs = call.structure.join(arrays)
+    out, residuals = optional_method(call.kernel, "forward_with_residuals")(*args, cfg=cfg, **kwargs)
+    return out, residuals
+
+
+def _backward_stage(call: Call, cfg: Any, device: Device, *operands: Any) -> list[Any]:
+    arrays, rest = operands[: call.num_arrays], operands[call.num_arrays :]
+    args, kwargs = call.structure.join(arrays)
+    residuals, cotangents = call.extra.join(rest) if call.extra is not None else ((), ())
+    backward = optional_method(call.kernel, "backward")
+    if backward is not None:
+        gradients = backward(residuals, cotangents, *args, cfg=cfg, **kwargs)
+    else:
+        gradients = optional_method(call.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
+    return select_gradients(call, args, kwargs, gradients)
+
+
+_STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}
+
+
+def select_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Any) -> list[Any]:
+    """The gradients that were asked for, in the order of the call's arrays; all, with gaps, if none was named.
+
+    Raises:
+      TypeError: one is missing, has another shape, or the kernel returned something else than a tuple or a dict.
+    """
+    names = argument_names(call.kernel, len(args))
+    if isinstance(gradients, dict):
+        by_name = dict(gradients)
+    elif isinstance(gradients, tuple | list) and len(gradients) == len(args):
+        by_name = dict(zip(names, gradients, strict=True))
+    else:
+        raise TypeError(
+            f"{call.kernel!r} must return one gradient for each of its {len(args)} positional arguments {names}, "
+            f"or a dict by name, got {type(gradients).__name__} of {jax.tree.structure(gradients)}"
+        )
+    unknown = set(by_name) - {*names, *kwargs}
+    if unknown:
+        raise TypeError(f"{call.kernel!r} returned gradients for {sorted(unknown)}, which are no arguments of the call")
+    given: list[Any] = []
+    labels: list[str] = []
+    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+        arrays, structure = split(value)
+        gradient = by_name.get(name)
+        found = [None] * len(arrays) if gradient is None else _gradient_leaves(structure, gradient, len(arrays))
+        given += found
+        labels += [name] * len(arrays)
+    if not call.wanted:
+        return given
+    return [
+        _checked(call, label, gradient, array)
+        for label, gradient, array, wanted in zip(labels, given, split((args, kwargs))[0], call.wanted, strict=True)
+        if wanted
+    ]
+
+
+def _gradient_leaves(structure: Structure, gradient: Any, count: int) -> list[Any]:
+    leaves = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
+    if len(leaves) == count:
+        return leaves
+    return [leaf for leaf, static in zip(leaves, structure.leaves, strict=True) if static is None]
+
+
+def _checked(call: Call, name: str, gradient: Any, array: Any) -> Any:
+    if gradient is None:
+        raise TypeError(
+            f"{call.kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
+            f"use jax.lax.stop_gradient({name}) if it should be a constant"
+        )
+    if gradient.shape != array.shape:
+        raise TypeError(f"{call.kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")
+    return gradient.astype(array.dtype)
+
+
+# The primitive.
+
+call_p = Primitive("tilewright_call")
+call_p.multiple_results = True
+
+
+def traced(call: Call, cfg: Any, avals: tuple[Any, ...], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
+    """The stage as a closed jaxpr, and the pytree of its results."""
+    known = call.traces.get((mapped, avals))
+    if known is None or known[0] != (cfg, device):
+        tree: list[Any] = []
+
+        def flat(*operands: Any) -> list[Any]:
+            results, structure = jax.tree.flatten(call.function(cfg, mapped, device)(*operands))
+            tree.append(structure)
+            return results
+
+        known = ((cfg, device), jax.make_jaxpr(flat)(*avals), tree[0])
+        call.traces[mapped, avals] = known
+    return known[1:]
+
+
+def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
+    """A config to learn the shapes of the results with: the caller's own, or the heuristic."""
+    inv = call.invocation(avals, mapped, device)
+    explicit = call.selector.explicit
+    directed = None if explicit is None else call.kernel.directed_cfg(explicit, inv)
+    return call.kernel.heuristic_cfg(inv) if directed is None else directed
+
+
+def _abstract_eval(*avals: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    device = current_device()
+    jaxpr, _ = traced(call, shape_config(call, avals, mapped, device), avals, mapped, device)
+    return jaxpr.out_avals, jaxpr.effects
+
+
+call_p.def_effectful_abstract_eval(_abstract_eval)
+
+_PROGRAMS = Programs()
+
+
+def _impl(*operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    """Runs what reaches the primitive outside any trace, such as the passes of an eager ``jax.grad``."""
+    if jax.config.jax_disable_jit:
+        return select(call, [jax.typeof(x) for x in operands], mapped, current_device())(*operands)
+
+    def bound() -> Callable[..., Any]:
+        return lambda *values: call_p.bind(*values, call=dataclasses.replace(call), mapped=mapped)
+
+    selector = call.selector
+    return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
+
+
+call_p.def_impl(_impl)
+
+
+def _batching_rule(operands: Sequence[Any], dims: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    axis = MappedAxis(size, tuple(d is not None for d in dims))
+    out = call_p.bind(*moved, call=call, mapped=(axis, *mapped))
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[call_p] = _batching_rule
+
+
+def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself.
+    avals = [jax.typeof(x) for x in primals]
+    chosen = select(call, avals, mapped, current_device())
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def along(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return chosen(*operands)
+
+    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+
+
+ad.primitive_jvps[call_p] = _jvp_rule
+
+
+def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
+    """Chooses the config of a call and returns its code under the label that names it in the program."""
+    inv = call.invocation(avals, mapped, device)
+    note(inv)
+    selection = call.selector.choose(inv)
+    record(inv, selection)
+
+    jaxpr, _ = traced(call, selection.config, tuple(avals), mapped, device)
+
+    def labelled(*operands: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*operands)
+
+    # The name of a jitted function shows in the text of lowered programs and of compiled ones, with and without
+    # debug information; a name scope shows only with it.
+    labelled.__name__ = labelled.__qualname__ = call_label(inv, selection)
+    return jax.jit(labelled)
+
+
+def _lowering_rule(ctx: Any, *operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
+    branches = {p: select(call, ctx.avals_in, mapped, device_for_platform(p)) for p in platforms}
+    if len(branches) == 1:
+        chosen = next(iter(branches.values()))
+    else:
+        chosen = functools.partial(jax.lax.platform_dependent, **branches)
+    checked = functools.partial(_with_promised_shapes, call, chosen, ctx.avals_out)
+    return mlir.lower_fun(checked)(ctx, *operands)
+
+
+def _with_promised_shapes(call: Call, chosen: Callable[..., Any], promised: Sequence[Any], *operands: Any) -> list[Any]:
+    results = chosen(*operands)
+    got = [(x.shape, x.dtype) for x in results]
+    wanted = [(x.shape, x.dtype) for x in promised]
+    if got != wanted:
+        raise TypeError(
+            f"the outputs or residuals of {call.kernel!r} depend on its config: {got} with the chosen one, "
+            f"{wanted} with the heuristic one; they must not"
+        )
+    return results
+
+
+mlir.register_lowering(call_p, _lowering_rule)
+
+
+# From a prepared call to its results.
+
+
+def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
+    """Runs a prepared call on traced or concrete arrays, with the kernel's own gradients."""
+    arrays, structure = split((args, kwargs))
+    shardings = tuple(known_shardings.get(id(array)) for array in arrays)
+    call = Call(kernel, selector, structure, shardings)
+    tree = results_tree(call, arrays)
+    form = gradient_form(kernel)
+    if form is None:
+        return tree.unflatten(call_p.bind(*arrays, call=call, mapped=()))
+    return tree.unflatten(_differentiable(call, form, tree)(*arrays))
+
+
+def results_tree(call: Call, arrays: Sequence[Any]) -> Any:
+    """The pytree that the stage returns."""
+    device = current_device()
+    avals = tuple(jax.typeof(x) for x in arrays)
+    return traced(call, shape_config(call, avals, (), device), avals, (), device)[1]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays", "residuals"], meta_fields=["perturbed", "tree"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What the forward pass keeps for the backward pass."""
+
+    arrays: tuple[Any, ...]
+    residuals: tuple[Any, ...]
+    perturbed: tuple[bool, ...]
+    tree: Any
+
+
+def _differentiable(call: Call, form: str, tree: Any) -> Callable[..., list[Any]]:
+    """The flat call with the kernel's gradients attached."""
+
+    @jax.custom_vjp
+    def flat(*arrays: Any) -> list[Any]:
+        return call_p.bind(*arrays, call=call, mapped=())
+
+    def forward(*primals: Any) -> tuple[list[Any], _Saved]:
+        arrays = tuple(p.value for p in primals)
+        perturbed = tuple(p.perturbed for p in primals)
+        if form == "recomputing":
+            results = call_p.bind(*arrays, call=call, mapped=())
+            return results, _Saved(arrays, (), perturbed, jax.tree.structure(()))
+        step = dataclasses.replace(call, stage="forward")
+        kept = results_tree(step, arrays).children()[1]
+        results = call_p.bind(*arrays, call=step, mapped=())
+        residuals = tuple(results[tree.num_leaves :])
+        return results[: tree.num_leaves], _Saved(arrays, residuals, perturbed, kept)
+
+    def backward(saved: _Saved, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        outputs = tree.unflatten([materialise(c) for c in cotangents])
+        per_output = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+        rest, extra = split((saved.tree.unflatten(saved.residuals), per_output))
+        step = dataclasses.replace(call, stage="backward", extra=extra, wanted=saved.perturbed)
+        gradients = iter(call_p.bind(*saved.arrays, *rest, call=step, mapped=()))
+        return tuple(next(gradients) if wanted else None for wanted in saved.perturbed)
+
+    flat.defvjp(forward, backward, symbolic_zeros=True)
+    return flat
+
+
+def materialise(cotangent: Any) -> Any:
+    """A cotangent as an array; ``None`` for an output that has no derivative."""
+    if not isinstance(cotangent, SymbolicZero):
+        return None if cotangent.dtype == jax.dtypes.float0 else cotangent
+    if cotangent.dtype == jax.dtypes.float0:
+        return None
+    return jnp.zeros(cotangent.shape, cotangent.dtype)

@@ -1,0 +1,45 @@
+"""The type variables of the framework and what it says of devices."""
+
+import dataclasses
+from typing import Literal, TypeVar
+
+Cfg = TypeVar("Cfg")
+"""A kernel's configuration: any frozen, hashable value; a dataclass where it is to be stored."""
+
+Out = TypeVar("Out")
+"""What a kernel returns: an array or a pytree of arrays."""
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """The device that a call will run on, as far as selection may look.
+
+    Attributes:
+      kind: "cpu", "gpu" or "tpu".
+      name: the vendor's name, such as "NVIDIA H100 80GB HBM3" or "cpu"; "unknown" when a program is lowered for a
+        platform that this process cannot see.
+      capability: compute capability of an NVIDIA GPU, such as (9, 0), else None.
+      cores: streaming multiprocessors, TPU cores or CPU threads; 0 where unknown.
+      fingerprint: the string that stands for the device in cache keys.
+    """
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None = None
+    cores: int = 0
+    fingerprint: str = ""
+
+    @property
+    def present(self) -> bool:
+        """Whether this process can run on it, and so measure."""
+        return self.name != "unknown"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MappedAxis:
+    """One ``vmap`` around a call: its size, and which operand leaves it maps (each along its axis 0)."""
+
+    size: int
+    mapped: tuple[bool, ...]

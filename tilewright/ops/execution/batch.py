@@ -1,0 +1,102 @@
+"""Mapping a kernel over a batch or over devices with one selection, made for one element."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tilewright.ops.config.context import Overrides
+from tilewright.ops.config.selection import ConfigChooser, Selection
+from tilewright.ops.core.arrays import ARRAY_TYPES
+from tilewright.ops.core.kernel import Invocation, Kernel
+from tilewright.ops.execution.executor import Executor, default_executor
+
+
+class ElementChooser(ConfigChooser):
+    """Chooses for one element of a mapped call, whatever is mapped around it."""
+
+    def __init__(self, chooser: ConfigChooser):
+        self._chooser = chooser
+
+    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        return self._chooser.choose(_element(inv), cfg=cfg, overrides=overrides)
+
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        return self._chooser.lookup(_element(inv), cfg=cfg, overrides=overrides)
+
+    @property
+    def version(self) -> int:
+        return self._chooser.version
+
+
+def _element(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    return Invocation(inv.kernel, inv.args, inv.kwargs, inv.metadata, inv.direction, (), inv.device)
+
+
+def vmap_with_config(
+    kernel: Kernel[Any, Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    executor: Executor[Any, Any] | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """``jax.vmap`` of a kernel with the config that one element would run with.
+
+    Args:
+      in_axes: as for ``jax.vmap``, for the positional arguments; keyword arguments are not mapped.
+      out_axes: as for ``jax.vmap``.
+      executor: gives the chooser; the default executor's by default.
+      cfg: an explicit config.
+    """
+    element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return jax.vmap(lambda *each: element(kernel, *each, cfg=cfg, **kwargs), in_axes, out_axes)(*args)
+
+    return mapped
+
+
+def pmap_with_config(
+    kernel: Kernel[Any, Any],
+    axis_name: str = "devices",
+    *,
+    executor: Executor[Any, Any] | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all.
+
+    Positional arrays have a leading axis of the number of local devices, and so have the results; everything else is
+    the same on each device.
+
+    Args:
+      axis_name: the mesh axis, for collectives inside the kernel.
+
+    Raises:
+      ValueError: a leading axis has another size.
+    """
+    element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        devices = jax.local_devices()
+        flat, tree = jax.tree.flatten(args)
+        where = [i for i, leaf in enumerate(flat) if isinstance(leaf, ARRAY_TYPES)]
+        for leaf in (flat[i] for i in where):
+            if leaf.ndim == 0 or leaf.shape[0] != len(devices):
+                raise ValueError(f"the leading axis of {leaf.shape=} must have the size of {len(devices)=}")
+        mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))
+
+        def on_each(*slices: Any) -> Any:
+            mine = list(flat)
+            for i, array in zip(where, slices, strict=True):
+                mine[i] = array[0]
+            out = element(kernel, *jax.tree.unflatten(tree, mine), cfg=cfg, **kwargs)
+            return jax.tree.map(lambda x: x[None], out)
+
+        spec = PartitionSpec(axis_name)
+        sharded = jax.shard_map(on_each, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(sharded)(*(flat[i] for i in where))
+
+    return mapped

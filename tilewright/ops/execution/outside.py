@@ -1,0 +1,66 @@
+"""Running real computations while a program is being traced."""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+@contextlib.contextmanager
+def _numerics_of_caller(x64: bool, precision: Any, device: Any) -> Iterator[None]:
+    with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.default_device(device):
+        yield
+
+
+def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
+    """Calls a function in a thread of its own, where no trace, mesh or mapped axis of the caller is in force.
+
+    JAX keeps all of these per thread, so nothing that the function computes can become part of the caller's program.
+    The caller's precision, default device and context variables hold there too.
+
+    Args:
+      function: takes an event that is set when the caller is interrupted; it should then soon return.
+
+    Raises:
+      Whatever the function raised, and ``KeyboardInterrupt`` after it has returned if the caller was interrupted.
+    """
+    config = jax.config
+    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
+    context = contextvars.copy_context()
+    cancelled = threading.Event()
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            with _numerics_of_caller(*settings):
+                outcome["value"] = context.run(function, cancelled)
+        except BaseException as error:  # raised again in the caller's thread
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, name="tilewright-tuning", daemon=True)
+    thread.start()
+    interrupted = False
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            if interrupted:
+                raise  # the second one means now
+            interrupted = True
+            cancelled.set()
+    if "error" in outcome:
+        raise outcome["error"]
+    if interrupted:
+        raise Interrupted(outcome["value"])
+    return outcome["value"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The caller was interrupted; ``value`` is what the function returned in spite of it."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value

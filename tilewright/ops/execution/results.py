@@ -1,0 +1,206 @@
+"""What a tuning found: every candidate with its times, its check and its exception."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import overlay_cache
+from tilewright.ops.execution.timing import Timing
+from tilewright.ops.utils.serialize import tagged, untagged
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One config of one call.
+
+    Attributes:
+      samples_ms: milliseconds per call; empty if it never ran.
+      check: "passed", "failed", or "unchecked" where the kernel has no reference.
+      error: the message of its exception, or what its check found; empty if all was well.
+      heuristic: whether it is what would run without tuning.
+      exception: the exception itself; not kept by JSON.
+    """
+
+    config: Any
+    samples_ms: tuple[float, ...] = ()
+    check: str = "unchecked"
+    error: str = ""
+    heuristic: bool = False
+    exception: Exception | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def time_ms(self) -> float | None:
+        """The median of its samples."""
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def noise_ms(self) -> float:
+        return Timing(self.samples_ms).noise_ms if self.samples_ms else 0.0
+
+    @property
+    def eligible(self) -> bool:
+        """Whether it ran, was measured and was not found wrong."""
+        return bool(self.samples_ms) and not self.error
+
+    def as_json(self) -> dict[str, Any]:
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
+        return said | {"config": tagged(self.config), "samples_ms": list(self.samples_ms)}
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> "Candidate":
+        return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(said["samples_ms"])}))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TunedCall:
+    """The field of one invocation.
+
+    Attributes:
+      key: the cache key of the call.
+      shapes: the call in words, for people.
+      chosen: index of the winner.
+      step: "measured", or the cache that already knew it: "memory", "disk" or "overlay".
+      complete: ``False`` if the tuning was cut short by its budget or an interrupt.
+    """
+
+    op: str
+    direction: str
+    key: str
+    shapes: str
+    candidates: tuple[Candidate, ...]
+    chosen: int
+    step: str = "measured"
+    complete: bool = True
+
+    @property
+    def winner(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+    @property
+    def heuristic(self) -> Candidate | None:
+        """What would have run without tuning, if it was among the candidates."""
+        return next((c for c in self.candidates if c.heuristic), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """The heuristic's time over the winner's."""
+        before, after = self.heuristic and self.heuristic.time_ms, self.winner.time_ms
+        return before / after if before and after else None
+
+    def as_json(self) -> dict[str, Any]:
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return said | {"candidates": [c.as_json() for c in self.candidates]}
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> "TunedCall":
+        return cls(**(said | {"candidates": tuple(Candidate.of_json(c) for c in said["candidates"])}))
+
+
+class AutotuningResult(AbstractContextManager["AutotuningResult"]):
+    """The calls that a tuning measured or found.
+
+    As a context manager it makes its winners the configs of these calls, before every cache. Two results merge with
+    ``|``; where both know a call the right one counts.
+
+    Attributes:
+      entries: one ``TunedCall`` for each call.
+      device: fingerprint of the device that was measured.
+      toolchain: versions of what compiled the candidates.
+      interrupted: whether an interrupt ended the tuning.
+    """
+
+    def __init__(
+        self,
+        entries: tuple[TunedCall, ...] = (),
+        *,
+        device: str = "",
+        toolchain: dict[str, str] | None = None,
+        interrupted: bool = False,
+    ):
+        self.entries = tuple(entries)
+        self.device = device
+        self.toolchain = dict(toolchain or {})
+        self.interrupted = interrupted
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __iter__(self) -> Iterator[TunedCall]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        return (self.entries, self.device, self.toolchain) == (other.entries, other.device, other.toolchain)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: "AutotuningResult") -> "AutotuningResult":
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        merged = {entry.key: entry for entry in self.entries} | {entry.key: entry for entry in other.entries}
+        return AutotuningResult(
+            tuple(merged.values()),
+            device=other.device or self.device,
+            toolchain=self.toolchain | other.toolchain,
+            interrupted=self.interrupted or other.interrupted,
+        )
+
+    def __repr__(self) -> str:
+        calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
+        return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """The winners by cache key."""
+        return {entry.key: entry.winner.config for entry in self.entries}
+
+    def cache(self) -> ConfigCache:
+        """The winners as a cache."""
+        cache = ConfigCache()
+        for key, cfg in self.configs.items():
+            cache.put(key, cfg)
+        return cache
+
+    def __enter__(self) -> "AutotuningResult":
+        overlay = overlay_cache(self.cache())
+        overlay.__enter__()
+        self._entered.append(overlay)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def to_json(self) -> str:
+        """The whole result as readable JSON; exceptions by their messages."""
+        said = {
+            "schema": SCHEMA,
+            "device": self.device,
+            "toolchain": self.toolchain,
+            "interrupted": self.interrupted,
+            "entries": [entry.as_json() for entry in self.entries],
+        }
+        return json.dumps(said, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "AutotuningResult":
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          ValueError: it is something else, of another schema, or names a type that cannot be found.
+        """
+        try:
+            said = json.loads(text)
+            if said["schema"] != SCHEMA:
+                raise ValueError(f"{said['schema']=} is not {SCHEMA}")
+            entries = tuple(TunedCall.of_json(entry) for entry in said["entries"])
+            return cls(entries, device=said["device"], toolchain=said["toolchain"], interrupted=said["interrupted"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error

@@ -1,0 +1,87 @@
+"""The one timer: how long a function keeps the device busy."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# A sample shorter than this is mostly the clock and the dispatch; short functions are run several times per sample.
+SHORTEST_SAMPLE_S = 1e-3
+MOST_CALLS_PER_SAMPLE = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """Samples of one function in milliseconds per call."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def noise_ms(self) -> float:
+        """Half the distance between the quartiles: what two medians must differ by to mean anything."""
+        if len(self.samples_ms) < 3:
+            return max(self.samples_ms) - min(self.samples_ms)
+        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return (high - low) / 2
+
+
+def sample_ms(function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+    """Milliseconds per call of ``calls`` calls that are queued together and waited for at the end."""
+    start = time.perf_counter()
+    results = None
+    for _ in range(calls):
+        results = function(*args)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+def calls_per_sample(function: Callable[..., Any], args: Sequence[Any]) -> int:
+    """How many calls make a sample long enough to be measured."""
+    once = sample_ms(function, args, 1) / 1e3
+    return max(1, min(MOST_CALLS_PER_SAMPLE, round(SHORTEST_SAMPLE_S / max(once, 1e-7))))
+
+
+def time_interleaved(
+    functions: Sequence[Callable[..., Any]],
+    args: Sequence[Any],
+    *,
+    warmup: int,
+    iters: int,
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> list[Timing]:
+    """Times functions in turn, so that a machine that slows down slows all of them.
+
+    Args:
+      warmup: untimed calls of each function.
+      iters: samples of each function.
+      may_go_on: asked before every round but the first; ``False`` ends the measurement with the samples taken.
+    """
+    calls = []
+    for function in functions:
+        for _ in range(warmup):
+            jax.block_until_ready(function(*args))
+        calls.append(calls_per_sample(function, args))
+    samples: list[list[float]] = [[] for _ in functions]
+    for i in range(iters):
+        if i and not may_go_on():
+            break
+        for function, count, mine in zip(functions, calls, samples, strict=True):
+            mine.append(sample_ms(function, args, count))
+    return [Timing(tuple(mine)) for mine in samples]
+
+
+def benchmark(function: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters: int = 100) -> float:
+    """Median milliseconds of device time of one call.
+
+    On a GPU or TPU calls are queued and waited for together; on a CPU this is the wall clock around blocked calls.
+    """
+    if num_warmup < 0 or num_iters < 1:
+        raise ValueError(f"{num_warmup=} must be at least 0 and {num_iters=} at least 1")
+    return time_interleaved([function], args, warmup=num_warmup, iters=num_iters)[0].median_ms

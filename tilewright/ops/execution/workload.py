@@ -1,0 +1,162 @@
+"""What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.ops.config.context import current_overrides
+from tilewright.ops.core.arrays import split
+from tilewright.ops.core.call import Call, Selector, map_axes
+from tilewright.ops.core.kernel import Invocation, gradient_form, optional_method
+from tilewright.ops.execution.numerics import tree_violations, widened
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigChooser
+
+SEED = 20
+# So many different elements are drawn for a mapped axis; a longer axis repeats them.
+DISTINCT_ELEMENTS = 8
+
+
+def describe(inv: Invocation[Any, Any]) -> str:
+    """The arrays and static arguments of an invocation in a line for people."""
+    arrays, _ = split((inv.abstract_args, inv.abstract_kwargs))
+    shapes = ", ".join(f"{np.dtype(a.dtype).name if _plain(a) else a.dtype}{list(a.shape)}" for a in arrays)
+    static = ", ".join(
+        f"{name}={value}" for name, value in inv.abstract_kwargs.items() if value is not None and not split(value)[0]
+    )
+    mapped = "".join(f" × {axis.size}" for axis in inv.mapped)
+    return shapes + (f"; {static}" if static else "") + mapped
+
+
+def _plain(array: Any) -> bool:
+    return not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+class Workload:
+    """One invocation made runnable.
+
+    Args:
+      inv: the invocation.
+      chooser: gives the forward config when the invocation is a backward pass.
+      inputs: prepared arguments of one call; samples where there are none.
+      verify: compute the oracle's answer to check candidates against.
+
+    Attributes:
+      operands: what every compiled candidate is called with.
+      checked: whether ``check`` compares with an oracle.
+    """
+
+    def __init__(self, inv: Invocation[Any, Any], chooser: "ConfigChooser", inputs: Any = None, *, verify: bool = True):
+        self._inv = inv
+        self._device = inv.target
+        arrays, structure = self._sampled() if inputs is None else split(inputs)
+        selector = Selector(chooser, None, current_overrides())
+        self._call = Call(inv.kernel, selector, structure, (None,) * len(arrays))
+        self.operands: list[Any] = [jnp.asarray(a) for a in arrays]
+        self._mapped = inv.mapped
+        if inv.direction == "backward":
+            self._add_cotangents(chooser)
+        self._wanted = self._oracle() if verify and optional_method(inv.kernel, "reference") is not None else None
+
+    @property
+    def checked(self) -> bool:
+        return self._wanted is not None
+
+    def compile(self, config: Any) -> Callable[..., Any]:
+        """The stage with a config, compiled."""
+        function = self._call.function(config, self._mapped, self._device)
+        return jax.jit(lambda *operands: jax.tree.leaves(function(*operands))).lower(*self.operands).compile()
+
+    def check(self, results: Sequence[Any]) -> list[str]:
+        """How results differ from the oracle's by more than the numerics policy allows."""
+        if self._wanted is None:
+            return []
+        ref, lowp, factor = self._wanted
+        return tree_violations(list(results), ref, lowp, factor=factor)
+
+    def _sampled(self) -> tuple[list[Any], Any]:
+        """Random arguments, those of mapped leaves stacked along the mapped axes."""
+        inv, key = self._inv, jax.random.key(SEED)
+        arrays, structure = split(inv.kernel.sample_inputs(inv, key))
+        for depth, axis in enumerate(reversed(inv.mapped)):
+            draws = [arrays]
+            for i in range(1, min(axis.size, DISTINCT_ELEMENTS)):
+                draws.append(
+                    self._element(jax.random.fold_in(key, 100 * depth + i), inv.mapped[len(inv.mapped) - depth :])
+                )
+            index = [i % len(draws) for i in range(axis.size)]
+            arrays = [
+                jnp.stack([draws[i][leaf] for i in index]) if axis.mapped[leaf] else arrays[leaf]
+                for leaf in range(len(arrays))
+            ]
+        return arrays, structure
+
+    def _element(self, key: jax.Array, inner: Sequence[Any]) -> list[Any]:
+        """One more draw, with the inner mapped axes filled by repetition."""
+        arrays, _ = split(self._inv.kernel.sample_inputs(self._inv, key))
+        for axis in reversed(inner):
+            arrays = [jnp.stack([a] * axis.size) if m else a for a, m in zip(arrays, axis.mapped, strict=False)]
+        return arrays
+
+    def _add_cotangents(self, chooser: "ConfigChooser") -> None:
+        """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""
+        inv, count = self._inv, len(self.operands)
+        forward = chooser.lookup(dataclasses.replace(inv, direction="forward", mapped=self._forward_axes(count)))
+        pair = gradient_form(inv.kernel) == "residuals"
+        stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
+        function = stage.function(forward.config, self._forward_axes(count), self._device)
+        results = jax.jit(function)(*self.operands)
+        out, residuals = results if pair else (results, ())
+        keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
+        cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)
+        per_output = tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
+        rest, extra = split((residuals, per_output))
+        self._num_cotangents = len(jax.tree.leaves(per_output))
+        self.operands += rest
+        # What a mapped forward pass returns is mapped, all of it.
+        self._mapped = tuple(
+            dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
+        )
+        backward = dataclasses.replace(self._call, stage="backward", extra=extra)
+        config = inv.kernel.heuristic_cfg(inv)
+        given = jax.eval_shape(backward.function(config, self._mapped, self._device), *self.operands)
+        self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
+
+    def _forward_axes(self, count: int) -> tuple[Any, ...]:
+        return tuple(dataclasses.replace(axis, mapped=axis.mapped[:count]) for axis in self._inv.mapped)
+
+    def _oracle(self) -> tuple[list[Any], list[Any], float]:
+        """The reference's results in high precision and in the input dtype, and the policy's factor."""
+        factor = optional_method(self._inv.kernel, "tolerance_factor")
+        one = self._reference_gradients if self._inv.direction == "backward" else self._reference
+        answer = jax.jit(map_axes(one, self._mapped))
+        ref, lowp = answer(*widened(self.operands)), answer(*self.operands)
+        return ref, lowp, 2.0 if factor is None else factor(self._inv)
+
+    def _reference(self, *arrays: Any) -> list[Any]:
+        args, kwargs = self._call.structure.join(arrays)
+        return jax.tree.leaves(optional_method(self._inv.kernel, "reference")(*args, **kwargs))
+
+    def _reference_gradients(self, *operands: Any) -> list[Any]:
+        arrays, cotangents = operands[: self._call.num_arrays], operands[len(operands) - self._num_cotangents :]
+        wanted = [i for i, flag in enumerate(self._call.wanted) if flag]
+
+        def of_wanted(*values: Any) -> list[Any]:
+            complete = list(arrays)
+            for i, value in zip(wanted, values, strict=True):
+                complete[i] = value
+            return [x for x in self._reference(*complete) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
+        return list(pull([c.astype(x.dtype) for c, x in zip(cotangents, out, strict=True)]))
+
+
+def _cotangent(key: jax.Array, result: Any) -> Any:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return None
+    return jax.random.normal(key, result.shape, jnp.float32).astype(result.dtype)

@@ -1,0 +1,1 @@
+"""Small parts the framework is built from: parameter carriers, serialisation, fingerprints, labels."""

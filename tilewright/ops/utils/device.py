@@ -1,0 +1,57 @@
+"""The device that a call will run on."""
+
+import functools
+from typing import Any
+
+import jax
+
+from tilewright.ops.core.types import Device
+from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
+
+_KINDS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+
+# Programs are lowered for cards that are not there, so the capability is known by name too.
+_CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "H20": (9, 0), "B200": (10, 0)}
+
+
+def current_device() -> Device:
+    """The abstract device of the mesh in force, or else the default device."""
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        return _abstract_device(abstract.device_kind, abstract.platform, abstract.num_cores)
+    return _device(default_device())
+
+
+def device_for_platform(platform: str) -> Device:
+    """The first local device of a platform that a program is lowered for, or a stand-in that is not present."""
+    device = current_device()
+    if _KINDS.get(platform) == device.kind:
+        return device
+    try:
+        return _device(jax.local_devices(backend=platform)[0])
+    except RuntimeError:
+        kind = _KINDS.get(platform, platform)
+        return Device(kind, "unknown", fingerprint=f"{kind}:unknown")
+
+
+@functools.cache
+def _device(device: Any) -> Device:
+    capability = None
+    if "." in (said := getattr(device, "compute_capability", "")):  # only NVIDIA's have one, such as "9.0"
+        major, minor = said.split(".")
+        capability = (int(major), int(minor))
+    return Device(
+        kind=_KINDS.get(device.platform, device.platform),
+        name=device.device_kind,
+        capability=capability,
+        cores=int(getattr(device, "core_count", 0) or 0),
+        fingerprint=device_fingerprint(device),
+    )
+
+
+@functools.cache
+def _abstract_device(name: str, platform: str, cores: int | None) -> Device:
+    kind = _KINDS.get(platform, platform)
+    capability = next((c for model, c in _CAPABILITIES.items() if model in name.replace("-", " ").split()), None)
+    suffix = f":{capability[0]}.{capability[1]}" if capability else ""
+    return Device(kind, name, capability, cores or 0, fingerprint=f"{kind}:{name}{suffix}")
