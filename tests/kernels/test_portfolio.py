@@ -62,7 +62,11 @@ class Wrong(Plain):
 
 class Double(PortfolioKernel):
     def __init__(self, *names: str) -> None:
-        where = [name if ":" in name else f"{HERE}:{name}" for name in names] or ["absent.module:Absent", f"{HERE}:Picky", f"{HERE}:Plain"]
+        where = [name if ":" in name else f"{HERE}:{name}" for name in names] or [
+            "absent.module:Absent",
+            f"{HERE}:Picky",
+            f"{HERE}:Plain",
+        ]
         super().__init__("double", version="1", implementations=[lazy(each) for each in where])
 
     def prepare(self, x: Any, y: Any = None, *, platform: Any = None) -> Any:

@@ -14,8 +14,11 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
     """Remembers an invocation and from now on every further one that an executor makes of the same kernel.
 
     Raises:
+      TypeError: it is no invocation.
       ValueError: the invocation is of another kernel.
     """
+    if not isinstance(inv, Invocation):
+        raise TypeError(f"{inv=} must be an Invocation")
     if inv.kernel is not kernel:
         raise ValueError(f"the invocation is of {inv.kernel!r}, not of {kernel=}")
     with _LOCK:

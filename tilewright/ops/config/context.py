@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -32,10 +33,22 @@ class AutotunePolicy:
     verify: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("allow_autotune", "allow_heuristics", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"AutotunePolicy needs a bool, got {name}={getattr(self, name)!r}")
         if self.cache_miss_fallback not in ("autotune", "heuristics", "error"):
             raise ValueError(f"{self.cache_miss_fallback=} must be 'autotune', 'heuristics' or 'error'")
-        if self.budget_s is not None and self.budget_s <= 0:
-            raise ValueError(f"{self.budget_s=} must be positive or None")
+        check_budget(self.budget_s)
+
+
+def check_budget(budget_s: float | None) -> None:
+    """Raises unless it is ``None`` or a positive number."""
+    if budget_s is None:
+        return
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
+        raise TypeError(f"{budget_s=} must be a number of seconds or None")
+    if not budget_s > 0:
+        raise ValueError(f"{budget_s=} must be positive or None")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +83,18 @@ _CURRENT: ContextVar[Overrides] = ContextVar("tilewright_overrides", default=_NO
 _TRACE_CONTEXT = jax.make_user_context(None)
 
 
+# How often an explicit tuning has changed what would be chosen.
+_GENERATIONS = itertools.count(1)
+_generation = 0
+
+
+def choices_changed() -> None:
+    """Makes functions that ``jax.jit`` has traced before be traced again, in this thread now, in others soon."""
+    global _generation
+    _generation = next(_GENERATIONS)
+    synchronise()
+
+
 def current_overrides() -> Overrides:
     """What is in force here."""
     return _CURRENT.get()
@@ -82,7 +107,7 @@ def synchronise() -> None:
     trace that another task of its thread made: a matter of speed, for every config gives the same values.
     """
     overrides = _CURRENT.get()
-    wanted = None if overrides == _NONE else (overrides, overrides.version)
+    wanted = None if overrides == _NONE and not _generation else (overrides, overrides.version, _generation)
     if _TRACE_CONTEXT.value != wanted:
         # Entered and never left: leaving would restore what some other task of this thread had in force.
         _TRACE_CONTEXT(wanted).__enter__()

@@ -94,6 +94,11 @@ class ConfigSelectorChain(ConfigChooser):
     ):
         if autotune is not None and policy is not None:
             raise ValueError(f"{autotune=} and {policy=} exclude each other; put allow_autotune into the policy")
+        for name, given, kind in (("cache", cache, ConfigCache), ("persistent", persistent, PersistentCache)):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{name}={given!r} must be a {kind.__name__} or None")
+        if policy is not None and not isinstance(policy, AutotunePolicy):
+            raise TypeError(f"{policy=} must be an AutotunePolicy or None")
         self.cache = ConfigCache() if cache is None else cache
         self.persistent = persistent
         self.policy = policy or AutotunePolicy(allow_autotune=bool(autotune))
@@ -101,7 +106,8 @@ class ConfigSelectorChain(ConfigChooser):
         self.on_event = on_event
         self._tables = tables
         self._shipped: dict[str, ConfigCache] = {}
-        self._tuning = threading.Lock()
+        self._heuristics = 0
+        self._remembering = threading.Lock()
         self._steps = (
             ("overlay", self._overlay),
             ("memory", self._memory),
@@ -111,7 +117,8 @@ class ConfigSelectorChain(ConfigChooser):
 
     @property
     def version(self) -> int:
-        return self.cache.version
+        with self._remembering:
+            return self.cache.version - self._heuristics
 
     def effective_policy(self, overrides: Overrides | None = None) -> AutotunePolicy:
         """The policy with the environment and all overrides applied."""
@@ -138,9 +145,12 @@ class ConfigSelectorChain(ConfigChooser):
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a heuristic never replaces anything that was measured."""
-        if selection.step == "heuristic" and self.cache.get(selection.key) is not None:
-            return
-        if selection.step != "memory":
+        if selection.step == "heuristic":
+            with self._remembering:
+                if self.cache.get(selection.key) is None:
+                    self.cache.put(selection.key, selection.config, origin="heuristic")
+                    self._heuristics += 1  # no choice comes out differently for it
+        elif selection.step != "memory":
             self.cache.put(selection.key, selection.config, origin=selection.step)
 
     def _known(self, inv: Invocation[Any, Any], cfg: Any, overrides: Overrides) -> Selection | None:
@@ -189,16 +199,19 @@ class ConfigSelectorChain(ConfigChooser):
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
 
     def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
+        from tilewright.ops.execution.outside import measuring_alone
         from tilewright.ops.execution.tuning import Autotuner  # tuning is built on selection
 
-        with self._tuning:  # two threads that miss on one key measure it once, and nothing else at the same time
+        with measuring_alone():  # two threads that miss on one key measure it once
             found = self._known(inv, None, overrides)
             if found is not None:
                 return found
             tuner = Autotuner(
                 self.tuner, chooser=self, budget_s=policy.budget_s, verify=policy.verify, on_event=self.on_event
             )
-            result = tuner.tune(inv)
+            result = tuner.measure(inv)
+        if result.interrupted:
+            raise KeyboardInterrupt
         winner = result.entries[0].winner
         return Selection(winner.config, "autotune", inv.key, winner.time_ms)
 

@@ -19,6 +19,8 @@ class StaticLeaf:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
             return False
+        if type(self.value) is float:
+            return repr(self.value) == repr(other.value)  # 0.0 and -0.0 are not the same constant
         return self.value is other.value or bool(self.value == other.value)
 
     def __hash__(self) -> int:
@@ -90,11 +92,16 @@ def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def meaningful_sharding(leaf: Any) -> Any:
     """The sharding of an array that is spread over several devices, or whose type carries one; else ``None``."""
     if isinstance(leaf, jax.core.Tracer):
-        sharding = getattr(jax.typeof(leaf), "sharding", None)  # only explicit axes show in a traced type
-        if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
-            return None
-        return sharding
+        return explicit_sharding(jax.typeof(leaf))
     if not isinstance(leaf, jax.Array):
         return None
     sharding = leaf.sharding
     return sharding if sharding.num_devices > 1 else None
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """The sharding in the type of a traced value, where only explicit axes show; ``None`` if no axis is sharded."""
+    sharding = getattr(aval, "sharding", None)  # absent from types that are no arrays
+    if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
+        return None
+    return sharding

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
-from tilewright.ops.core.arrays import StaticLeaf, Structure, split, struct_of
+from tilewright.ops.core.arrays import ARRAY_TYPES, StaticLeaf, Structure, explicit_sharding, split, struct_of
 from tilewright.ops.core.kernel import (
     Invocation,
     Kernel,
@@ -27,7 +27,7 @@ from tilewright.ops.core.kernel import (
     optional_method,
     platform_hook,
 )
-from tilewright.ops.core.programs import Programs, record
+from tilewright.ops.core.programs import MOST_PROGRAMS, Programs, record
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
 from tilewright.ops.utils.device import current_device, device_for_platform
@@ -109,11 +109,10 @@ def drop_axes(aval: Any, count: int) -> jax.ShapeDtypeStruct:
 
 def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.ShapeDtypeStruct:
     """The element with the sharding that its type carries or that the caller knew."""
-    sharding = known
-    typed = getattr(aval, "sharding", None)
-    if typed is not None and not typed.mesh.empty and len(element.shape) == len(aval.shape):
-        sharding = typed if any(axes is not None for axes in typed.spec) else known
-    if sharding is None or len(element.shape) != len(aval.shape):
+    if len(element.shape) != len(aval.shape):
+        return element
+    sharding = explicit_sharding(aval) or known
+    if sharding is None:
         return element
     return jax.ShapeDtypeStruct(element.shape, element.dtype, weak_type=element.weak_type, sharding=sharding)
 
@@ -168,7 +167,9 @@ def select_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
         arrays, structure = split(value)
         gradient = by_name.get(name)
-        found = [None] * len(arrays) if gradient is None else _gradient_leaves(structure, gradient, len(arrays))
+        found = [None] * len(arrays)
+        if gradient is not None:
+            found = _gradient_leaves(call.kernel, name, structure, gradient)
         given += found
         labels += [name] * len(arrays)
     if not call.wanted:
@@ -180,10 +181,13 @@ def select_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], 
     ]
 
 
-def _gradient_leaves(structure: Structure, gradient: Any, count: int) -> list[Any]:
-    leaves = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
-    if len(leaves) == count:
-        return leaves
+def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: Any) -> list[Any]:
+    try:
+        leaves = structure.tree.flatten_up_to(gradient)
+    except ValueError as error:
+        raise TypeError(
+            f"{kernel!r} returned a gradient for {name!r} of another structure than the argument's: {error}"
+        ) from error
     return [leaf for leaf, static in zip(leaves, structure.leaves, strict=True) if static is None]
 
 
@@ -193,6 +197,8 @@ def _checked(call: Call, name: str, gradient: Any, array: Any) -> Any:
             f"{call.kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
             f"use jax.lax.stop_gradient({name}) if it should be a constant"
         )
+    if not isinstance(gradient, ARRAY_TYPES):
+        raise TypeError(f"{call.kernel!r} returned {gradient!r} as the gradient for {name!r}, which is no array")
     if gradient.shape != array.shape:
         raise TypeError(f"{call.kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")
     return gradient.astype(array.dtype)
@@ -266,9 +272,12 @@ batching.primitive_batchers[call_p] = _batching_rule
 
 
 def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
-    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself.
+    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself,
+    # so the choice cannot wait; a vmap that follows is not seen.
     avals = [jax.typeof(x) for x in primals]
-    chosen = select(call, avals, mapped, current_device())
+    device = current_device()
+    selection, name = decide(call, avals, mapped, device)
+    chosen = _to_differentiate(call, StaticLeaf(selection.config), mapped, device, name)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def along(*values: Any) -> list[Any]:
@@ -283,22 +292,43 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
 ad.primitive_jvps[call_p] = _jvp_rule
 
 
-def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
-    """Chooses the config of a call and returns its code under the label that names it in the program."""
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _to_differentiate(
+    call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
+) -> Callable[..., Any]:
+    """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
+
+    def labelled(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(call.function(cfg.value, mapped, device)(*operands))
+
+    return _named(labelled, name)
+
+
+def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
+    """Chooses the config of a call; returns it with the label that names the call in the program."""
     inv = call.invocation(avals, mapped, device)
     note(inv)
     selection = call.selector.choose(inv)
     record(inv, selection)
+    return selection, call_label(inv, selection)
 
+
+def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
+    """Chooses the config of a call and returns its code under its label."""
+    selection, name = decide(call, avals, mapped, device)
     jaxpr, _ = traced(call, selection.config, tuple(avals), mapped, device)
 
     def labelled(*operands: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*operands)
 
+    return _named(labelled, name)
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     # The name of a jitted function shows in the text of lowered programs and of compiled ones, with and without
     # debug information; a name scope shows only with it.
-    labelled.__name__ = labelled.__qualname__ = call_label(inv, selection)
-    return jax.jit(labelled)
+    function.__name__ = function.__qualname__ = name
+    return jax.jit(function)
 
 
 def _lowering_rule(ctx: Any, *operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
@@ -387,16 +417,32 @@ def _differentiable(call: Call, form: str, tree: Any) -> Callable[..., list[Any]
         rest, extra = split((saved.tree.unflatten(saved.residuals), per_output))
         step = dataclasses.replace(call, stage="backward", extra=extra, wanted=saved.perturbed)
         gradients = iter(call_p.bind(*saved.arrays, *rest, call=step, mapped=()))
-        return tuple(next(gradients) if wanted else None for wanted in saved.perturbed)
+        return tuple(
+            manual_axes_of(next(gradients), array) if wanted else None
+            for array, wanted in zip(saved.arrays, saved.perturbed, strict=True)
+        )
 
     flat.defvjp(forward, backward, symbolic_zeros=True)
     return flat
 
 
+def manual_axes_of(gradient: Any, array: Any) -> Any:
+    """A gradient that varies over the axes of a ``shard_map`` along which its argument does.
+
+    An argument that all devices share has the sum of their gradients.
+    """
+    given, wanted = (jax.typeof(x).manual_axis_type.varying for x in (gradient, array))
+    if given - wanted:
+        gradient = jax.lax.psum(gradient, tuple(given - wanted))
+    if wanted - given:
+        gradient = jax.lax.pcast(gradient, tuple(wanted - given), to="varying")
+    return gradient
+
+
 def materialise(cotangent: Any) -> Any:
     """A cotangent as an array; ``None`` for an output that has no derivative."""
-    if not isinstance(cotangent, SymbolicZero):
-        return None if cotangent.dtype == jax.dtypes.float0 else cotangent
     if cotangent.dtype == jax.dtypes.float0:
         return None
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    return jnp.zeros(cotangent.shape, cotangent.dtype, device=explicit_sharding(cotangent.aval))

@@ -53,6 +53,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     """
 
     def __init__(self, name: str | None = None, *, version: str = "0"):
+        if not (name is None or isinstance(name, str)) or not isinstance(version, str):
+            raise TypeError(f"{name=} and {version=} of a kernel must be strings")
         self.name = name or f"{type(self).__module__}.{type(self).__qualname__}"
         self.version = version
         _LIVE[self.name, version] = self
@@ -130,6 +132,9 @@ class Invocation(Generic[Cfg, Out]):
     device: Device | None = None
 
     def __post_init__(self) -> None:
+        check_kernel(self.kernel)
+        if not isinstance(self.args, tuple | list) or not isinstance(self.kwargs, Mapping):
+            raise TypeError(f"{self.args=} must be a tuple and {self.kwargs=} a mapping")
         if self.direction not in ("forward", "backward"):
             raise ValueError(f"{self.direction=} must be 'forward' or 'backward'")
 
@@ -183,6 +188,12 @@ class Invocation(Generic[Cfg, Out]):
     def backward(self) -> "Invocation[Cfg, Out]":
         """The invocation of the backward pass of this call."""
         return dataclasses.replace(self, direction="backward")
+
+
+def check_kernel(kernel: Any) -> None:
+    """Raises unless it is an instance of ``Kernel``."""
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"{kernel=} must be an instance of a subclass of Kernel")
 
 
 def platform_hook(kernel: Kernel[Any, Any], cfg: Any, device: Device) -> Callable[..., Any]:

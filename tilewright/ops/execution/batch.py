@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.core.arrays import ARRAY_TYPES
-from tilewright.ops.core.kernel import Invocation, Kernel
+from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel
 from tilewright.ops.execution.executor import Executor, default_executor
 
 
@@ -51,6 +51,7 @@ def vmap_with_config(
       executor: gives the chooser; the default executor's by default.
       cfg: an explicit config.
     """
+    check_kernel(kernel)
     element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -77,6 +78,7 @@ def pmap_with_config(
     Raises:
       ValueError: a leading axis has another size.
     """
+    check_kernel(kernel)
     element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
 
     def mapped(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
 from tilewright.ops.core.arrays import StaticLeaf, Structure, abstract, meaningful_sharding, split
 from tilewright.ops.core.call import Selector, apply
-from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, optional_method
+from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, optional_method
 from tilewright.ops.core.programs import Program, Programs
 from tilewright.ops.core.types import Cfg, Out
 
@@ -104,6 +104,8 @@ class Executor(Generic[Cfg, Out]):
         shardings = tuple(meaningful_sharding(array) for array in arrays)
 
         def whole_call() -> Callable[..., Any]:
+            check_kernel(kernel)
+
             def eager(arrays: list[Any]) -> Any:
                 args, kwargs = structure.join(arrays)
                 known = {id(a): s for a, s in zip(arrays, shardings, strict=True) if s is not None}
@@ -118,6 +120,7 @@ class Executor(Generic[Cfg, Out]):
 
 def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
     """Prepares a call and binds it."""
+    check_kernel(kernel)
     args, kwargs = kernel.prepare(*args, **kwargs)
     return apply(kernel, selector, tuple(args), dict(kwargs), known_shardings)
 
@@ -130,6 +133,7 @@ def prepared(
     kernel: Kernel[Any, Any], args: Any, kwargs: Any, *, concrete: bool = True
 ) -> tuple[Invocation[Any, Any], tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
+    check_kernel(kernel)
     arrays, structure = split((tuple(args), dict(kwargs)))
     shardings = [meaningful_sharding(array) for array in arrays]
     seen: list[Any] = []
@@ -152,6 +156,8 @@ def default_key_builder_with_sharding(
     kernel: Kernel[Any, Any], args: Any, kwargs: Mapping[str, Any] | None = None, direction: str = "forward"
 ) -> str:
     """The key under which the chain looks a call up."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{args=} must be a tuple of the call's positional arguments")
     inv, _ = prepared(kernel, tuple(args), dict(kwargs or {}), concrete=False)
     return dataclasses.replace(inv, direction=direction).key  # type: ignore[arg-type]
 

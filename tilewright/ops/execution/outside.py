@@ -8,6 +8,26 @@ from typing import Any
 
 import jax
 
+_TURN = threading.Lock()
+_HAS_TURN: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewright_measuring", default=False)
+
+
+@contextlib.contextmanager
+def measuring_alone() -> Iterator[None]:
+    """Waits until no other thread measures, and makes others wait.
+
+    A candidate may itself call a kernel that must be tuned first; that happens within the candidate's turn.
+    """
+    if _HAS_TURN.get():
+        yield
+        return
+    with _TURN:
+        reset = _HAS_TURN.set(True)
+        try:
+            yield
+        finally:
+            _HAS_TURN.reset(reset)
+
 
 @contextlib.contextmanager
 def _numerics_of_caller(x64: bool, precision: Any, device: Any) -> Iterator[None]:
@@ -30,7 +50,7 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
     config = jax.config
     settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
     context = contextvars.copy_context()
-    cancelled = threading.Event()
+    cancelled, done = threading.Event(), threading.Event()
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -39,13 +59,15 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
                 outcome["value"] = context.run(function, cancelled)
         except BaseException as error:  # raised again in the caller's thread
             outcome["error"] = error
+        finally:
+            done.set()
 
     thread = threading.Thread(target=work, name="tilewright-tuning", daemon=True)
     thread.start()
     interrupted = False
-    while thread.is_alive():
+    while not done.is_set():
         try:
-            thread.join()
+            done.wait()  # not join: Python 3.12 takes a thread whose join was interrupted for finished
         except KeyboardInterrupt:
             if interrupted:
                 raise  # the second one means now

@@ -82,6 +82,16 @@ def benchmark(function: Callable[..., Any], *args: Any, num_warmup: int = 3, num
 
     On a GPU or TPU calls are queued and waited for together; on a CPU this is the wall clock around blocked calls.
     """
-    if num_warmup < 0 or num_iters < 1:
-        raise ValueError(f"{num_warmup=} must be at least 0 and {num_iters=} at least 1")
+    if not callable(function):
+        raise TypeError(f"{function=} must be callable")
+    check_counts(num_warmup=(num_warmup, 0), num_iters=(num_iters, 1))
     return time_interleaved([function], args, warmup=num_warmup, iters=num_iters)[0].median_ms
+
+
+def check_counts(**counts: tuple[int, int]) -> None:
+    """Raises unless each number is an integer of at least the second of its pair."""
+    for name, (count, least) in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name}={count!r} must be an integer")
+        if count < least:
+            raise ValueError(f"{name}={count!r} must be at least {least}")

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewright.ops.config.context import current_overrides
+from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
 from tilewright.ops.core.kernel import Invocation, Kernel
-from tilewright.ops.execution.outside import Interrupted, outside_traces
+from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
 from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
-from tilewright.ops.execution.timing import benchmark, time_interleaved
+from tilewright.ops.execution.timing import benchmark, check_counts, time_interleaved
 from tilewright.ops.execution.workload import Workload, describe
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
@@ -52,8 +52,7 @@ class Tuner:
     iters: int = 5
 
     def __post_init__(self) -> None:
-        if self.warmup < 0 or self.iters < 1:
-            raise ValueError(f"{self.warmup=} must be at least 0 and {self.iters=} at least 1")
+        check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +126,9 @@ class Autotuner:
             from tilewright.ops.execution.executor import default_chain
 
             chooser = default_chain()
+        if tuner is not None and not isinstance(tuner, Tuner):
+            raise TypeError(f"{tuner=} must be a Tuner or None")
+        check_budget(budget_s)
         self.tuner = tuner or Tuner()
         self.chooser = chooser
         self.budget_s = budget_s
@@ -142,14 +144,36 @@ class Autotuner:
     ) -> AutotuningResult:
         """Measures every invocation and returns all that was found.
 
+        Functions that were traced with other configs than the winners are traced again.
+
         Args:
           configs: candidates in place of the kernel's config space; the heuristic is always among them.
           inputs: prepared arguments to measure with in place of the kernel's samples.
           reuse: take a complete measurement that a cache holds instead of repeating it.
 
         Raises:
+          TypeError: ``invocations`` or ``configs`` hold something else.
           ExceptionGroup: every candidate of an invocation failed.
         """
+        for inv in invocations:
+            if not isinstance(inv, Invocation):
+                raise TypeError(f"an Autotuner tunes invocations, got {inv!r} of type {type(inv).__name__}")
+        before = [self.chooser.lookup(inv).config for inv in invocations]
+        result = self.measure(*invocations, configs=configs, inputs=inputs, reuse=reuse)
+        if any(self.chooser.lookup(inv).config != known for inv, known in zip(invocations, before, strict=True)):
+            choices_changed()
+        return result
+
+    def measure(
+        self,
+        *invocations: Invocation[Any, Any],
+        configs: Iterable[Any] | None = None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        reuse: bool = False,
+    ) -> AutotuningResult:
+        """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
+        if configs is not None and not isinstance(configs, Iterable):
+            raise TypeError(f"{configs=} must be configs of the kernel, or None")
         given = None if configs is None else list(configs)
         entries: list[TunedCall] = []
 
@@ -165,7 +189,8 @@ class Autotuner:
 
         interrupted = False
         try:
-            outside_traces(work)
+            with measuring_alone():
+                outside_traces(work)
         except Interrupted:
             interrupted = True
         return AutotuningResult(

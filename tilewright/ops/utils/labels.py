@@ -163,6 +163,8 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
 
     User labels come as the names they were given, labels of kernel calls whole.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"{text=} must be the text of a program")
     found = [(match.start(), match.group()) for match in _CALL.finditer(text)]
     found += [(match.start(), urllib.parse.unquote(match.group(1))) for match in _USER.finditer(text)]
     return list(dict.fromkeys(name for _, name in sorted(found)))
@@ -172,11 +174,21 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
     """The labels in what ``jax.jit(f).lower(...)``, or ``.compile()`` after it, returned."""
     if isinstance(lowered, jax.stages.Lowered):
         return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
-    return extract_labels_from_hlo_text(lowered.as_text())
+    if not isinstance(lowered, jax.stages.Compiled):
+        raise TypeError(f"{lowered=} must be a jax.stages.Lowered or Compiled")
+    return extract_labels_from_hlo_text(lowered.as_text() or "")
 
 
 def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
-    """The config of each kernel call among the labels: what the program was built with, or what would be chosen now."""
+    """The config of each kernel call among the labels: what the program was built with, or what would be chosen now.
+
+    Labels that users gave are passed over.
+
+    Raises:
+      ValueError: the label of a kernel call is damaged.
+    """
+    if isinstance(labels, str):
+        raise TypeError(f"{labels=} must be several labels, not one")
     return {text: _config_of(text) for text in labels if _CALL.fullmatch(text)}
 
 

@@ -1,0 +1,325 @@
+"""What every backend of flash attention must pass: a test file subclasses ``Conformance`` and names its backend."""
+
+import abc
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
+from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.core.types import Direction
+from tilewright.ops.execution.numerics import violations as check_policy
+from tilewright.ops.utils.device import current_device
+
+GRADIENTS = ("query", "key", "value", "bias", "softmax_aux")
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "lengths": [(33, 33), (48, 80), (40, 17), (1, 37), (29, 0), (64, 64)],
+    "heads": [(2, 2), (4, 2), (3, 1)],
+    "dims": [(16, 16), (24, 8), (5, 20)],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "causality": [None, "top_left", "bottom_right"],
+    "window": [None, 6, (3, None), (None, 2), (0, 9)],
+    "soft_cap": [None, 4.0],
+    "sinks": [0, 1, 3],
+    "mask": [None, "bhqk", "hqk", "bk", "q", "object"],
+    "bias": [None, "bhqk", "hqk", "bk", "q"],
+    "variable": ["", "segments", "lengths", "segments lengths", "packed"],
+    "dropout": [0.0, 0.3],
+    "scale": [None, 0.7],
+}
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 30) -> list[dict[str, Any]]:
+    """Rows in which every pair of levels of every two factors occurs, by greedy choice."""
+    draw = random.Random(seed)
+    names = list(factors)
+    wanted = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(len(factors[names[a]]))
+        for j in range(len(factors[names[b]]))
+    }
+
+    def covered(row: dict[int, int]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return {pair for pair in itertools.combinations(sorted(row.items()), 2) if pair in wanted}
+
+    def gain(row: dict[int, int], factor: int, level: int) -> int:
+        return sum(tuple(sorted(((factor, level), item))) in wanted for item in row.items())
+
+    def candidate() -> dict[int, int]:
+        row = dict(draw.choice(sorted(wanted)))
+        rest = [factor for factor in range(len(names)) if factor not in row]
+        draw.shuffle(rest)
+        for factor in rest:
+            levels = range(len(factors[names[factor]]))
+            row[factor] = max(levels, key=lambda level: (gain(row, factor, level), draw.random()))
+        return row
+
+    rows = []
+    while wanted:
+        best = max((candidate() for _ in range(tries)), key=lambda row: len(covered(row)))
+        wanted -= covered(best)
+        rows.append({names[factor]: factors[names[factor]][level] for factor, level in sorted(best.items())})
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ConformanceCase:
+    """A case, and whether an object of the mask algebra is added to it."""
+
+    case: AttentionCase
+    mask_object: bool
+
+    def prepared(self, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arrays, kwargs = self.case.arguments(seed)
+        if self.mask_object:
+            kwargs["mask"] = example_mask(self.case.score_shape)
+        return FlashAttention().prepare(*arrays, **kwargs)
+
+
+def example_mask(scores: tuple[int, int, int, int]) -> Mask:
+    """Nested AND and OR over static masks and arrays."""
+    batch, _, q_length, kv_length = scores
+    lengths = LengthMask(None, jnp.arange(kv_length, kv_length - batch, -1, dtype=jnp.int32))
+    return (CausalMask(kv_length - q_length) & lengths) | WindowMask(2, 1, 3)
+
+
+def as_case(index: int, row: Mapping[str, Any]) -> ConformanceCase:
+    (q_length, kv_length), (heads, kv_heads), (head_dim, value_dim) = row["lengths"], row["heads"], row["dims"]
+    packed = row["variable"] == "packed"
+    case = AttentionCase(
+        f"pairwise_{index}",
+        batch=1 if packed else 2,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=row["dtype"],
+        causal=row["causality"] is not None,
+        causal_alignment=row["causality"] or ("bottom_right" if index % 2 else "top_left"),
+        sliding_window=row["window"],
+        logits_soft_cap=row["soft_cap"],
+        softmax_scale=row["scale"],
+        bias=row["bias"],
+        mask=None if row["mask"] == "object" else row["mask"],
+        sinks=row["sinks"],
+        segments="segments" in row["variable"],
+        lengths="lengths" in row["variable"],
+        packed=packed,
+        dropout_prob=row["dropout"],
+    )
+    return ConformanceCase(case, row["mask"] == "object")
+
+
+CASES = [as_case(index, row) for index, row in enumerate(pairwise(FACTORS))]
+
+
+def describe(conformance_case: ConformanceCase) -> str:
+    """A test's name that says what is unusual in it."""
+    case, default = conformance_case.case, AttentionCase("", batch=2, q_length=0, heads=0, head_dim=0)
+    parts = []
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        if field.name != "name" and value != getattr(default, field.name):
+            parts.append(f"{field.name}={value}".replace(" ", ""))
+    return "-".join(parts + ["mask_object"] * conformance_case.mask_object)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """Results and gradients of one run or of the oracle, by name."""
+
+    results: dict[str, Any]
+    gradients: dict[str, Any]
+
+
+# The oracles run once each: most of their time is compilation, which optimising would lengthen.
+@functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_backend_optimization_level": 0})
+def _oracle(inputs: AttentionInputs, d_out: Any, d_lse: Any, dtype: Any) -> tuple[Any, Any]:
+    return attention_reference(inputs, dtype), reference_gradients(inputs, d_out, d_lse, dtype)
+
+
+def oracle(inputs: AttentionInputs, d_out: Any, d_lse: Any, dtype: Any = jnp.float32) -> Judged:
+    (out, lse), gradients = _oracle(inputs, d_out, d_lse, jnp.dtype(dtype))
+    return Judged({"out": out, "lse": lse}, gradients)
+
+
+def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+    """Random ``(d_out, d_lse)``."""
+    draw = np.random.default_rng(seed)
+    batch, q_length, heads, _ = inputs.query.shape
+    d_out = draw.standard_normal((batch, q_length, heads, inputs.value.shape[-1]), np.float32)
+    d_lse = draw.standard_normal((batch, heads, q_length), np.float32)
+    return jnp.asarray(d_out, inputs.query.dtype), jnp.asarray(d_lse)
+
+
+class Conformance(abc.ABC):
+    """Set ``backend``; extend ``params`` if its heuristic has no small tiles."""
+
+    backend: ClassVar[Implementation]
+    deterministic: ClassVar[bool] = True
+
+    def params(self, problem: AttentionProblem, direction: Direction) -> Any:
+        """What to run with: something that makes several tiles of a few dozen positions."""
+        return self.backend.heuristic(problem, current_device(), direction)
+
+    def supported(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionProblem:
+        """The problem of a prepared call; skips the test if the backend says that it cannot serve it."""
+        problem = FlashAttention().problem(*args, **kwargs)
+        for direction in ("forward", "backward"):
+            reasons = self.backend.not_supported_reasons(problem, current_device(), direction)
+            if reasons:
+                pytest.skip("; ".join(reasons))
+        return problem
+
+    def forward(self, inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Any, Any]:
+        params = self.params(problem, "forward")
+        return jax.jit(lambda inputs: self.backend.forward(inputs, params))(inputs)
+
+    def backward(self, inputs: AttentionInputs, results: Any, cotangents: Any, problem: AttentionProblem) -> Any:
+        params = self.params(problem, "backward")
+        run = jax.jit(lambda inputs, results, cotangents: self.backend.backward(inputs, results, cotangents, params))
+        return run(inputs, results, cotangents)
+
+    def check(self, got: Judged, inputs: AttentionInputs, d_out: Any, d_lse: Any, factor: float) -> None:
+        """Compares with the oracle, every result and every gradient that the inputs have."""
+        exact = oracle(inputs, d_out, d_lse)
+        narrow = inputs.query.dtype
+        low = exact if narrow == jnp.float32 else oracle(inputs, d_out, d_lse, narrow)
+        found = {}
+        for name in GRADIENTS:
+            array = getattr(inputs, name)
+            if array is not None:
+                assert got.gradients[name].dtype == array.dtype, name
+                assert got.gradients[name].shape == array.shape, name
+        for part in ("results", "gradients"):
+            for name, ref in getattr(exact, part).items():
+                found[name] = check_policy(getattr(got, part)[name], ref, getattr(low, part)[name], factor)
+        assert not any(found.values()), {name: what for name, what in found.items() if what}
+
+    def run_and_check(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 2.0) -> Judged:
+        problem = self.supported(args, kwargs)
+        inputs = FlashAttention().inputs(*args, **kwargs)
+        d_out, d_lse = cotangents(inputs)
+        out, lse = self.forward(inputs, problem)
+        assert (out.dtype, lse.dtype) == (inputs.query.dtype, jnp.float32)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        got = Judged({"out": out, "lse": lse}, gradients)
+        self.check(got, inputs, d_out, d_lse, factor)
+        return got
+
+    @pytest.mark.parametrize("conformance_case", CASES, ids=describe)
+    def test_pairwise(self, conformance_case: ConformanceCase):
+        args, kwargs = conformance_case.prepared(seed=0)
+        self.run_and_check(args, kwargs, conformance_case.case.tolerance_factor)
+
+    def test_without_d_lse(self):
+        arrays, kwargs = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True).arguments()
+        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        d_out, d_lse = cotangents(inputs)
+        results = self.forward(inputs, problem)
+        gradients = self.backward(inputs, results, (d_out, None), problem)
+        got = Judged({"out": results[0], "lse": results[1]}, gradients)
+        self.check(got, inputs, d_out, jnp.zeros_like(d_lse), 2.0)
+
+    @pytest.mark.parametrize("sinks", [0, 2])
+    def test_rows_that_see_nothing(self, sinks: int):
+        case = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, sinks=sinks, bias="bhqk")
+        arrays, kwargs = case.arguments()
+        hidden = np.ones((2, 1, 40, 40), bool)
+        hidden[0, :, 3] = hidden[0, :, 17:35] = hidden[1] = False
+        args, kwargs = FlashAttention().prepare(*arrays, mask=hidden, **kwargs)
+        got = self.run_and_check(args, kwargs)
+        assert not np.any(np.asarray(got.results["out"])[1])
+        assert not np.any(np.asarray(got.gradients["query"])[1])
+        assert not np.any(np.asarray(got.gradients["value"])[1])
+        if not sinks:
+            assert np.all(np.isneginf(np.asarray(got.results["lse"])[1]))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("offset", [1e4, -1e4])
+    def test_large_logits(self, offset: float, dtype: str):
+        """A shift of all logits changes the log-sum-exp alone."""
+        case = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16, dtype=dtype, causal=True)
+        arrays, kwargs = case.arguments()
+        bias = jnp.full((2, 1, 1), offset, jnp.float32)
+        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
+        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        d_out, d_lse = cotangents(inputs)
+        out, lse = self.forward(inputs, problem)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+        # A float32 logit or log-sum-exp of this size is off by up to half a unit in the last place, and exp makes of
+        # that a relative error in the probabilities; the oracle need not go through the log-sum-exp and errs less.
+        rounding = 4 * abs(offset) * 2.0**-24
+        for part, ours in (("results", {"out": out, "lse": lse}), ("gradients", gradients)):
+            for name, ref in getattr(exact, part).items():
+                error = np.max(np.abs(np.asarray(ours[name], np.float32) - ref))
+                narrow = np.max(np.abs(np.asarray(getattr(low, part)[name], np.float32) - ref))
+                allowed = 2 * (narrow if dtype != "float32" and name != "lse" else 0.0)
+                assert error <= allowed + rounding * max(1.0, float(np.max(np.abs(ref)))), name
+
+    @pytest.mark.parametrize("offset", [-(1 << 30), -45, 45, 1 << 30])
+    def test_large_mask_offsets(self, offset: int):
+        arrays, kwargs = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16).arguments()
+        mask = CausalMask(offset) & WindowMask(50, 3, offset)
+        args, kwargs = FlashAttention().prepare(*arrays, mask=mask, **kwargs)
+        self.run_and_check(args, kwargs)
+
+    def test_bias_of_minus_infinity_masks(self):
+        arrays, kwargs = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16).arguments()
+        bias = np.zeros((40, 40), np.float32)
+        bias[:, 30:] = bias[5] = -np.inf
+        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
+        self.run_and_check(args, kwargs)
+
+    def test_batch_of_none(self):
+        arrays = [jnp.zeros((0, 8, 2, 16))] * 3
+        args, kwargs = FlashAttention().prepare(*arrays, causal=True)
+        got = self.run_and_check(args, kwargs)
+        assert got.results["out"].shape == (0, 8, 2, 16)
+
+    def test_forward_of_another_backend(self):
+        """The residuals are (out, lse) and nothing else: the oracle's serve as well as the backend's own."""
+        case = AttentionCase("", batch=2, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, causal=True)
+        arrays, kwargs = dataclasses.replace(case, sinks=1, dropout_prob=0.2).arguments()
+        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        d_out, d_lse = cotangents(inputs)
+        results = oracle(inputs, d_out, d_lse).results
+        gradients = self.backward(inputs, (results["out"], results["lse"]), (d_out, d_lse), problem)
+        self.check(Judged(results, gradients), inputs, d_out, d_lse, 2.0)
+
+    def test_repeats_bitwise(self):
+        if not self.deterministic:
+            pytest.skip("the backend says that it is not")
+        case = AttentionCase("", batch=2, q_length=70, heads=4, kv_heads=2, head_dim=16, bias="hqk", dtype="bfloat16")
+        args, kwargs = FlashAttention().prepare(*case.arguments()[0], **case.arguments()[1])
+        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        forward, backward = self.params(problem, "forward"), self.params(problem, "backward")
+
+        @jax.jit
+        def run(inputs, cotangents):
+            results = self.backend.forward(inputs, forward)
+            return results, self.backend.backward(inputs, results, cotangents, backward)
+
+        first, second = (jax.tree.leaves(run(inputs, cotangents(inputs))) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,0 +1,34 @@
+"""The XLA backend, with tiles small enough that every case has several."""
+
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.kernels.flash_attention.conformance import CASES, Conformance, describe
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.device import current_device
+
+TILES = {16: (16, 32), 24: (13, 9), 5: (32, 16)}
+"""Rows and columns of a tile by head_dim, a factor of the cases: every other factor meets each of them."""
+
+
+class TestXla(Conformance):
+    backend: ClassVar[Implementation] = XlaFlashAttention()
+
+    def params(self, problem: AttentionProblem, direction: Direction) -> FwdParams | BwdParams:
+        kind = FwdParams if direction == "forward" else BwdParams
+        q_block, kv_block = TILES[problem.head_dim]
+        return kind(q_blocksize=q_block, kv_blocksize=kv_block)
+
+
+@pytest.mark.parametrize("conformance_case", CASES, ids=describe)
+def test_supports_every_case(conformance_case: Any):
+    args, kwargs = conformance_case.prepared(seed=0)
+    problem = FlashAttention().problem(*args, **kwargs)
+    for direction in ("forward", "backward"):
+        assert not XlaFlashAttention().not_supported_reasons(problem, current_device(), direction)

@@ -1,0 +1,98 @@
+"""The shared configuration, and which platform an op is said to run on."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.modules import FlashAttention, base
+from tilewright.ops import ConfigSelectorChain, Executor, from_json, to_json
+
+
+def test_fields_and_defaults_are_the_documented_ones() -> None:
+    documented = {
+        "block_q": 128, "block_k": 128, "block_d": 64, "num_warps": 4, "num_stages": 2,
+        "platform": "auto", "backend": "any", "algorithm": None, "priority": 0,
+    }  # fmt: skip
+    config = base.KernelConfig()
+    assert dataclasses.asdict(config) == documented
+    assert list(inspect.signature(base.KernelConfig).parameters) == list(documented)
+    assert config.backend is base.Backend.ANY
+    assert base.KernelConfig(platform="xla").platform is base.Platform.XLA
+
+
+def test_it_round_trips_hashes_and_is_frozen() -> None:
+    config = base.KernelConfig(block_q=64, platform="cuda", algorithm="cutlass")
+    assert from_json(to_json(config), base.KernelConfig) == config
+    assert hash(config) == hash(dataclasses.replace(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_q = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("block_q", 0), ("num_warps", -1), ("platform", "metal"), ("backend", "npu"), ("block_k", 1.5)]
+)
+def test_bad_values_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=str(value)):
+        base.KernelConfig(**{field: value})  # type: ignore[arg-type]
+
+
+class TestDetectPlatform:
+    @pytest.mark.parametrize(
+        ("device", "available", "maybe_pallas", "expected"),
+        [
+            ("gpu", {"triton", "pallas", "xla"}, False, "triton"),
+            ("gpu", {"triton", "pallas", "xla"}, True, "pallas"),
+            ("gpu", {"pallas", "xla"}, False, "xla"),
+            ("gpu", {"triton", "xla"}, True, "triton"),
+            ("gpu", {"xla"}, True, "xla"),
+            ("tpu", {"triton", "pallas", "xla"}, False, "pallas"),
+            ("tpu", {"triton", "xla"}, False, "xla"),
+            ("cpu", {"triton", "pallas", "xla"}, True, "xla"),
+        ],
+    )
+    def test_documented_order(
+        self, monkeypatch: pytest.MonkeyPatch, device: str, available: set[str], maybe_pallas: bool, expected: str
+    ) -> None:
+        monkeypatch.setattr(base, "device_kind", lambda: device)
+        monkeypatch.setattr(base, "_available", lambda op: {base.Platform(name) for name in available})
+        assert base.detect_platform("flash_attention", maybe_pallas=maybe_pallas) == expected
+        assert base.detect_platform("flash_attention", None, maybe_pallas) == expected
+
+    def test_what_is_really_there(self) -> None:
+        assert base.detect_platform("flash_attention", platform="xla") is base.Platform.XLA
+
+    @pytest.mark.parametrize("algorithm", ["flash_atention", ""])
+    def test_an_unknown_op_names_those_there_are(self, algorithm: str) -> None:
+        with pytest.raises(ValueError, match="flash_attention"):
+            base.detect_platform(algorithm)
+
+    @pytest.mark.parametrize("platform", ["metal", base.Platform.CUDA])
+    def test_an_absent_platform_names_what_is_available(
+        self, monkeypatch: pytest.MonkeyPatch, platform: base.Platform
+    ) -> None:
+        monkeypatch.setattr(base, "_available", lambda op: {base.Platform.XLA})
+        with pytest.raises(ValueError, match=r"available: \['xla'\]"):
+            base.detect_platform("flash_attention", platform=platform)
+
+
+def test_create_default_executor_warns_and_works(tmp_path: object) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Executor\(ConfigSelectorChain"):
+        executor = base.create_default_executor(str(tmp_path), enable_autotuning=False, timing_iterations=1)
+    query = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    out = executor(FlashAttention(), query, query, query, causal=True)
+    np.testing.assert_allclose(out, jax.nn.dot_product_attention(query, query, query, is_causal=True), atol=1e-6)
+
+
+def test_block_sizes_in_common_terms_reach_the_backend() -> None:
+    seen: list[object] = []
+    executor = Executor(ConfigSelectorChain(on_event=seen.append))
+    query = jnp.ones((1, 96, 2, 8))
+    out = executor(FlashAttention(), query, query, query, cfg=base.KernelConfig(block_q=32, block_k=48))
+    assert out.shape == query.shape
+    (selection,) = seen
+    params = selection.config.params  # type: ignore[attr-defined]
+    assert (selection.step, params.q_blocksize, params.kv_blocksize) == ("explicit", 32, 48)  # type: ignore[attr-defined]

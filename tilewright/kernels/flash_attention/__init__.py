@@ -1,0 +1,1 @@
+"""Flash attention: the op, its oracle, and its backends, one file each."""

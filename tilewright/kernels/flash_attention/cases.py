@@ -1,0 +1,165 @@
+"""Named calls of flash attention: what tests, tuning and benchmarks run."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.flash_attention.arguments import CausalAlignment
+
+MAX_SEQUENCES = 4
+"""Sequences in a packed case, and segments in a segmented one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """The sizes and options of one call, from which its arrays can be drawn.
+
+    Attributes:
+      bias, mask: the dimensions in which the array is full, of "bhqk", such as "hqk"; None for no array.
+      sinks: extra logits per head.
+      segments, lengths: whether the batch has segment ids, or lengths of its own.
+      packed: whether the row is several sequences laid end to end, with a rest that belongs to none.
+    """
+
+    name: str
+    batch: int = 1
+    q_length: int = 1024
+    kv_length: int | None = None
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    value_dim: int | None = None
+    dtype: str = "float32"
+    causal: bool = False
+    causal_alignment: CausalAlignment = "top_left"
+    sliding_window: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    softmax_scale: float | None = None
+    bias: str | None = None
+    mask: str | None = None
+    sinks: int = 0
+    segments: bool = False
+    lengths: bool = False
+    packed: bool = False
+    dropout_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.packed and (self.batch != 1 or self.segments or self.lengths):
+            raise ValueError(
+                f"{self.packed=} wants one row of its own, got {self.batch=}, {self.segments=}, {self.lengths=}"
+            )
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        kv_length = self.q_length if self.kv_length is None else self.kv_length
+        return self.batch, self.heads, self.q_length, kv_length
+
+    @property
+    def tolerance_factor(self) -> float:
+        """How many times the error of the oracle in the input dtype a backend may make."""
+        return 2.0 if self.logits_soft_cap is None else 3.0
+
+    def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(query, key, value)`` and the keyword arguments of ``flash_attention``; a tenth of a mask is False."""
+        random = np.random.default_rng(seed)
+        batch, heads, q_length, kv_length = self.score_shape
+        kv_heads = self.kv_heads or heads
+        shapes = [
+            (batch, q_length, heads, self.head_dim),
+            (batch, kv_length, kv_heads, self.head_dim),
+            (batch, kv_length, kv_heads, self.value_dim or self.head_dim),
+        ]
+        arrays = tuple(_normal(random, shape, self.dtype) for shape in shapes)
+        kwargs: dict[str, Any] = {}
+        for field in ("causal", "causal_alignment", "sliding_window", "logits_soft_cap", "softmax_scale"):
+            if getattr(self, field) != getattr(AttentionCase("default"), field):
+                kwargs[field] = getattr(self, field)
+        if self.bias is not None:
+            kwargs["bias"] = _normal(random, self._partial_shape(self.bias), self.dtype)
+        if self.mask is not None:
+            kwargs["mask"] = jnp.asarray(random.random(self._partial_shape(self.mask)) < 0.9)
+        if self.sinks:
+            kwargs["softmax_aux"] = _normal(random, (heads, self.sinks), self.dtype)
+        if self.segments:
+            kwargs["q_segment_ids"], kwargs["kv_segment_ids"] = self._segment_ids(random)
+        if self.lengths:
+            kwargs["query_seq_lengths"] = jnp.asarray(random.integers(0, q_length + 1, batch), jnp.int32)
+            kwargs["key_value_seq_lengths"] = jnp.asarray(random.integers(0, kv_length + 1, batch), jnp.int32)
+        if self.packed:
+            kwargs["cum_seqlens_q"] = _boundaries(random, q_length)
+            self_attention = q_length == kv_length
+            kwargs["cum_seqlens_k"] = kwargs["cum_seqlens_q"] if self_attention else _boundaries(random, kv_length)
+        if self.dropout_prob:
+            kwargs["dropout_prob"] = self.dropout_prob
+            kwargs["dropout_seed"] = int(random.integers(1 << 62))
+        return arrays, kwargs
+
+    def _partial_shape(self, dimensions: str) -> tuple[int, ...]:
+        return tuple(size if name in dimensions else 1 for name, size in zip("bhqk", self.score_shape, strict=True))
+
+    def _segment_ids(self, random: np.random.Generator) -> tuple[jax.Array, jax.Array]:
+        cuts = np.sort(random.random((self.batch, MAX_SEQUENCES - 1, 1)), axis=1)
+        rows, columns = ((np.arange(length) >= np.round(cuts * length)).sum(1) for length in self.score_shape[2:])
+        return jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jnp.asarray(random.standard_normal(shape, np.float32), jnp.dtype(dtype))
+
+
+def _boundaries(random: np.random.Generator, length: int) -> jax.Array:
+    """Ends of sequences that leave up to an eighth of the row to none of them."""
+    covered = length - int(random.integers(math.ceil(length / 8) + 1)) if length else 0
+    inner = np.sort(random.integers(0, covered + 1, MAX_SEQUENCES - 1))
+    return jnp.asarray([0, *inner, covered], jnp.int32)
+
+
+def _named(*cases: AttentionCase) -> dict[str, AttentionCase]:
+    return {case.name: case for case in cases}
+
+
+CPU_CASES = _named(
+    AttentionCase("causal_4k", q_length=4096, causal=True),
+    AttentionCase("full_4k", q_length=4096),
+    AttentionCase("causal_16k", q_length=16384, causal=True),
+    AttentionCase("causal_gqa_window_4k", q_length=4096, kv_heads=2, causal=True, sliding_window=511),
+    AttentionCase("causal_bfloat16_2k", q_length=2048, dtype="bfloat16", causal=True),
+    AttentionCase("causal_soft_cap_2k", q_length=2048, causal=True, logits_soft_cap=30.0),
+    AttentionCase("bias_2k", q_length=2048, bias="hqk"),
+    AttentionCase("padded_2k", batch=2, q_length=2048, lengths=True),
+    AttentionCase("packed_4k", q_length=4096, packed=True, causal=True),
+    AttentionCase("causal_short", batch=8, q_length=256, causal=True),
+    AttentionCase("decode", batch=8, q_length=1, kv_length=2048, kv_heads=2),
+)
+"""What a benchmark runs on a CPU, each in seconds."""
+
+
+def _hopper(name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> AttentionCase:
+    return AttentionCase(
+        name,
+        batch=batch,
+        q_length=length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+        causal=name.startswith("causal"),
+    )
+
+
+HOPPER_CASES = _named(
+    _hopper("full_4k_d128", 4, 4096, 16, 16, 128),
+    _hopper("causal_4k_d128", 4, 4096, 16, 16, 128),
+    _hopper("causal_16k_d128", 1, 16384, 16, 16, 128),
+    _hopper("full_16k_d128", 1, 16384, 16, 16, 128),
+    _hopper("causal_gqa_8k_d128", 2, 8192, 32, 8, 128),
+    _hopper("causal_1k_d128", 16, 1024, 16, 16, 128),
+    _hopper("full_4k_d64", 4, 4096, 32, 32, 64),
+    _hopper("causal_4k_d64", 4, 4096, 32, 32, 64),
+    _hopper("causal_4k_d256", 4, 4096, 8, 8, 256),
+)
+"""What a Hopper GPU is measured on, each against its fastest peers."""

@@ -1,0 +1,44 @@
+"""What every backend of flash attention is given: canonical arrays, one mask, static options."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
+
+from tilewright.kernels.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The options of a call that are values, not arrays."""
+
+    softmax_scale: float
+    logits_soft_cap: float | None = None
+    dropout_prob: float = 0.0
+    precision: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionInputs:
+    """A call after ``prepare``; shapes and dtypes hold without further checks.
+
+    All of causal, window, segments, lengths, packed lengths and an explicit mask are folded into ``mask``
+    (``None``: every position attends). ``bias`` has rank 4, each dimension full or 1.
+    """
+
+    query: Float[Array, "batch q_length heads head_dim"]
+    key: Float[Array, "batch kv_length kv_heads head_dim"]
+    value: Float[Array, "batch kv_length kv_heads value_dim"]
+    bias: Float[Array, "#batch #heads #q_length #kv_length"] | None
+    mask: Mask | None
+    softmax_aux: Float[Array, "heads sinks"] | None
+    dropout_seed: UInt32[Array, "2"] | None
+    options: AttentionOptions
+
+
+jax.tree_util.register_dataclass(
+    AttentionInputs,
+    data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed"],
+    meta_fields=["options"],
+)

@@ -1,0 +1,167 @@
+"""Folds everything that hides a key from a query into one mask."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.flash_attention import arguments
+from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, WindowMask
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoreShape:
+    """``[batch, heads, q_length, kv_length]``; ``unbatched`` if the caller's arrays lack the first."""
+
+    batch: int
+    heads: int
+    q_length: int
+    kv_length: int
+    unbatched: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.q_length, self.kv_length
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the queries stand among the keys: a static offset, or ``[batch, q_length]`` positions."""
+
+    offset: int = 0
+    q_positions: Any = None
+
+
+def call_mask(
+    shape: ScoreShape,
+    *,
+    mask: Any,
+    causal: bool,
+    sliding_window: Any,
+    bottom_right: bool,
+    segment_ids: tuple[Any, Any],
+    lengths: tuple[Any, Any],
+    cum_seqlens: tuple[Any, Any],
+) -> Mask | None:
+    """The conjunction of all that a call asks for; None where every key is visible."""
+    left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
+    banded = causal or left is not None or right is not None
+    parts: list[Mask] = []
+    positions = Positions(shape.kv_length - shape.q_length if bottom_right else 0)
+    if _given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
+        if any(array is not None for array in (*segment_ids, *lengths)):
+            raise ValueError(
+                "cum_seqlens_q and cum_seqlens_k already say where each sequence begins and ends: leave out "
+                "q_segment_ids, kv_segment_ids, query_seq_lengths and key_value_seq_lengths"
+            )
+        packed, positions = _packed(shape, cum_seqlens, bottom_right)
+        parts.append(packed)
+    if _given("q_segment_ids", "kv_segment_ids", segment_ids):
+        parts.append(_segments(shape, segment_ids))
+    if any(array is not None for array in lengths):
+        length_mask = _lengths(shape, lengths)
+        parts.append(length_mask)
+        if banded and bottom_right:
+            positions = _aligned_ends(shape, length_mask)
+    if sliding_window is not None and banded:
+        parts.append(WindowMask(left, right, positions.offset, positions.q_positions))
+    elif causal:
+        parts.append(CausalMask(positions.offset, positions.q_positions))
+    if mask is not None:
+        parts.append(_explicit(shape, mask))
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def _given(q_name: str, kv_name: str, pair: tuple[Any, Any]) -> bool:
+    """Whether both of a pair are there; it is an error if only one is."""
+    missing = [name for name, array in zip((q_name, kv_name), pair, strict=True) if array is None]
+    if len(missing) == 1:
+        raise ValueError(f"{q_name} and {kv_name} belong together, got {missing[0]}=None; repeat it for self-attention")
+    return not missing
+
+
+def _explicit(shape: ScoreShape, mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        mask.check(*shape.sizes)
+        return mask
+    array = arguments.score_array("mask", mask, shape.sizes)
+    if array.dtype != bool:
+        raise TypeError(f"mask must be boolean, True where a query attends to a key, got {array.dtype=}; see bias")
+    return ExplicitMask(array)
+
+
+def _segments(shape: ScoreShape, segment_ids: tuple[Any, Any]) -> SegmentMask:
+    rows, columns = (shape.batch, shape.q_length), (shape.batch, shape.kv_length)
+    return SegmentMask(
+        arguments.integer_array("q_segment_ids", segment_ids[0], rows, shape.unbatched),
+        arguments.integer_array("kv_segment_ids", segment_ids[1], columns, shape.unbatched),
+    )
+
+
+def _lengths(shape: ScoreShape, lengths: tuple[Any, Any]) -> LengthMask:
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    canonical = [
+        None if array is None else arguments.integer_array(name, array, (shape.batch,), shape.unbatched)
+        for name, array in zip(names, lengths, strict=True)
+    ]
+    return LengthMask(*canonical)
+
+
+def _aligned_ends(shape: ScoreShape, mask: LengthMask) -> Positions:
+    """Positions that put each batch element's last query at its last key."""
+
+    def compute(q_lengths, kv_lengths):
+        q_ends = shape.q_length if q_lengths is None else q_lengths
+        kv_ends = shape.kv_length if kv_lengths is None else kv_lengths
+        return _positions_from_ends(q_ends, kv_ends, shape.q_length)
+
+    return Positions(0, arguments.apply(compute, mask.q_lengths, mask.kv_lengths))
+
+
+@functools.partial(jax.jit, static_argnames="q_length")
+def _positions_from_ends(q_ends: Any, kv_ends: Any, q_length: int) -> Any:
+    return jnp.arange(q_length, dtype=jnp.int32)[None, :] + jnp.asarray(kv_ends - q_ends)[:, None]
+
+
+def _packed(shape: ScoreShape, cum_seqlens: tuple[Any, Any], bottom_right: bool) -> tuple[SegmentMask, Positions]:
+    """Segments and positions of sequences laid end to end; what lies outside them attends to nothing."""
+    if shape.batch != 1:
+        raise ValueError(f"cum_seqlens_q and cum_seqlens_k want all sequences in one row, got {shape.batch=}")
+    q_bounds, kv_bounds = (
+        arguments.as_array(name, array)
+        for name, array in zip(("cum_seqlens_q", "cum_seqlens_k"), cum_seqlens, strict=True)
+    )
+    if len(q_bounds.shape) != 1 or q_bounds.shape != kv_bounds.shape or q_bounds.shape[0] < 2:
+        raise ValueError(
+            "cum_seqlens_q and cum_seqlens_k must both have the shape [sequences + 1], "
+            f"got cum_seqlens_q.shape={tuple(q_bounds.shape)}, cum_seqlens_k.shape={tuple(kv_bounds.shape)}"
+        )
+    q_bounds = arguments.integer_array("cum_seqlens_q", q_bounds, q_bounds.shape, False)
+    kv_bounds = arguments.integer_array("cum_seqlens_k", kv_bounds, kv_bounds.shape, False)
+    compute = functools.partial(
+        _packed_arrays, q_length=shape.q_length, kv_length=shape.kv_length, bottom_right=bottom_right
+    )
+    q_ids, kv_ids, q_positions = arguments.apply(compute, q_bounds, kv_bounds)
+    # In self-attention each query already stands at its key: no array, so that tiles are classified while tracing.
+    same = cum_seqlens[0] is cum_seqlens[1]
+    return SegmentMask(q_ids, kv_ids), Positions(0, None if same else q_positions)
+
+
+@functools.partial(jax.jit, static_argnames=("q_length", "kv_length", "bottom_right"))
+def _packed_arrays(q_bounds: Any, kv_bounds: Any, q_length: int, kv_length: int, bottom_right: bool) -> Any:
+    """Segment ids of both sides, and the positions of the queries among all the keys.
+
+    Ids count the sequences; past the last boundary they are two different numbers above, so that ids stay sorted.
+    """
+    count = q_bounds.shape[0] - 1
+    rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
+    q_ids = jnp.searchsorted(q_bounds, rows, side="right").astype(jnp.int32) - 1
+    kv_ids = jnp.searchsorted(kv_bounds, columns, side="right").astype(jnp.int32) - 1
+    edge = 1 if bottom_right else 0
+    shifts = kv_bounds[edge : count + edge] - q_bounds[edge : count + edge]
+    q_positions = rows + shifts[jnp.clip(q_ids, 0, count - 1)]
+    kv_ids = jnp.where(kv_ids == count, count + 1, jnp.where(kv_ids < 0, -2, kv_ids))
+    return q_ids[None], kv_ids[None], q_positions[None]

@@ -1,0 +1,205 @@
+"""Flash attention: the argument list, and what all its backends share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from tilewright.kernels.flash_attention import arguments, masking, sampling
+from tilewright.kernels.flash_attention.arguments import CausalAlignment, PlatformLike, PrecisionLike
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.partitioning import attention_partitioning
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.reference import attention_reference
+from tilewright.kernels.masks import Mask, TileClass, TileGrid
+from tilewright.kernels.portfolio import Cost, PortfolioKernel, lazy
+from tilewright.kernels.sharding import Partitioning
+from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.core.types import Direction
+
+type Output = Float[Array, "*batch q_length heads value_dim"]
+type LogSumExp = Float[Array, "*batch heads q_length"]
+type Results = tuple[Output, LogSumExp]
+
+BACKWARD_FLOPS = 2.5
+"""Matrix products of the backward pass per one of the forward: five to two."""
+
+COST_BLOCK = 64
+"""Tile size with which the visible part of a mask is counted."""
+
+
+class FlashAttention(PortfolioKernel):
+    """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "flash_attention",
+            version="1",
+            implementations=(lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),),
+        )
+
+    def prepare(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | Mask | None = None,
+        *,
+        causal: bool = False,
+        causal_alignment: CausalAlignment = "top_left",
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_aux: ArrayLike | None = None,
+        q_segment_ids: ArrayLike | None = None,
+        kv_segment_ids: ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        cum_seqlens_q: ArrayLike | None = None,
+        cum_seqlens_k: ArrayLike | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: ArrayLike | None = None,
+        return_lse: bool = False,
+        precision: PrecisionLike = None,
+        platform: PlatformLike | Sequence[PlatformLike] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks a call and gives ``(query, key, value, bias, mask, softmax_aux)`` and the options, canonical.
+
+        Everything that hides a key from a query becomes one mask. Arrays keep their values and are not copied;
+        those without a batch dimension get one, which ``outputs`` takes away again.
+        """
+        queries, keys, values, unbatched = arguments.query_key_value(query, key, value)
+        batch, q_length, heads, head_dim = queries.shape
+        shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
+        prob, seed = arguments.dropout(dropout_prob, dropout_seed)
+        combined = masking.call_mask(
+            shape,
+            mask=mask,
+            causal=arguments.flag("causal", causal),
+            sliding_window=sliding_window,
+            bottom_right=arguments.alignment(causal_alignment),
+            segment_ids=(q_segment_ids, kv_segment_ids),
+            lengths=(query_seq_lengths, key_value_seq_lengths),
+            cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
+        )
+        args = (
+            queries,
+            keys,
+            values,
+            None if bias is None else arguments.bias_array(bias, shape.sizes),
+            combined,
+            None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads),
+        )
+        return args, {
+            "dropout_seed": seed,
+            "softmax_scale": arguments.scale(softmax_scale, head_dim),
+            "logits_soft_cap": arguments.soft_cap(logits_soft_cap),
+            "dropout_prob": prob,
+            "precision": arguments.matmul_precision(precision),
+            "return_lse": arguments.flag("return_lse", return_lse),
+            "unbatched": unbatched,
+            "platform": arguments.platforms(platform),
+        }
+
+    def inputs(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any,
+        mask: Mask | None,
+        softmax_aux: Any,
+        *,
+        dropout_seed: Any,
+        softmax_scale: float,
+        logits_soft_cap: float | None,
+        dropout_prob: float,
+        precision: Any,
+        **_: Any,
+    ) -> AttentionInputs:
+        """Prepared arguments as the backends take them."""
+        options = AttentionOptions(softmax_scale, logits_soft_cap, dropout_prob, precision)
+        return AttentionInputs(query, key, value, bias, mask, softmax_aux, dropout_seed, options)
+
+    def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
+        """The sizes of prepared arguments, abstract or not."""
+        return AttentionProblem.of(self.inputs(*args, **kwargs), lse_wanted=kwargs["return_lse"])
+
+    def outputs(
+        self, inputs: AttentionInputs, results: Results, *, return_lse: bool, unbatched: bool, **_: Any
+    ) -> Output | Results:
+        """What the caller gets of ``(out, lse)``."""
+        out, lse = (result[0] for result in results) if unbatched else results
+        return (out, lse) if return_lse else out
+
+    def cotangents(
+        self,
+        inputs: AttentionInputs,
+        results: Results,
+        cotangents: tuple[Array, ...],
+        *,
+        return_lse: bool,
+        unbatched: bool,
+        **_: Any,
+    ) -> tuple[Array, Array | None]:
+        """The inverse of ``outputs``: ``(d_out, d_lse)`` from one cotangent per output."""
+        d_out, d_lse = cotangents if return_lse else (cotangents[0], None)
+        if unbatched:
+            d_out, d_lse = d_out[None], None if d_lse is None else d_lse[None]
+        return d_out, d_lse
+
+    def reference(self, *args: Any, **kwargs: Any) -> Output | Results:
+        """The oracle on prepared arguments, computed in the query's dtype: widen narrow arrays for exact results."""
+        inputs = self.inputs(*args, **kwargs)
+        out, lse = attention_reference(inputs, inputs.query.dtype)
+        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
+
+    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
+        query, keys, value, bias, mask, softmax_aux = invocation.abstract_args
+        kwargs = dict(invocation.abstract_kwargs)
+        draw = sampling.sampler(key, query.shape[1], keys.shape[1])
+        kwargs["dropout_seed"] = draw.seed(kwargs["dropout_seed"])
+        floats = [draw.normal(struct) for struct in (query, keys, value, bias, softmax_aux)]
+        return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
+
+    def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
+        """By batch and heads, as the types of query, key and value say."""
+        return attention_partitioning(inputs)
+
+    def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
+        """The numerics policy allows more where a soft cap flattens the logits."""
+        return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
+
+    def cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+        """FLOPs of the tiles that a static mask leaves, and bytes of every array read or written once."""
+        scores = problem.batch * problem.heads * problem.q_length * problem.kv_length * visible_share(problem)
+        flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
+        item = problem.dtype.itemsize
+        rows = problem.batch * problem.q_length * problem.heads
+        query, out = rows * problem.head_dim * item, rows * problem.value_dim * item
+        columns = problem.batch * problem.kv_length * problem.kv_heads
+        keys_and_values = columns * (problem.head_dim + problem.value_dim) * item
+        lse = 4 * rows
+        bias = 0 if problem.bias is None else problem.bias.size * problem.bias.dtype.itemsize
+        masks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.mask))
+        if direction == "forward":
+            return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
+        # Reads all of that and d_out, and writes the gradients.
+        return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
+
+
+def visible_share(problem: AttentionProblem) -> float:
+    """The part of the scores in tiles that the mask, as far as it is static, does not empty."""
+    if problem.mask is None or problem.q_length == 0 or problem.kv_length == 0:
+        return 1.0
+    grid = TileGrid(problem.q_length, problem.kv_length, COST_BLOCK, COST_BLOCK)
+    visible = np.asarray(problem.mask.classify(grid, static_only=True)) != TileClass.EMPTY
+    (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
+    area = np.outer(q_last - q_first + 1, kv_last - kv_first + 1)
+    return float((visible * area).sum() / (np.prod(visible.shape[:2]) * problem.q_length * problem.kv_length))

@@ -1,0 +1,67 @@
+"""What selection may know of an attention call: shapes, dtypes, options, and the mask without its values."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """Sizes of one call; ``bias`` and the leaves of ``mask`` are ``jax.ShapeDtypeStruct``.
+
+    ``sinks`` is the number of extra logits per head, ``lse_wanted`` whether the caller reads (and may differentiate)
+    the log-sum-exp.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype
+    bias: jax.ShapeDtypeStruct | None
+    mask: Mask | None
+    sinks: int
+    lse_wanted: bool
+    options: AttentionOptions
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, lse_wanted: bool = False) -> "AttentionProblem":
+        """The problem of ``inputs``, whose leaves may be arrays, tracers or ``ShapeDtypeStruct``."""
+        batch, q_length, heads, head_dim = inputs.query.shape
+        _, kv_length, kv_heads, value_dim = inputs.value.shape
+
+        def abstract(leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        return cls(
+            batch=batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=np.dtype(inputs.query.dtype),
+            bias=None if inputs.bias is None else abstract(inputs.bias),
+            mask=jax.tree.map(abstract, inputs.mask),
+            sinks=0 if inputs.softmax_aux is None else inputs.softmax_aux.shape[1],
+            lse_wanted=lse_wanted,
+            options=inputs.options,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def dropout(self) -> bool:
+        """Whether any probability is dropped."""
+        return self.options.dropout_prob > 0.0
