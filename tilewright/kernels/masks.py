@@ -122,11 +122,78 @@ class Mask(abc.ABC):
         """Raises ``ValueError`` if an array does not fit a score matrix of this shape, ``TypeError`` for its dtype."""
 
 
+class BandMask(Mask):
+    """A mask that reads nothing but the difference of the key's and the query's position."""
+
+    __slots__ = ()
+
+    q_positions: Integer[Array, "#batch q_length"] | None
+    kv_positions: Integer[Array, "#batch kv_length"] | None
+
+    @property
+    @abc.abstractmethod
+    def difference_bounds(self) -> tuple[int | None, int | None]:
+        """The least and greatest visible ``j - i``; None is unbounded."""
+
+    def tile(self, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
+        lowest, highest = self.difference_bounds
+        rows = _positions(self.q_positions, q_start, q_size)[:, None, :, None]
+        columns = _positions(self.kv_positions, kv_start, kv_size)[:, None, None, :]
+        difference = columns - rows
+        visible = jnp.ones((1, 1, 1, 1), bool)
+        if lowest is not None:
+            visible = visible & (difference >= _saturate(lowest))
+        if highest is not None:
+            visible = visible & (difference <= _saturate(highest))
+        return visible
+
+    def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
+        if self.is_static:
+            return _difference_classes(*self.difference_bounds, *grid.q_bounds, *grid.kv_bounds)
+        if static_only:
+            return _all_partial(grid)
+        q_bounds = _position_bounds(self.q_positions, grid.q_bounds, grid.block_q)
+        kv_bounds = _position_bounds(self.kv_positions, grid.kv_bounds, grid.block_k)
+        return _difference_classes(*self.difference_bounds, *q_bounds, *kv_bounds)
+
+    def pad(self, q_length: int, kv_length: int) -> "BandMask":
+        return self._with(_pad_edge(self.q_positions, -1, q_length), _pad_edge(self.kv_positions, -1, kv_length))
+
+    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "BandMask":
+        return self._with(*(_take(part, 0, batch_start, batch_size) for part in (self.q_positions, self.kv_positions)))
+
+    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
+        _check_rows("q_positions", self.q_positions, batch, q_length)
+        _check_rows("kv_positions", self.kv_positions, batch, kv_length)
+
+    def _with(self, q_positions: Any, kv_positions: Any) -> "BandMask":
+        return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)  # type: ignore[type-var]
+
+
+class CombinedMask(Mask):
+    """A mask made of others."""
+
+    __slots__ = ()
+
+    masks: tuple[Mask, ...]
+
+    def pad(self, q_length: int, kv_length: int) -> "CombinedMask":
+        return type(self)(tuple(mask.pad(q_length, kv_length) for mask in self.masks))  # type: ignore[call-arg]
+
+    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "CombinedMask":
+        parts = tuple(mask.take(batch_start, batch_size, head_start, head_size) for mask in self.masks)
+        return type(self)(parts)  # type: ignore[call-arg]
+
+    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
+        for mask in self.masks:
+            mask.check(batch, heads, q_length, kv_length)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["q_positions", "kv_positions"], meta_fields=["offset"]
 )
 @dataclasses.dataclass(frozen=True, slots=True)
-class CausalMask(Mask):
+class CausalMask(BandMask):
     """Key ``j`` is visible to query ``i`` iff ``j <= i + offset``; the position arrays, ±2³⁰ at most, replace i and j.
 
     Attributes:
@@ -144,31 +211,7 @@ class CausalMask(Mask):
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """The least and greatest visible ``j - i``; None is unbounded."""
         return None, self.offset
-
-    def tile(self, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
-        return _band_tile(self, q_start, q_size, kv_start, kv_size)
-
-    def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
-        return _band_classify(self, grid, static_only)
-
-    def pad(self, q_length: int, kv_length: int) -> "CausalMask":
-        q_positions, kv_positions = (
-            _pad_edge(self.q_positions, -1, q_length),
-            _pad_edge(self.kv_positions, -1, kv_length),
-        )
-        return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)
-
-    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "CausalMask":
-        q_positions, kv_positions = (
-            _take(part, 0, batch_start, batch_size) for part in (self.q_positions, self.kv_positions)
-        )
-        return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)
-
-    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
-        _check_rows("q_positions", self.q_positions, batch, q_length)
-        _check_rows("kv_positions", self.kv_positions, batch, kv_length)
 
 
 @functools.partial(
@@ -177,7 +220,7 @@ class CausalMask(Mask):
     meta_fields=["left", "right", "offset"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
-class WindowMask(Mask):
+class WindowMask(BandMask):
     """Key ``j`` is visible to query ``i`` iff ``i + offset - left <= j <= i + offset + right``; None is unbounded.
 
     The position arrays are those of ``CausalMask``.
@@ -197,33 +240,9 @@ class WindowMask(Mask):
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """The least and greatest visible ``j - i``; None is unbounded."""
         lowest = None if self.left is None else self.offset - self.left
         highest = None if self.right is None else self.offset + self.right
         return lowest, highest
-
-    def tile(self, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
-        return _band_tile(self, q_start, q_size, kv_start, kv_size)
-
-    def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
-        return _band_classify(self, grid, static_only)
-
-    def pad(self, q_length: int, kv_length: int) -> "WindowMask":
-        q_positions, kv_positions = (
-            _pad_edge(self.q_positions, -1, q_length),
-            _pad_edge(self.kv_positions, -1, kv_length),
-        )
-        return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)
-
-    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "WindowMask":
-        q_positions, kv_positions = (
-            _take(part, 0, batch_start, batch_size) for part in (self.q_positions, self.kv_positions)
-        )
-        return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)
-
-    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
-        _check_rows("q_positions", self.q_positions, batch, q_length)
-        _check_rows("kv_positions", self.kv_positions, batch, kv_length)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["q_segment_ids", "kv_segment_ids"], meta_fields=[])
@@ -344,7 +363,7 @@ class ExplicitMask(Mask):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, slots=True)
-class AndMask(Mask):
+class AndMask(CombinedMask):
     """Attend where every one of ``masks`` says so; built by ``&``."""
 
     masks: tuple[Mask, ...]
@@ -353,27 +372,18 @@ class AndMask(Mask):
         return functools.reduce(operator.and_, (mask.tile(q_start, q_size, kv_start, kv_size) for mask in self.masks))
 
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
-        bands = [mask for mask in self.masks if isinstance(mask, CausalMask | WindowMask) and mask.is_static]
+        bands = [mask for mask in self.masks if isinstance(mask, BandMask) and mask.is_static]
         others = [mask for mask in self.masks if not any(mask is band for band in bands)]
         classes = [mask.classify(grid, static_only=static_only) for mask in others]
         if bands:  # two partial bands may leave nothing between them: only their intersection says so
-            classes.append(_difference_classes(*_intersect([band.difference_bounds for band in bands]), grid))
+            bounds = _intersect([band.difference_bounds for band in bands])
+            classes.append(_difference_classes(*bounds, *grid.q_bounds, *grid.kv_bounds))
         return _fold(np.minimum, jnp.minimum, classes)
-
-    def pad(self, q_length: int, kv_length: int) -> "AndMask":
-        return AndMask(tuple(mask.pad(q_length, kv_length) for mask in self.masks))
-
-    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "AndMask":
-        return AndMask(tuple(mask.take(batch_start, batch_size, head_start, head_size) for mask in self.masks))
-
-    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
-        for mask in self.masks:
-            mask.check(batch, heads, q_length, kv_length)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, slots=True)
-class OrMask(Mask):
+class OrMask(CombinedMask):
     """Attend where any one of ``masks`` says so; built by ``|``."""
 
     masks: tuple[Mask, ...]
@@ -384,16 +394,6 @@ class OrMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         classes = [mask.classify(grid, static_only=static_only) for mask in self.masks]
         return _fold(np.maximum, jnp.maximum, classes)
-
-    def pad(self, q_length: int, kv_length: int) -> "OrMask":
-        return OrMask(tuple(mask.pad(q_length, kv_length) for mask in self.masks))
-
-    def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "OrMask":
-        return OrMask(tuple(mask.take(batch_start, batch_size, head_start, head_size) for mask in self.masks))
-
-    def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
-        for mask in self.masks:
-            mask.check(batch, heads, q_length, kv_length)
 
 
 def reduce_classes(classes: TileClasses) -> TileClasses:
@@ -428,48 +428,23 @@ def _classes(empty: Any, full: Any) -> Any:
     return xp.where(empty, TileClass.EMPTY, xp.where(full, TileClass.FULL, TileClass.PARTIAL)).astype(np.int32)
 
 
-def _difference_classes(lowest: int | None, highest: int | None, grid: TileGrid) -> np.ndarray:
-    """Classes of ``lowest <= j - i <= highest``: exact, since a tile's differences are all integers of a range."""
-    (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
-    least, greatest = kv_first[None, :] - q_last[:, None], kv_last[None, :] - q_first[:, None]
-    empty, full = np.zeros(least.shape, bool), np.ones(least.shape, bool)
-    if lowest is not None:
-        empty, full = empty | (greatest < lowest), full & (least >= lowest)
-    if highest is not None:
-        empty, full = empty | (least > highest), full & (greatest <= highest)
-    if lowest is not None and highest is not None and lowest > highest:
-        empty = np.ones(least.shape, bool)
-    return _classes(empty, full)[None, None]
+def _difference_classes(
+    lowest: int | None, highest: int | None, q_first: Any, q_last: Any, kv_first: Any, kv_last: Any
+) -> TileClasses:
+    """Classes of ``lowest <= j - i <= highest`` from the bounds of i and j in each block, ``[batch, blocks]`` or less.
 
-
-def _band_classify(mask: CausalMask | WindowMask, grid: TileGrid, static_only: bool) -> TileClasses:
-    lowest, highest = mask.difference_bounds
-    if mask.is_static:
-        return _difference_classes(lowest, highest, grid)
-    if static_only:
-        return _all_partial(grid)
-    q_first, q_last = _position_bounds(mask.q_positions, grid.q_bounds, grid.block_q)
-    kv_first, kv_last = _position_bounds(mask.kv_positions, grid.kv_bounds, grid.block_k)
-    least, greatest = kv_first[:, None, :] - q_last[:, :, None], kv_last[:, None, :] - q_first[:, :, None]
-    empty, full = jnp.zeros(least.shape, bool), jnp.ones(least.shape, bool)
+    Exact where a block's positions are all integers between its bounds: so are the differences then.
+    """
+    least, greatest = kv_first[..., None, :] - q_last[..., None], kv_last[..., None, :] - q_first[..., None]
+    empty, full = least > greatest, least <= greatest  # all False, all True
     if lowest is not None:
         empty, full = empty | (greatest < _saturate(lowest)), full & (least >= _saturate(lowest))
     if highest is not None:
         empty, full = empty | (least > _saturate(highest)), full & (greatest <= _saturate(highest))
-    return _classes(empty, full)[:, None]
-
-
-def _band_tile(mask: CausalMask | WindowMask, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
-    lowest, highest = mask.difference_bounds
-    rows = _positions(mask.q_positions, q_start, q_size)[:, None, :, None]
-    columns = _positions(mask.kv_positions, kv_start, kv_size)[:, None, None, :]
-    difference = columns - rows
-    visible = jnp.ones((1, 1, 1, 1), bool)
-    if lowest is not None:
-        visible = visible & (difference >= _saturate(lowest))
-    if highest is not None:
-        visible = visible & (difference <= _saturate(highest))
-    return visible
+    if lowest is not None and highest is not None and lowest > highest:
+        empty = empty | True
+    classes = _classes(empty, full)
+    return classes[None, None] if classes.ndim == 2 else classes[:, None]
 
 
 def _saturate(bound: int) -> int:

@@ -40,7 +40,8 @@ def detect_platform(
     available = _available(kernel(algorithm))
     if platform is not None and platform != "auto":
         if platform not in available:
-            raise ValueError(f"{algorithm} has no implementation for {platform=}; available: {sorted(map(str, available))}")
+            names = sorted(map(str, available))
+            raise ValueError(f"{algorithm} has no implementation for {platform=}; available: {names}")
         return Platform(platform)
     order = {
         "gpu": (Platform.PALLAS,) * maybe_pallas + (Platform.TRITON,),

@@ -61,7 +61,7 @@ def test_gradients_of_what_all_devices_share_are_summed() -> None:
     shared = (jnp.ones((1, HEADS, LENGTH, LENGTH)) / 3, jnp.linspace(-1, 1, HEADS)[:, None])
 
     def both(bias: Any, sinks: Any, *qkv: Any) -> Any:
-        out, pull = jax.vjp(lambda b, s: flash_attention(*qkv[:3], b, softmax_aux=s, causal=True), bias, sinks)
+        _, pull = jax.vjp(lambda b, s: flash_attention(*qkv[:3], b, softmax_aux=s, causal=True), bias, sinks)
         return pull(qkv[3])
 
     expected = both(*shared, query, key, value, cotangent)
@@ -78,7 +78,7 @@ def test_a_split_that_needs_communication_is_an_error_that_names_it() -> None:
     query, key, value, _ = operands()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         with pytest.raises(ValueError, match=r"cannot be split by length.*query: .*'x'"):
             flash_attention(put(query, P(None, "x")), key, value)
         with pytest.raises(ValueError, match="must be split alike"):

@@ -93,7 +93,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
 
     monkeypatch.setattr(workload.Workload, "compile", remembering)
     monkeypatch.setattr(timing, "sample_ms", fake)
-    yield times
+    return times
 
 
 def invocation(kernel: Kernel[Any, Any], *shapes: tuple[int, ...], direction: Any = "forward") -> Invocation[Any, Any]:
@@ -238,7 +238,9 @@ class TestBackward:
         executor = Executor(ConfigSelectorChain(autotune=True, tuner=QUICK, on_event=seen.append))
         a, b = operands((3, 16, 8), (8, 4))
         mapped = jax.vmap(jax.grad(lambda x, y: executor(form(), x, y).sum(), (0, 1)), in_axes=(0, None))
-        for got, want in zip(mapped(a, b), jax.vmap(jax.grad(lambda x, y: (x @ y).sum(), (0, 1)), (0, None))(a, b)):
+        for got, want in zip(
+            mapped(a, b), jax.vmap(jax.grad(lambda x, y: (x @ y).sum(), (0, 1)), (0, None))(a, b), strict=True
+        ):
             np.testing.assert_allclose(got, want, atol=1e-5)
         started = [event for event in seen if isinstance(event, CallStarted)]
         assert [event.inv.direction for event in started] == ["forward", "backward"]

@@ -27,6 +27,7 @@ def attention_reference(inputs: AttentionInputs, compute_dtype: DTypeLike | None
     Neither result is rounded to the query's dtype. Differentiable in every float input; a row that attends to
     nothing gives zeros, a log-sum-exp of −inf (its sinks' own if there are any) and zero gradients. Long score
     matrices are taken in blocks of rows, recomputed in the backward pass, so memory grows with the length only.
+    Products have the call's precision or else JAX's default; ask for "highest" around it where that is less than exact.
     """
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
     batch, q_length, heads, _ = inputs.query.shape
@@ -81,7 +82,7 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
     kv_length, kv_heads = key.shape[1:3]
     # Query heads that share a key head are neighbours.
     grouped = query.reshape(batch, size, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision="highest")
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision=options.precision)
     scores = scores.reshape(batch, heads, size, kv_length) * jnp.asarray(options.softmax_scale, dtype)
     if inputs.bias is not None:
         bias = inputs.bias
@@ -96,7 +97,7 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
         kept = _kept(inputs, inputs.dropout_seed, start, size)
         probabilities = jnp.where(kept, probabilities / (1.0 - options.dropout_prob), 0.0).astype(dtype)
     grouped_probabilities = probabilities.reshape(batch, kv_heads, heads // kv_heads, size, kv_length)
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", grouped_probabilities, value, precision="highest")
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", grouped_probabilities, value, precision=options.precision)
     return out.reshape(batch, size, heads, value.shape[-1]), lse
 
 

@@ -99,9 +99,15 @@ class ConfigSelectorChain(ConfigChooser):
                 raise TypeError(f"{name}={given!r} must be a {kind.__name__} or None")
         if policy is not None and not isinstance(policy, AutotunePolicy):
             raise TypeError(f"{policy=} must be an AutotunePolicy or None")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"{on_event=} must be callable or None")
+        if tuner is not None:
+            from tilewright.ops.execution.tuning import check_tuner  # tuning is built on selection
+
+            check_tuner(tuner)
         self.cache = ConfigCache() if cache is None else cache
         self.persistent = persistent
-        self.policy = policy or AutotunePolicy(allow_autotune=bool(autotune))
+        self.policy = policy or AutotunePolicy(allow_autotune=False if autotune is None else autotune)
         self.tuner = tuner
         self.on_event = on_event
         self._tables = tables
@@ -229,7 +235,7 @@ class ConfigSelectorChain(ConfigChooser):
             self.persistent.put(
                 inv.key,
                 cfg,
-                measurements=[candidate.as_json() for candidate in candidates],
+                measurements=[candidate.fields() for candidate in candidates],
                 metadata={"time_ms": time_ms, "complete": complete, "op": inv.kernel.name, "direction": inv.direction},
                 source=implementation_source(inv),
             )
@@ -246,7 +252,10 @@ class ConfigSelectorChain(ConfigChooser):
         entry = None if config is None else self.persistent.entry(inv.key)
         if entry is None or not entry.metadata.get("complete") or not entry.measurements:
             return None
-        return config, "disk", tuple(Candidate.of_json(dict(said)) for said in entry.measurements)
+        try:
+            return config, "disk", tuple(Candidate(**said) for said in entry.measurements)
+        except TypeError:  # written by another version, with other fields
+            return None
 
     def stale_config(self, inv: Invocation[Any, Any]) -> Any:
         """A config that another toolchain or an older source measured: the first candidate of the next tuning."""

@@ -59,14 +59,15 @@ def split(tree: Any) -> tuple[list[Any], Structure]:
     try:
         hash(structure)
     except TypeError:
-        bad = next(leaf.value for leaf in leaves if leaf is not None and not _hashable(leaf.value))
+        bad = next(leaf.value for leaf in leaves if leaf is not None and not is_hashable(leaf.value))
         raise TypeError(
             f"an argument that is not an array must be hashable, got {bad!r} of type {type(bad).__name__}"
         ) from None
     return arrays, structure
 
 
-def _hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Whether a value can be told from others by its hash."""
     try:
         hash(value)
     except TypeError:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
@@ -87,7 +88,9 @@ class Call:
             element = drop_axes(avals[i], sum(axis.mapped[i] for axis in mapped))
             structs.append(with_sharding(element, avals[i], known))
         args, kwargs = self.structure.join(structs)
-        return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=mapped, device=device)
+        # What follows the call's own arrays is mapped as they and the caller's cotangents are; it tells nothing more.
+        axes = tuple(MappedAxis(axis.size, axis.mapped[: self.num_arrays]) for axis in mapped)
+        return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=axes, device=device)
 
     def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
         """The stage with a chosen config as a function of the flat operands."""
@@ -201,7 +204,7 @@ def _checked(call: Call, name: str, gradient: Any, array: Any) -> Any:
         raise TypeError(f"{call.kernel!r} returned {gradient!r} as the gradient for {name!r}, which is no array")
     if gradient.shape != array.shape:
         raise TypeError(f"{call.kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")
-    return gradient.astype(array.dtype)
+    return jnp.asarray(gradient, array.dtype)
 
 
 # The primitive.
@@ -264,11 +267,30 @@ def _batching_rule(operands: Sequence[Any], dims: Sequence[Any], *, call: Call, 
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = [x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     axis = MappedAxis(size, tuple(d is not None for d in dims))
-    out = call_p.bind(*moved, call=call, mapped=(axis, *mapped))
+    out = call_p.bind(*_mapped_alike(moved, axis), call=call, mapped=(axis, *mapped))
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[call_p] = _batching_rule
+
+
+def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
+    """The operands with one sharding of their mapped axes.
+
+    What a mapped call returns without depending on what is mapped, such as a residual, is replicated along the axis.
+    """
+    shardings = [
+        explicit_sharding(jax.typeof(x)) if mapped else None for x, mapped in zip(operands, axis.mapped, strict=True)
+    ]
+    first = next((s.spec[0] for s in shardings if s is not None and s.spec[0] is not None), None)
+    if first is None:
+        return operands
+    alike = list(operands)
+    for i, (x, mapped) in enumerate(zip(operands, axis.mapped, strict=True)):
+        spec = jax.typeof(x).sharding.spec
+        if mapped and spec[0] is None:
+            alike[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
+    return alike
 
 
 def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
@@ -369,7 +391,10 @@ def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, 
     form = gradient_form(kernel)
     if form is None:
         return tree.unflatten(call_p.bind(*arrays, call=call, mapped=()))
-    return tree.unflatten(_differentiable(call, form, tree)(*arrays))
+    flat = _differentiable(call, form, tree)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        flat = jax.jit(flat, inline=True)  # a shard_map that is not jitted cannot evaluate such a custom_vjp itself
+    return tree.unflatten(flat(*arrays))
 
 
 def results_tree(call: Call, arrays: Sequence[Any]) -> Any:

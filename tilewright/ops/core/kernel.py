@@ -44,8 +44,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
     ``cotangents`` is a tuple with one entry per output. Gradients come as a tuple with one entry per positional
     argument (``None`` for an argument that has none), or as a dict by argument name, which may also name keyword
-    arrays. Without either form JAX differentiates ``run``. The shapes of outputs and residuals must not depend on the
-    config, and ``run`` must be traceable by ``jax.jit``.
+    arrays. Without either form JAX differentiates ``run``, with a config chosen when that happens: a ``vmap`` around
+    the derivative is not seen. The shapes of outputs and residuals must not depend on the config, and ``run`` must be
+    traceable by ``jax.jit``.
 
     Attributes:
       name: stands for the kernel in cache keys and in the labels of lowered programs.

@@ -68,7 +68,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Hashable, Program] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a heuristic that is asked again may call a kernel
 
     def get(
         self, key: Hashable, chooser: ConfigChooser, overrides: Overrides, make: Callable[[], Callable[..., Any]]

@@ -23,6 +23,7 @@ class Device:
       capability: compute capability of an NVIDIA GPU, such as (9, 0), else None.
       cores: streaming multiprocessors, TPU cores or CPU threads; 0 where unknown.
       fingerprint: the string that stands for the device in cache keys.
+      present: whether this process can run on it, and so measure.
     """
 
     kind: str
@@ -30,11 +31,7 @@ class Device:
     capability: tuple[int, int] | None = None
     cores: int = 0
     fingerprint: str = ""
-
-    @property
-    def present(self) -> bool:
-        """Whether this process can run on it, and so measure."""
-        return self.name != "unknown"
+    present: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

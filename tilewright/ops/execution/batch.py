@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tilewright.ops.config.context import Overrides
+from tilewright.ops.config.context import Overrides, current_overrides, synchronise
 from tilewright.ops.config.selection import ConfigChooser, Selection
-from tilewright.ops.core.arrays import ARRAY_TYPES
+from tilewright.ops.core.arrays import split
 from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel
+from tilewright.ops.core.programs import Programs
 from tilewright.ops.execution.executor import Executor, default_executor
 
 
@@ -35,6 +36,13 @@ def _element(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
     return Invocation(inv.kernel, inv.args, inv.kwargs, inv.metadata, inv.direction, (), inv.device)
 
 
+def _element_executor(kernel: Kernel[Any, Any], executor: Executor[Any, Any] | None) -> Executor[Any, Any]:
+    check_kernel(kernel)
+    if executor is not None and not isinstance(executor, Executor):
+        raise TypeError(f"{executor=} must be an Executor or None")
+    return Executor(ElementChooser((executor or default_executor()).chooser))
+
+
 def vmap_with_config(
     kernel: Kernel[Any, Any],
     in_axes: Any = 0,
@@ -51,8 +59,7 @@ def vmap_with_config(
       executor: gives the chooser; the default executor's by default.
       cfg: an explicit config.
     """
-    check_kernel(kernel)
-    element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
+    element = _element_executor(kernel, executor)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return jax.vmap(lambda *each: element(kernel, *each, cfg=cfg, **kwargs), in_axes, out_axes)(*args)
@@ -69,8 +76,8 @@ def pmap_with_config(
 ) -> Callable[..., Any]:
     """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all.
 
-    Positional arrays have a leading axis of the number of local devices, and so have the results; everything else is
-    the same on each device.
+    Positional arrays have a leading axis of the number of local devices, and so have the results; everything else,
+    keyword arrays too, is the same on each device.
 
     Args:
       axis_name: the mesh axis, for collectives inside the kernel.
@@ -78,27 +85,31 @@ def pmap_with_config(
     Raises:
       ValueError: a leading axis has another size.
     """
-    check_kernel(kernel)
-    element: Executor[Any, Any] = Executor(ElementChooser((executor or default_executor()).chooser))
+    element = _element_executor(kernel, executor)
+
+    programs = Programs()
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        sliced, arguments = split(args)
+        shared, options = split(kwargs)
         devices = jax.local_devices()
-        flat, tree = jax.tree.flatten(args)
-        where = [i for i, leaf in enumerate(flat) if isinstance(leaf, ARRAY_TYPES)]
-        for leaf in (flat[i] for i in where):
-            if leaf.ndim == 0 or leaf.shape[0] != len(devices):
-                raise ValueError(f"the leading axis of {leaf.shape=} must have the size of {len(devices)=}")
-        mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))
+        for array in sliced:
+            if array.ndim == 0 or array.shape[0] != len(devices):
+                raise ValueError(f"the leading axis of {array.shape=} must have the size of {len(devices)=}")
 
-        def on_each(*slices: Any) -> Any:
-            mine = list(flat)
-            for i, array in zip(where, slices, strict=True):
-                mine[i] = array[0]
-            out = element(kernel, *jax.tree.unflatten(tree, mine), cfg=cfg, **kwargs)
-            return jax.tree.map(lambda x: x[None], out)
+        def spread() -> Callable[..., Any]:
+            def on_each(slices: list[Any], whole: list[Any]) -> Any:
+                mine = arguments.join([array[0] for array in slices])
+                out = element(kernel, *mine, cfg=cfg, **options.join(whole))
+                return jax.tree.map(lambda x: x[None], out)
 
-        spec = PartitionSpec(axis_name)
-        sharded = jax.shard_map(on_each, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(sharded)(*(flat[i] for i in where))
+            mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))
+            specs = (PartitionSpec(axis_name), PartitionSpec())
+            return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+        overrides = current_overrides()
+        synchronise()
+        program = programs.get((arguments, options, overrides), element.chooser, overrides, spread)
+        return program.run(sliced, shared)
 
     return mapped

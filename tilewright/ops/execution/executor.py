@@ -11,7 +11,7 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, current_overrides, synchronise
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
-from tilewright.ops.core.arrays import StaticLeaf, Structure, abstract, meaningful_sharding, split
+from tilewright.ops.core.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
 from tilewright.ops.core.call import Selector, apply
 from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, optional_method
 from tilewright.ops.core.programs import Program, Programs
@@ -76,13 +76,13 @@ class Executor(Generic[Cfg, Out]):
         """
         inv, _ = prepared(kernel, args, kwargs, concrete=False)
         directions = [inv] if gradient_form(kernel) is None else [inv, inv.backward()]
-        choices = tuple(self._explain_one(each, cfg) for each in directions)
+        choices = tuple(self.explain_choice(each, cfg) for each in directions)
         explanation = Explanation(kernel.name, choices)
         if not quiet:
             print(explanation)
         return explanation
 
-    def _explain_one(self, inv: Invocation[Any, Any], cfg: Any) -> "ExplainedChoice":
+    def explain_choice(self, inv: Invocation[Any, Any], cfg: Any) -> "ExplainedChoice":
         selection = self.chooser.lookup(inv, cfg=cfg)
         rejected = optional_method(inv.kernel, "not_taken")
         time_ms, step = selection.time_ms, selection.step
@@ -126,7 +126,11 @@ def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_s
 
 
 def _static(cfg: Any) -> StaticLeaf | None:
-    return None if cfg is None else StaticLeaf(cfg)
+    if cfg is None:
+        return None
+    if not is_hashable(cfg):
+        raise TypeError(f"{cfg=} must be hashable, such as a frozen dataclass, not of type {type(cfg).__name__}")
+    return StaticLeaf(cfg)
 
 
 def prepared(

@@ -12,7 +12,7 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.execution.results import AutotuningResult
 from tilewright.ops.execution.tuning import Autotuner, Event, Tuner
-from tilewright.ops.utils.labels import find_labels_in_lowered, parse_label
+from tilewright.ops.utils.labels import find_labels_in_lowered, is_call_label, parse_label
 
 
 @contextlib.contextmanager
@@ -33,8 +33,8 @@ def find_invocations(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
     """
     with _only_reading():
         # Only what jax.jit returned can be lowered as it is; anything else is traced as a whole.
-        lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
-    said = [parse_label(text) for text in find_labels_in_lowered(lowered) if text.startswith("tilewright.v1.")]
+        lowered = (fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)).lower(*args, **kwargs)
+    said = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
     found = [each.invocation() for each in said if each.step != "explicit"]
     return list({inv.key: inv for inv in found}.values())
 

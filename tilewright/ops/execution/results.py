@@ -5,6 +5,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 from tilewright.ops.config.cache import ConfigCache
@@ -13,6 +14,9 @@ from tilewright.ops.execution.timing import Timing
 from tilewright.ops.utils.serialize import tagged, untagged
 
 SCHEMA = 1
+
+# The results that are entered here, in this thread or async task.
+_ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("tilewright_results", default=())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,13 +52,16 @@ class Candidate:
         """Whether it ran, was measured and was not found wrong."""
         return bool(self.samples_ms) and not self.error
 
+    def fields(self) -> dict[str, Any]:
+        """All that another process can be told."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
+
     def as_json(self) -> dict[str, Any]:
-        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
-        return said | {"config": tagged(self.config), "samples_ms": list(self.samples_ms)}
+        return self.fields() | {"config": tagged(self.config), "samples_ms": list(self.samples_ms)}
 
     @classmethod
     def of_json(cls, said: dict[str, Any]) -> "Candidate":
-        return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(said["samples_ms"])}))
+        return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +84,12 @@ class TunedCall:
     chosen: int
     step: str = "measured"
     complete: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"{self.key=} must be a string")
+        if not isinstance(self.chosen, int) or not 0 <= self.chosen < len(self.candidates):
+            raise ValueError(f"{self.chosen=} must be the index of one of {len(self.candidates)} candidates")
 
     @property
     def winner(self) -> Candidate:
@@ -127,7 +140,8 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         self.device = device
         self.toolchain = dict(toolchain or {})
         self.interrupted = interrupted
-        self._entered: list[AbstractContextManager[Any]] = []
+        # One for all entries into this context, so that a function is traced once in it.
+        self._overlay: ConfigCache | None = None
 
     def __iter__(self) -> Iterator[TunedCall]:
         return iter(self.entries)
@@ -170,13 +184,17 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return cache
 
     def __enter__(self) -> "AutotuningResult":
-        overlay = overlay_cache(self.cache())
-        overlay.__enter__()
-        self._entered.append(overlay)
+        if self._overlay is None:
+            self._overlay = self.cache()
+        entered = overlay_cache(self._overlay)
+        entered.__enter__()
+        _ENTERED.set((*_ENTERED.get(), entered))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+        *outer, entered = _ENTERED.get()
+        _ENTERED.set(tuple(outer))
+        entered.__exit__(*exception)
 
     def to_json(self) -> str:
         """The whole result as readable JSON; exceptions by their messages."""

@@ -12,7 +12,8 @@ from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
 from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
 from tilewright.ops.execution.timing import benchmark, check_counts, time_interleaved
-from tilewright.ops.execution.workload import Workload, describe
+from tilewright.ops.execution.workload import Workload
+from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class Tuner:
 
     def __post_init__(self) -> None:
         check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
+
+
+def check_tuner(tuner: Any) -> None:
+    """Raises unless it is a ``Tuner``."""
+    if not isinstance(tuner, Tuner):
+        raise TypeError(f"{tuner=} must be a Tuner or None")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,12 +129,18 @@ class Autotuner:
         verify: bool = True,
         on_event: Event | None = None,
     ):
+        from tilewright.ops.config.selection import ConfigSelectorChain  # the chain tunes with this class
+
         if chooser is None:
             from tilewright.ops.execution.executor import default_chain
 
             chooser = default_chain()
-        if tuner is not None and not isinstance(tuner, Tuner):
-            raise TypeError(f"{tuner=} must be a Tuner or None")
+        if not isinstance(chooser, ConfigSelectorChain):
+            raise TypeError(f"{chooser=} must be a ConfigSelectorChain or None")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"{on_event=} must be callable or None")
+        if tuner is not None:
+            check_tuner(tuner)
         check_budget(budget_s)
         self.tuner = tuner or Tuner()
         self.chooser = chooser
@@ -175,10 +188,11 @@ class Autotuner:
         if configs is not None and not isinstance(configs, Iterable):
             raise TypeError(f"{configs=} must be configs of the kernel, or None")
         given = None if configs is None else list(configs)
+        distinct = {inv.key: inv for inv in invocations}.values()
         entries: list[TunedCall] = []
 
         def work(cancelled: threading.Event) -> None:
-            for inv in invocations:
+            for inv in distinct:
                 if cancelled.is_set():
                     return
                 known = self._known(inv) if reuse else None
@@ -213,7 +227,7 @@ class Autotuner:
         chosen = next((i for i, c in enumerate(candidates) if c.config == config), None)
         if chosen is None:
             return None
-        return TunedCall(inv.kernel.name, inv.direction, inv.key, describe(inv), candidates, chosen, step)
+        return TunedCall(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), candidates, chosen, step)
 
     def _tune_one(
         self,
@@ -235,7 +249,7 @@ class Autotuner:
         ordered = [inv.kernel.heuristic_cfg(inv), *([] if stale is None else [stale]), *space]
         unique: list[Any] = []
         for config in ordered:
-            if config not in unique:
+            if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique
 
@@ -258,7 +272,7 @@ class _Race:
 
     def run(self) -> TunedCall | None:
         owner, inv = self.owner, self.inv
-        owner._emit(CallStarted(inv, describe(inv), len(self.configs)))
+        owner._emit(CallStarted(inv, describe_key(inv.key), len(self.configs)))
         work = Workload(inv, owner.chooser, self.inputs, verify=owner.verify)
         for index, config in enumerate(self.configs):
             # The heuristic is measured whatever the budget: without it no other could be judged.
@@ -279,7 +293,7 @@ class _Race:
             chosen = eligible[0]
         complete = len(self.found) == len(self.configs) and not self.cancelled.is_set()
         return TunedCall(
-            inv.kernel.name, inv.direction, inv.key, describe(inv), tuple(self.found), chosen, complete=complete
+            inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), tuple(self.found), chosen, complete=complete
         )
 
     def _first_run(self, work: Workload, index: int, config: Any) -> Candidate:
@@ -376,4 +390,6 @@ def autotune_recorded(
     invocations: Iterable[Invocation[Any, Any]], *, tuner: Tuner | None = None, on_event: Event | None = None
 ) -> AutotuningResult:
     """Tunes recorded invocations on sampled inputs and stores the winners."""
+    if not isinstance(invocations, Iterable):
+        raise TypeError(f"{invocations=} must be invocations, such as get_invocations returns")
     return Autotuner(tuner, on_event=on_event).tune(*invocations)

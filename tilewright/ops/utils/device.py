@@ -15,10 +15,10 @@ _CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0)
 
 
 def current_device() -> Device:
-    """The abstract device of the mesh in force, or else the default device."""
+    """The device of the mesh in force, or else the default device."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
-        return _abstract_device(abstract.device_kind, abstract.platform, abstract.num_cores)
+        return _device_of_mesh(abstract.device_kind, abstract.platform, abstract.num_cores)
     return _device(default_device())
 
 
@@ -27,11 +27,18 @@ def device_for_platform(platform: str) -> Device:
     device = current_device()
     if _KINDS.get(platform) == device.kind:
         return device
+    local = _local_devices(platform)
+    if local:
+        return _device(local[0])
+    kind = _KINDS.get(platform, platform)
+    return Device(kind, "unknown", fingerprint=f"{kind}:unknown", present=False)
+
+
+def _local_devices(platform: str) -> list[Any]:
     try:
-        return _device(jax.local_devices(backend=platform)[0])
+        return jax.local_devices(backend=platform)
     except RuntimeError:
-        kind = _KINDS.get(platform, platform)
-        return Device(kind, "unknown", fingerprint=f"{kind}:unknown")
+        return []
 
 
 @functools.cache
@@ -50,8 +57,12 @@ def _device(device: Any) -> Device:
 
 
 @functools.cache
-def _abstract_device(name: str, platform: str, cores: int | None) -> Device:
+def _device_of_mesh(name: str, platform: str, cores: int | None) -> Device:
+    """A device as a mesh describes it: one of ours, if there is such, so that all calls on it share their configs."""
+    here = next((device for device in _local_devices(platform) if device.device_kind == name), None)
+    if here is not None:
+        return _device(here)
     kind = _KINDS.get(platform, platform)
     capability = next((c for model, c in _CAPABILITIES.items() if model in name.replace("-", " ").split()), None)
     suffix = f":{capability[0]}.{capability[1]}" if capability else ""
-    return Device(kind, name, capability, cores or 0, fingerprint=f"{kind}:{name}{suffix}")
+    return Device(kind, name, capability, cores or 0, fingerprint=f"{kind}:{name}{suffix}", present=False)

@@ -1,8 +1,8 @@
 """Names that survive in the text of lowered and compiled programs, and how to read them back.
 
-A label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the
-payload holds everything that the invocation can be rebuilt from. A label that a user gives is a name scope and an
-attribute of the operations under it.
+A label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the op
+is for people, the payload holds everything that the invocation can be rebuilt from. A label that a user gives is a name
+scope and an attribute of the operations under it.
 """
 
 import base64
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CALL = re.compile(r"tilewright\.v1\.[\w%~\-]+(?:\.[\w%~\-]+)*?\.(?:forward|backward)\.[\w\-]+\.")
-_USER = re.compile(r"tilewright\.label\.([\w%~.\-]+?)\.end\b")
+_CALL = re.compile(r"tilewright\.v1\.\w+\.(?:forward|backward)\.[\w\-]+\.", re.ASCII)
+_USER = re.compile(r"tilewright\.label\.([\w%~\-]+)\.end\b", re.ASCII)
+# XLA replaces all other characters in the names of functions, and a dot ends a part of a label.
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
 
 # Text that most payloads hold, so that what is left to write is short. Part of the format: v1 means these bytes.
 _DICTIONARY = (
@@ -101,7 +103,12 @@ def call_label(inv: "Invocation[Any, Any]", selection: "Selection") -> str:
     packed = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
     raw = packed.compress(json.dumps(said, separators=(",", ":"), sort_keys=True).encode()) + packed.flush()
     payload = base64.urlsafe_b64encode(raw).decode().rstrip("=")
-    return f"tilewright.v1.{quoted(inv.kernel.name)}.{inv.direction}.{payload}."
+    return f"tilewright.v1.{_NOT_IN_NAMES.sub('_', inv.kernel.name)}.{inv.direction}.{payload}."
+
+
+def is_call_label(text: str) -> bool:
+    """Whether a label has the form of one of a kernel call."""
+    return _CALL.fullmatch(text) is not None
 
 
 def parse_label(text: str) -> CallLabel:
@@ -132,9 +139,9 @@ def _config(said: Any) -> Any:
         return None
 
 
-def quoted(name: str) -> str:
-    """A name with only such characters as no printer of programs changes."""
-    return urllib.parse.quote(name, safe="")
+def _quoted(name: str) -> str:
+    """A name with only such characters as no printer of programs changes in a scope, and without dots."""
+    return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 
 def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -145,7 +152,7 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"{name=} must be a non-empty string")
-    text = f"tilewright.label.{quoted(name)}.end"
+    text = f"tilewright.label.{_quoted(name)}.end"
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -189,7 +196,7 @@ def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
     """
     if isinstance(labels, str):
         raise TypeError(f"{labels=} must be several labels, not one")
-    return {text: _config_of(text) for text in labels if _CALL.fullmatch(text)}
+    return {text: _config_of(text) for text in labels if is_call_label(text)}
 
 
 def _config_of(text: str) -> Any:

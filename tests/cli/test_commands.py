@@ -1,0 +1,252 @@
+"""Every command, in this process and as a program of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewright import __version__
+from tilewright.cli import main
+from tilewright.cli.app import app
+from tilewright.ops import AutotuningResult, PersistentCache
+
+SHAPE = ["--shape", "1,64,2,16"]
+
+SLOW_KERNELS = """
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.ops import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    wait_ms: int
+
+
+class Wait(Kernel):
+    def __init__(self, name, times):
+        super().__init__(name)
+        self.times = times
+
+    def run(self, x, *, cfg):
+        def wait(x):
+            time.sleep(cfg.wait_ms / 1e3)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def heuristic_cfg(self, inv):
+        return Config(self.times[0])
+
+    def config_space(self, inv):
+        return [Config(wait) for wait in self.times]
+
+
+quick = Wait("quick", (2, 1))
+slow = Wait("slow", (300, 301, 302, 303, 304, 305, 306, 307, 308, 309, 310))
+
+
+def both(x):
+    return slow(quick(x))
+
+
+def plain():
+    return jnp.sin, (jnp.ones(3),)
+"""
+
+
+@pytest.fixture
+def cache_directory(tmp_path, monkeypatch):
+    """A persistent cache of its own for the default executor."""
+    from tilewright.ops.execution import executor
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    for cached in (executor.default_chain, executor.default_executor):
+        cached.cache_clear()
+    yield tmp_path / "configs"
+    for cached in (executor.default_chain, executor.default_executor):
+        cached.cache_clear()
+
+
+def invoke(*arguments, code=0, **options):
+    result = CliRunner().invoke(app, arguments, **options)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def run_program(*arguments, cwd=None, **environment):
+    command = [sys.executable, "-c", "from tilewright.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_version_and_help():
+    assert invoke("--version").strip() == f"tilewright {__version__}"
+    for command in ("info", "tune", "bench", "explain", "cache"):
+        assert command in invoke("--help")
+        assert "Usage" in invoke(command, "--help")
+
+
+def test_info_names_device_versions_and_backends():
+    import jax
+
+    text = invoke("info")
+    for word in (jax.__version__, "flash_attention", "xla", "yes", "persistent cache"):
+        assert word in text
+
+
+def test_tune_then_the_cache_commands(cache_directory, tmp_path):
+    file = tmp_path / "result.json"
+    text = invoke("tune", "flash_attention", *SHAPE, "--causal", "--json", str(file))
+    assert "flash_attention forward" in text
+    assert "flash_attention backward" in text
+    assert "2 of 2 measured now" in text
+    result = AutotuningResult.from_json(file.read_text())
+    assert {call.direction for call in result} == {"forward", "backward"}
+
+    again = invoke("tune", "flash_attention", *SHAPE, "--causal")
+    assert "all 2 known, nothing measured" in again
+    assert "1 of 1 measured" in invoke("tune", "flash_attention", *SHAPE, "--causal", "--no-backward", "--again")
+
+    listed = invoke("cache", "list")
+    assert f"2 entries in {cache_directory}" in listed
+    entry = re.search(r"^ *([0-9a-f]{8}) ", listed, re.MULTILINE).group(1)
+    shown = json.loads(invoke("cache", "show", entry[:6]))
+    assert shown["key"]["op"] == "flash_attention"
+    assert len(shown["measurements"]) == len(result.entries[0].candidates)
+
+    exported = tmp_path / "export.json"
+    assert "2 entries written" in invoke("cache", "export", str(exported))
+    assert f"Delete 2 entries of {cache_directory}" in invoke("cache", "clear", input="n\n", code=1)
+    assert len(PersistentCache(cache_directory)) == 2
+    assert "2 entries deleted" in invoke("cache", "clear", "--yes")
+    assert "2 entries taken over" in invoke("cache", "import", str(exported))
+    assert "0 entries taken over" in invoke("cache", "import", str(exported))
+    assert len(PersistentCache(cache_directory)) == 2
+
+
+def test_explain_before_and_after_tuning(cache_directory):
+    arguments = ("flash_attention", *SHAPE, "--no-backward")
+    assert "heuristic" in invoke("explain", *arguments)
+    invoke("tune", *arguments)
+    assert re.search(r"memory|disk", invoke("explain", *arguments))
+
+
+def test_bench_compares_with_jax_and_writes_json(tmp_path):
+    file = tmp_path / "bench.json"
+    text = invoke("bench", "flash_attention", *SHAPE, "--iters", "2", "--json", str(file))
+    assert "jax.nn.dot_product_attention" in text
+    said = json.loads(file.read_text())
+    assert {(m["stage"], m["implementation"]) for m in said["measurements"]} == {
+        (stage, name)
+        for stage in ("forward", "forward+backward")
+        for name in ("tilewright xla", "jax.nn.dot_product_attention")
+    }
+    assert all(len(m["samples_ms"]) == 2 and m["flops"] > 0 for m in said["measurements"])
+    assert said["environment"]["device"] == "cpu"
+
+
+def test_bench_says_what_jax_cannot_do():
+    text = invoke("bench", "flash_attention", *SHAPE, "--set", "sinks=1", "--iters", "1", "--no-backward")
+    assert "has no sinks" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonesuch"], "nonesuch"),
+        (["tune"], "target"),
+        (["tune", "flash_attention", "--shap", "1"], "--shap"),
+        (["tune", "flash_attention", "--shape", "1,2"], "1,2"),
+        (["tune", "flash_attention", "--shape", "1,64,2,16", "--set", "sliding_window=-1"], "-1"),
+        (["tune", "flash_attention", "--shape", "1,64,2,16", "--budget", "-3"], "-3"),
+        (["tune", "flash_attention", "--shape", "1,64,2,16", "--json", "/nonesuch/x.json"], "/nonesuch"),
+        (["explain", "math:nonesuch"], "nonesuch"),
+        (["bench", "math:sin"], "math:sin"),
+        (["bench", "flash_attention", "--iters", "0"], "0"),
+        (["cache", "show", "zzz"], "zzz"),
+        (["cache", "import", "/nonesuch/file"], "/nonesuch/file"),
+        (["cache", "list", "--path", "/nonesuch"], "/nonesuch"),
+        (["cache", "nonesuch"], "nonesuch"),
+    ],
+)
+def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert captured.err.startswith("tilewright: ")
+    assert message in captured.err
+
+
+def test_a_file_that_is_no_export_is_refused(tmp_path, capsys):
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["cache", "import", str(file)])
+    assert ended.value.code == 2
+    assert "is no export" in capsys.readouterr().err
+
+
+def test_the_program_ends_with_code_2_and_no_traceback():
+    done = run_program("tune", "flash_attention", "--shape", "1,64,3,16", "--kv-heads", "2")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert "query.shape=(1, 64, 3, 16)" in line
+
+
+def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
+    (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
+    done = run_program("tune", "waiting:plain", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "calls no kernel" in done.stderr
+
+
+def test_interrupting_a_tuning_keeps_what_was_measured(tmp_path):
+    (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
+    folder = tmp_path / "cache"
+    file = tmp_path / "result.json"
+    command = [sys.executable, "-c", "from tilewright.cli import main; main()", "tune", "waiting:both"]
+    process = subprocess.Popen(
+        [*command, "--shapes", "float32[3]", "--json", str(file)],
+        cwd=tmp_path, env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for_entry(folder / "configs", process)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
+    assert "quick forward" in output
+    assert json.loads(file.read_text())["entries"][0]["op"] == "quick"
+    assert "quick" in {json.loads(key)["op"] for key in PersistentCache(folder / "configs")}
+
+
+def wait_for_entry(folder: Path, process: subprocess.Popen) -> None:
+    """Returns when the first call has its winner on disk."""
+    for _ in range(600):
+        if folder.is_dir() and any(folder.glob("*.json")):
+            return
+        if process.poll() is not None:
+            raise RuntimeError(f"ended too early: {process.communicate()}")
+        time.sleep(0.1)
+    raise TimeoutError(f"no entry in {folder}")

@@ -1,0 +1,51 @@
+"""Configs and keys in words."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.registry import Platform
+from tilewright.modules import FlashAttention
+from tilewright.ops import FwdParams
+from tilewright.ops.execution.executor import prepared
+from tilewright.ops.utils.describe import describe_config, describe_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    rows: int = 3
+    columns: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    fast: bool = True
+
+
+def test_a_choice_names_its_implementation_and_the_params_that_are_set():
+    choice = Choice(Platform.XLA, None, FwdParams(q_blocksize=128, kv_blocksize=256))
+    assert describe_config(choice) == "xla q_blocksize=128 kv_blocksize=256"
+    assert describe_config(dataclasses.replace(choice, platform=Platform.CUDA, algorithm="cutlass")).startswith(
+        "cuda:cutlass "
+    )
+
+
+def test_nested_dataclasses_are_flattened_and_none_left_out():
+    assert describe_config(Outer()) == "rows=3 fast=True"
+    assert describe_config(7) == "7"
+
+
+def test_the_key_of_a_real_call_names_arrays_mask_and_scale():
+    query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    inv, _ = prepared(FlashAttention(), (query, key, key), {"causal": True}, concrete=False)
+    assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 CausalMask softmax_scale=0.125"
+
+
+def test_anything_else_comes_as_it_prints():
+    for key in ("no json", json.dumps({"a": 1}), json.dumps([1]), ("a", 3), 5):
+        assert describe_key(key) == str(key)

@@ -1,0 +1,24 @@
+"""``tilewright explain``."""
+
+from tilewright.cli import options
+
+
+def explain(
+    target: options.Target,
+    shape: options.Shape = None,
+    case: options.Cases = None,
+    kv_heads: options.KvHeads = None,
+    kv_length: options.KvLength = None,
+    causal: options.Causal = None,
+    dtype: options.Dtype = None,
+    extra: options.Extra = None,
+    shapes: options.Shapes = None,
+    backward: options.Backward = True,
+) -> None:
+    """Say which config every kernel call would run with, whence, and why no other. Measures nothing."""
+    wanted = options.CallOptions(
+        shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
+    )
+    from tilewright.cli.explaining import explain_and_print
+
+    explain_and_print(target, wanted)

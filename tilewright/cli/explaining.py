@@ -1,0 +1,40 @@
+"""What ``tilewright explain`` does once its arguments are read."""
+
+from typing import TYPE_CHECKING
+
+from tilewright.cli.options import CallOptions
+from tilewright.cli.output import complain, milliseconds, stdout, table
+from tilewright.cli.targets import NamedCall, named_calls
+from tilewright.ops import default_executor, find_invocations
+from tilewright.ops.utils.describe import describe_config, describe_key
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def explain_and_print(target: str, options: CallOptions) -> None:
+    """Prints a table for each call of the target."""
+    for call in named_calls(target, options):
+        made = explanation_table(call)
+        if made.row_count:
+            stdout().print(made)
+        else:
+            complain(f"{call.name} calls no kernel of tilewright; there is nothing to explain")
+
+
+def explanation_table(call: NamedCall) -> "Table":
+    """One row for each kernel call of a function, forward and backward."""
+    from rich.markup import escape
+
+    made = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
+    executor = default_executor()
+    for inv in find_invocations(call.function, *call.args):
+        choice = executor.explain_choice(inv, None)
+        made.add_row(
+            f"{inv.kernel.name} {inv.direction}\n[dim]{escape(describe_key(inv.key))}[/dim]",
+            describe_config(choice.config),
+            choice.step,
+            milliseconds(choice.time_ms),
+            "\n".join(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()) or "there is no other",
+        )
+    return made

@@ -1,0 +1,39 @@
+"""``tilewright tune``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewright.cli import options
+
+
+def tune(
+    target: options.Target,
+    shape: options.Shape = None,
+    case: options.Cases = None,
+    kv_heads: options.KvHeads = None,
+    kv_length: options.KvLength = None,
+    causal: options.Causal = None,
+    dtype: options.Dtype = None,
+    extra: options.Extra = None,
+    shapes: options.Shapes = None,
+    backward: options.Backward = True,
+    budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure the candidates of every kernel call and keep the winners for later programs.
+
+    Ctrl-C keeps what was measured.
+    """
+    wanted = options.CallOptions(
+        shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
+    )
+    if budget is not None and not budget > 0:
+        raise typer.BadParameter(f"{budget} is not a positive number of seconds", param_hint="--budget")
+    from tilewright.cli.tuning import tune_and_report
+
+    raise typer.Exit(tune_and_report(target, wanted, budget_s=budget, again=again, json_file=json_file))

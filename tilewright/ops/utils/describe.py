@@ -1,0 +1,80 @@
+"""Configs and calls in words."""
+
+import dataclasses
+import enum
+import itertools
+import json
+from typing import Any
+
+
+def describe_config(config: Any) -> str:
+    """A config as people read it: nested dataclasses flattened, fields that are None left out.
+
+    A platform, and the algorithm if there is one, stand first and without their names.
+    """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return _value(config)
+    said = dict(_fields(config))
+    platform = [str(said.pop(name)) for name in ("platform", "algorithm") if name in said]
+    return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in said.items()])
+
+
+def _fields(config: Any) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        if dataclasses.is_dataclass(value):
+            found += _fields(value)
+        else:
+            found.append((field.name, _value(value)))
+    return found
+
+
+def _value(value: Any) -> str:
+    return str(value.value) if isinstance(value, enum.Enum) else str(value)
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+
+
+def describe_key(key: Any) -> str:
+    """The arguments in the key of a call, short: ``f32[1,512,8,64] f32[1,512,2,64]×2 CausalMask softmax_scale=0.125``.
+
+    What is ``None``, false or zero is left out. A key of any other form comes as it prints.
+    """
+    try:
+        said = json.loads(key)
+        arguments = _tagged(said["args"])
+        options = [f"{name}={' '.join(words)}" for name, value in said["kwargs"].items() if (words := _tagged(value))]
+        mapped = [f"× {size} mapped" for size, _ in said.get("mapped", ())]
+    except (TypeError, ValueError, KeyError):
+        return str(key)
+    runs = [(word, len(list(run))) for word, run in itertools.groupby(arguments)]
+    return " ".join([word if count == 1 else f"{word}×{count}" for word, count in runs] + options + mapped)
+
+
+def _tagged(said: Any) -> list[str]:
+    """The words of one value in the tagged JSON of ``ops.utils.serialize``."""
+    match said:
+        case None | False | 0:
+            return []
+        case float():
+            return [f"{said:.4g}"]
+        case {"$array": {"dtype": dtype, "shape": shape}}:
+            letters = str(dtype).rstrip("0123456789")
+            return [
+                f"{_SHORT.get(letters, letters)}{str(dtype)[len(letters) :]}[{','.join(str(size) for size in shape)}]"
+            ]
+        case {"$dataclass": str(name), "fields": dict(fields)}:
+            inside = [f"{field}={' '.join(words)}" for field, value in fields.items() if (words := _tagged(value))]
+            short = name.rpartition(":")[2].rpartition(".")[2]
+            return [f"{short}({', '.join(inside)})" if inside else short]
+        case {"$enum": str(name), **rest}:
+            return [str(rest.get("value", name))]
+        case dict():
+            return [word for value in said.values() for word in _tagged(value)]
+        case list():
+            return [word for value in said for word in _tagged(value)]
+    return [str(said)]
