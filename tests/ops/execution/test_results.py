@@ -70,6 +70,10 @@ class TestMerging:
         with pytest.raises(TypeError):
             AutotuningResult() | {}
 
+    def test_entries_are_tuned_calls(self):
+        with pytest.raises(TypeError, match="entries="):
+            AutotuningResult(("fast",))
+
 
 class TestContext:
     def test_makes_the_winners_count(self):

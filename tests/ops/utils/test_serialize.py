@@ -141,7 +141,12 @@ PLAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", CONFIGS + PLAIN, ids=repr)
+def name_of(value):
+    """The same in every process: sets print in any order, functions with their address."""
+    return f"{type(value).__name__}-{getattr(value, '__name__', '')}"
+
+
+@pytest.mark.parametrize("config", CONFIGS + PLAIN, ids=name_of)
 class TestRoundTrip:
     def test_typed(self, config):
         again = from_json(to_json(config), type(config)) if not callable(config) else config

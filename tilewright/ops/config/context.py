@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.memory import ConfigCache
 
 Fallback = Literal["autotune", "heuristics", "error"]
 

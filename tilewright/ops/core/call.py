@@ -12,22 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
-from tilewright.ops.core.arrays import ARRAY_TYPES, StaticLeaf, Structure, explicit_sharding, split, struct_of
-from tilewright.ops.core.kernel import (
-    Invocation,
-    Kernel,
-    argument_names,
-    gradient_form,
-    optional_method,
-    platform_hook,
-)
+from tilewright.ops.core.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
+from tilewright.ops.core.gradients import manual_axes_of, materialise, select_gradients
+from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, optional_method, platform_hook
 from tilewright.ops.core.programs import MOST_PROGRAMS, Programs, record
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
@@ -140,71 +133,10 @@ def _backward_stage(call: Call, cfg: Any, device: Device, *operands: Any) -> lis
         gradients = backward(residuals, cotangents, *args, cfg=cfg, **kwargs)
     else:
         gradients = optional_method(call.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
-    return select_gradients(call, args, kwargs, gradients)
+    return select_gradients(call.kernel, args, kwargs, gradients, call.wanted)
 
 
 _STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}
-
-
-def select_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Any) -> list[Any]:
-    """The gradients that were asked for, in the order of the call's arrays; all, with gaps, if none was named.
-
-    Raises:
-      TypeError: one is missing, has another shape, or the kernel returned something else than a tuple or a dict.
-    """
-    names = argument_names(call.kernel, len(args))
-    if isinstance(gradients, dict):
-        by_name = dict(gradients)
-    elif isinstance(gradients, tuple | list) and len(gradients) == len(args):
-        by_name = dict(zip(names, gradients, strict=True))
-    else:
-        raise TypeError(
-            f"{call.kernel!r} must return one gradient for each of its {len(args)} positional arguments {names}, "
-            f"or a dict by name, got {type(gradients).__name__} of {jax.tree.structure(gradients)}"
-        )
-    unknown = set(by_name) - {*names, *kwargs}
-    if unknown:
-        raise TypeError(f"{call.kernel!r} returned gradients for {sorted(unknown)}, which are no arguments of the call")
-    given: list[Any] = []
-    labels: list[str] = []
-    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
-        arrays, structure = split(value)
-        gradient = by_name.get(name)
-        found = [None] * len(arrays)
-        if gradient is not None:
-            found = _gradient_leaves(call.kernel, name, structure, gradient)
-        given += found
-        labels += [name] * len(arrays)
-    if not call.wanted:
-        return given
-    return [
-        _checked(call, label, gradient, array)
-        for label, gradient, array, wanted in zip(labels, given, split((args, kwargs))[0], call.wanted, strict=True)
-        if wanted
-    ]
-
-
-def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: Any) -> list[Any]:
-    try:
-        leaves = structure.tree.flatten_up_to(gradient)
-    except ValueError as error:
-        raise TypeError(
-            f"{kernel!r} returned a gradient for {name!r} of another structure than the argument's: {error}"
-        ) from error
-    return [leaf for leaf, static in zip(leaves, structure.leaves, strict=True) if static is None]
-
-
-def _checked(call: Call, name: str, gradient: Any, array: Any) -> Any:
-    if gradient is None:
-        raise TypeError(
-            f"{call.kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
-            f"use jax.lax.stop_gradient({name}) if it should be a constant"
-        )
-    if not isinstance(gradient, ARRAY_TYPES):
-        raise TypeError(f"{call.kernel!r} returned {gradient!r} as the gradient for {name!r}, which is no array")
-    if gradient.shape != array.shape:
-        raise TypeError(f"{call.kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")
-    return jnp.asarray(gradient, array.dtype)
 
 
 # The primitive.
@@ -449,25 +381,3 @@ def _differentiable(call: Call, form: str, tree: Any) -> Callable[..., list[Any]
 
     flat.defvjp(forward, backward, symbolic_zeros=True)
     return flat
-
-
-def manual_axes_of(gradient: Any, array: Any) -> Any:
-    """A gradient that varies over the axes of a ``shard_map`` along which its argument does.
-
-    An argument that all devices share has the sum of their gradients.
-    """
-    given, wanted = (jax.typeof(x).manual_axis_type.varying for x in (gradient, array))
-    if given - wanted:
-        gradient = jax.lax.psum(gradient, tuple(given - wanted))
-    if wanted - given:
-        gradient = jax.lax.pcast(gradient, tuple(wanted - given), to="varying")
-    return gradient
-
-
-def materialise(cotangent: Any) -> Any:
-    """A cotangent as an array; ``None`` for an output that has no derivative."""
-    if cotangent.dtype == jax.dtypes.float0:
-        return None
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    return jnp.zeros(cotangent.shape, cotangent.dtype, device=explicit_sharding(cotangent.aval))

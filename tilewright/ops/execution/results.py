@@ -137,6 +137,8 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         interrupted: bool = False,
     ):
         self.entries = tuple(entries)
+        if not all(isinstance(entry, TunedCall) for entry in self.entries):
+            raise TypeError(f"{entries=} must hold TunedCalls alone")
         self.device = device
         self.toolchain = dict(toolchain or {})
         self.interrupted = interrupted
