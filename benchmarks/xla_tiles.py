@@ -45,7 +45,9 @@ def main() -> None:
         keys = jax.random.split(jax.random.key(0), 3)
         qkv = [jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys]
         theirs = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
-        named = {"jax.nn": theirs, "heuristic": ours(None)} | {str(s): ours(s) for s in SIDES if s <= length}
+        named: dict[str, Any] = {"jax.nn": theirs, "heuristic": ours(None)} | {
+            str(s): ours(s) for s in SIDES if s <= length
+        }
         both = [forward_and_both(attention) for attention in named.values()]
         for part, index in (("forward", 0), ("forward and backward", 1)):
             timings = time_interleaved([pair[index] for pair in both], qkv, warmup=2, iters=rounds)
