@@ -32,12 +32,14 @@ class Partitioning:
       inputs: a ``PartitionSpec`` for each leaf of the op's inputs.
       results: for each of an implementation's results, and its cotangent.
       gradients: by name, of every argument that may have one.
+      on_part: completes a device's part of the inputs with what depends on where it lies; runs under the mesh's axes.
     """
 
     mesh: Any
     inputs: Any
     results: Any
     gradients: dict[str, GradientParts]
+    on_part: Callable[[Any], Any] = lambda inputs: inputs
 
 
 def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:
@@ -45,7 +47,7 @@ def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | No
     if partitioning is None:
         return forward(inputs)
     return jax.shard_map(
-        forward,
+        lambda part: forward(partitioning.on_part(part)),
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs,),
         out_specs=partitioning.results,
@@ -65,8 +67,9 @@ def backward_locally(
         return backward(inputs, results, cotangents)
     gradients = partitioning.gradients
 
-    def on_part(*operands: Any) -> dict[str, Any]:
-        parts = {name: part for name, part in backward(*operands).items() if part is not None}
+    def on_part(part_of_inputs: Any, *rest: Any) -> dict[str, Any]:
+        computed = backward(partitioning.on_part(part_of_inputs), *rest)
+        parts = {name: part for name, part in computed.items() if part is not None}
         return {name: _summed(part, gradients[name].summed) for name, part in parts.items()}
 
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)

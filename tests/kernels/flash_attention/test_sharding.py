@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_segment_ids": jnp.repeat(jnp.arange(3)[None], 32, 1).repeat(BATCH, 0),
     },
     "lengths": {"query_seq_lengths": jnp.array([96, 7, 50, 1]), "key_value_seq_lengths": jnp.array([3, 96, 50, 0])},
+    "dropout": {"dropout_prob": 0.4, "dropout_seed": 7},
     "bias and sinks": {"bias": jnp.sin(jnp.arange(LENGTH * LENGTH * HEADS)).reshape(1, HEADS, LENGTH, LENGTH)},
 }
 

@@ -24,7 +24,9 @@ class AttentionInputs:
     """A call after ``prepare``; shapes and dtypes hold without further checks.
 
     All of causal, window, segments, lengths, packed lengths and an explicit mask are folded into ``mask``
-    (``None``: every position attends). ``bias`` has rank 4, each dimension full or 1.
+    (``None``: every position attends). ``bias`` has rank 4, each dimension full or 1. ``dropout_origin`` is the place
+    of the first batch element and the first query head in the whole call, where these arrays are a device's part of
+    it: dropout counts from there.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
@@ -35,10 +37,11 @@ class AttentionInputs:
     softmax_aux: Float[Array, "heads sinks"] | None
     dropout_seed: UInt32[Array, "2"] | None
     options: AttentionOptions
+    dropout_origin: UInt32[Array, "2"] | None = None
 
 
 jax.tree_util.register_dataclass(
     AttentionInputs,
-    data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed"],
+    data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin"],
     meta_fields=["options"],
 )

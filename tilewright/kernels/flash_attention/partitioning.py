@@ -1,8 +1,10 @@
 """How attention is split over the explicit axes of a mesh: by batch and by heads, never by length."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -50,7 +52,20 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
         ),
         results=(rows, lse),
         gradients=gradients,
+        on_part=lambda part: _located(part, batch, heads),
     )
+
+
+def _located(part: AttentionInputs, batch: Axes, heads: Axes) -> AttentionInputs:
+    """A device's part with the place of its first batch element and head, from which dropout counts."""
+    if part.dropout_seed is None:
+        return part
+    first = [_index(batch) * part.query.shape[0], _index(heads) * part.query.shape[2]]
+    return dataclasses.replace(part, dropout_origin=jnp.stack(first))
+
+
+def _index(axes: Axes) -> Any:
+    return jax.lax.axis_index(_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
 
 
 def _dimensions(sharding: Any, rank: int) -> tuple[Axes, ...]:
@@ -65,10 +80,6 @@ def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> tup
         raise ValueError(f"attention cannot be split by length or head_dim ({said}); reshard these axes first")
     if any(spec[0] != batch or spec[2] != heads for spec in specs.values()):
         raise ValueError(f"query, key and value must be split alike by batch and by heads ({said}); reshard them first")
-    if heads is not None and inputs.options.dropout_prob > 0:
-        raise ValueError(f"{inputs.options.dropout_prob=} needs whole heads ({said}); split by batch or reshard")
-    if batch is not None and inputs.options.dropout_prob > 0:
-        raise ValueError(f"{inputs.options.dropout_prob=} needs the whole batch ({said}); reshard or use shard_map")
     return batch, heads
 
 

@@ -209,7 +209,10 @@ class Scores:
             batch_start, head_start = tiling.starts(step)
             batch = batch_start + jnp.arange(tiling.batch_size)[:, None, None]
             heads = head_start + jnp.arange(tiling.head_size)[:, None]
-            keys = head_keys(inputs.dropout_seed, batch, heads * tiling.group + jnp.arange(tiling.group))
+            query_heads = heads * tiling.group + jnp.arange(tiling.group)
+            if inputs.dropout_origin is not None:
+                batch, query_heads = batch + inputs.dropout_origin[0], query_heads + inputs.dropout_origin[1]
+            keys = head_keys(inputs.dropout_seed, batch, query_heads)
         return cls(
             tiling=tiling,
             inputs=inputs,
