@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tilewright.ops.core.arrays import explicit_sharding
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientParts:
@@ -108,13 +110,5 @@ def _summed(part: Any, axes: tuple[str, ...]) -> Any:
 
 def typed_spec(array: Any) -> PartitionSpec:
     """The ``PartitionSpec`` in an array's type."""
-    sharding = explicit_sharding(array)
+    sharding = explicit_sharding(jax.typeof(array))
     return PartitionSpec() if sharding is None else sharding.spec
-
-
-def explicit_sharding(array: Any) -> Any:
-    """The sharding in an array's type if it splits anything, else ``None``."""
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
-        return None
-    return sharding

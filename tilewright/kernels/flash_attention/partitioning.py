@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_sharding, typed_spec
+from tilewright.kernels.sharding import GradientParts, Partitioning, typed_spec
+from tilewright.ops.core.arrays import explicit_sharding
 
 Axes = Any  # what a PartitionSpec holds for one dimension: None, a name, or a tuple of names
 
@@ -20,7 +21,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
       ValueError: a length or a head_dim is split, or query, key and value disagree.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    shardings = {name: explicit_sharding(array) for name, array in arrays.items()}
+    shardings = {name: explicit_sharding(jax.typeof(array)) for name, array in arrays.items()}
     given = [sharding for sharding in shardings.values() if sharding is not None]
     if not given:
         return None
