@@ -8,13 +8,14 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 STAMP := .make/installed
+AOT := .aot/venv
 PYTHON ?= $(VENV)/bin/python
 # The processes of pytest-xdist, and the hypothesis profile of tests/conftest.py: dev, ci or nightly.
 JOBS ?= 2
 PROFILE ?= ci
 PYTEST_ARGS ?=
 
-.PHONY: help install test lint types unit test-gpu demo bench table format clean
+.PHONY: help install test lint types unit aot test-gpu demo bench table format clean
 
 help:
 	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
@@ -22,6 +23,7 @@ help:
 	@echo 'make lint      ruff check and ruff format --check'
 	@echo 'make types     mypy'
 	@echo 'make unit      the tests alone'
+	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     the capability table of README.md, anew'
@@ -62,6 +64,21 @@ types: $(STAMP)
 unit: $(STAMP)
 	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
+aot: .aot/installed
+	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(AOT)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  -o addopts='-ra --strict-markers --import-mode=importlib' tests/aot $(PYTEST_ARGS)
+
+# An environment of its own: with the CUDA plugin beside it, jax in the other would look for a GPU. The plugin's own
+# requirements are a gigabyte of libraries that only running needs.
+.aot/installed: pyproject.toml .python-version $(STAMP)
+	@[ -x $(AOT)/bin/python ] || $(VENV)/bin/python -m venv $(AOT)
+	@pip() { $(AOT)/bin/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	jax="$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')"; \
+	echo "installing the CUDA compiler for jax $$jax into $(AOT)"; \
+	pip -e '.[test]' "jax==$$jax"; \
+	pip --no-deps "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc nvidia-nvvm
+	@mkdir -p $(@D) && touch $@
+
 # Without the stamp: an accelerator's machine brings its own jax, which PYTHON names.
 test-gpu:
 	@if ! compgen -G 'tests/gpu/test_*.py' >/dev/null; then echo 'there are no tests in tests/gpu yet'; exit 0; fi; \
@@ -82,4 +99,4 @@ format: $(STAMP)
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -39,7 +39,10 @@ class FlashAttention(PortfolioKernel):
         super().__init__(
             "flash_attention",
             version="1",
-            implementations=(lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),),
+            implementations=(
+                lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
+            ),
         )
 
     def prepare(

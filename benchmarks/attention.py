@@ -1,0 +1,596 @@
+"""Attention on an accelerator beside its peers: forward, and backward alone, in TFLOP/s of device time.
+
+Every implementation's results are compared with the float32 oracle, on two heads at full length, before it is timed;
+a wrong one is recorded as wrong. Implementations take turns within a case. ``python -m benchmarks.attention``
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import gc
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention_peers import (
+    OURS,
+    Arrays,
+    Call,
+    CannotServeError,
+    Direction,
+    Operands,
+    Peer,
+    Prepared,
+    TorchPeer,
+    peers,
+)
+from benchmarks.common import RESULTS, device_name, environment
+from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
+from tilewright.kernels.flash_attention.op import BACKWARD_FLOPS, FlashAttention
+from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
+from tilewright.ops.execution.numerics import violations
+from tilewright.ops.execution.timing import sample_ms
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+LONGEST_SAMPLE_MS = 150.0
+"""Slow calls are queued fewer times, so that one slow peer does not take the time of all."""
+
+FEWEST_CALLS = 3
+
+_BASE = AttentionCase("", batch=4, q_length=4096, heads=16, head_dim=128, dtype="bfloat16", causal=True)
+
+
+def _named(base: AttentionCase, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, AttentionCase]:
+    return {name: dataclasses.replace(base, name=name, **fields) for name, fields in changes.items()}
+
+
+OWN_CASES = _named(
+    _BASE,
+    {
+        "window_16k": {"batch": 1, "q_length": 16384, "sliding_window": (1023, 0)},
+        "soft_cap_4k": {"logits_soft_cap": 30.0},
+        "packed_8k": {"batch": 1, "q_length": 8192, "packed": True},
+        "bias_4k": {"batch": 1, "bias": "hqk"},
+        "full_gqa_8k": {"batch": 2, "q_length": 8192, "heads": 32, "kv_heads": 8, "causal": False},
+        "d96_4k": {"head_dim": 96},
+        "d192_v128_4k": {"head_dim": 192, "value_dim": 128},
+        "float16_4k": {"dtype": "float16"},
+        "ragged_4000": {"q_length": 4000},
+        "sinks_4k": {"batch": 1, "heads": 32, "kv_heads": 8, "sinks": 1},
+        "dropout_4k": {"dropout_prob": 0.1},
+    },
+)
+"""What attention is used for beside the standard shapes."""
+
+_SMALL = AttentionCase("", batch=2, q_length=96, heads=4, kv_heads=2, head_dim=16, causal=True)
+SMOKE_CASES = _named(
+    _SMALL,
+    {
+        "smoke_causal": {},
+        "smoke_packed_window": {"batch": 1, "packed": True, "sliding_window": (17, 0)},
+        "smoke_bias_sinks": {"batch": 1, "bias": "hqk", "sinks": 1, "kv_heads": None},
+    },
+)
+"""Small enough for a CPU: whether everything runs, not how fast."""
+
+GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "smoke": SMOKE_CASES}
+
+PUBLISHED: dict[str, Any] = {
+    "implementation": "FlashAttention-4 (CuTe, sm90)",
+    "device": "NVIDIA H100 80GB HBM3",
+    "date": "2026-11-21",
+    "note": "measured on another day, not in this run; a bf16 8192³ matrix product ran at 700 TFLOP/s then",
+    "unit": "TFLOP/s",
+    "forward": {
+        "full_4k_d128": 662,
+        "causal_4k_d128": 635,
+        "causal_16k_d128": 639,
+        "full_16k_d128": 690,
+        "causal_gqa_8k_d128": 664,
+        "causal_1k_d128": 373,
+        "full_4k_d64": 513,
+        "causal_4k_d64": 470,
+        "causal_4k_d256": 696,
+    },
+    "backward": {
+        "full_4k_d128": 620,
+        "causal_4k_d128": 530,
+        "causal_16k_d128": 610,
+        "full_16k_d128": 628,
+        "causal_gqa_8k_d128": 551,
+        "causal_1k_d128": 309,
+        "full_4k_d64": 523,
+        "causal_4k_d64": 467,
+        "causal_4k_d256": 296,
+    },
+}
+
+VERSIONS_OF = (
+    "tilewright", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "ejkernel",
+    "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """How a run measures: ``device_time`` "cupti" sums the kernels of a call, "wall" trusts queued calls alone."""
+
+    rounds: int
+    calls: int
+    device_time: str
+    jobs: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.calls < 1 or self.jobs < 1:
+            raise ValueError(f"{self.rounds=}, {self.calls=} and {self.jobs=} must be positive")
+        if self.device_time not in ("cupti", "wall"):
+            raise ValueError(f"{self.device_time=} must be 'cupti' or 'wall'")
+
+
+def forward_flops(operands: Operands) -> float:
+    """Of the two matrix products over the visible scores; plain causal attention counts as exactly half of full."""
+    case = operands.case
+    batch, heads, q_length, kv_length = case.score_shape
+    blocks = [(q_length, kv_length)]
+    if "boundaries" in operands.extras:
+        blocks = [(n, n) for n in np.diff(np.asarray(operands.extras["boundaries"])).tolist()]
+    visible = sum(rows * columns for rows, columns in blocks) * (0.5 if case.causal else 1.0)
+    if isinstance(case.sliding_window, tuple):
+        left, right = (math.inf if side is None else side for side in case.sliding_window)
+        right = 0 if case.causal else right
+        visible = 0.0
+        for rows, columns in blocks:
+            row = np.arange(rows)
+            visible += float((np.minimum(row + right, columns - 1) - np.maximum(row - left, 0) + 1).sum())
+    return 2.0 * batch * heads * visible * (case.head_dim + (case.value_dim or case.head_dim))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "direction"))
+def _oracle(inputs: Any, d_out: jax.Array, dtype: Any, direction: Direction) -> dict[str, jax.Array]:
+    # Exact in float32, where a GPU rounds operands by default; in the inputs' dtype as the device does it.
+    with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+        if direction == "forward":
+            return {"out": attention_reference(inputs, dtype)[0]}
+        return reference_gradients(inputs, d_out, None, dtype)
+
+
+class Oracle:
+    """What the results must be, on the heads that share one key head, of one batch element: first and last."""
+
+    def __init__(self, operands: Operands) -> None:
+        case = operands.case
+        batch, heads = case.batch, case.heads
+        kv_heads = case.kv_heads or heads
+        places = [(0, 0)]
+        # Dropout counts from the first head of the first element; the oracle takes its slice for the whole.
+        if not case.dropout_prob and (batch, kv_heads) != (1, 1):
+            places.append((batch - 1, kv_heads - 1))
+        self.operands, self.places, self.group = operands, places, heads // kv_heads
+        self.expected: dict[Direction, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+
+    def part(self, name: str, array: jax.Array, place: tuple[int, int]) -> jax.Array:
+        """What of an input, a result or a gradient belongs to the place."""
+        element, kv_head = place
+        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
+        if name == "softmax_aux":
+            return array[heads]
+        if name == "bias":
+            rows = slice(element, element + 1) if array.shape[0] > 1 else slice(None)
+            return array[rows, heads if array.shape[1] > 1 else slice(None)]
+        if name in ("key", "value"):
+            heads = slice(kv_head, kv_head + 1)
+        return array[element : element + 1, :, heads]
+
+    def compute(self, direction: Direction) -> None:
+        """Results in float32 and in the inputs' dtype, on the host."""
+        case = self.operands.case
+        found = []
+        for place in self.places:
+            floats: dict[str, Any] = {
+                name: self.part(name, array, place) for name, array in self.operands.floats.items()
+            }
+            boundaries = self.operands.extras.get("boundaries")
+            args, kwargs = FlashAttention().prepare(
+                **floats,
+                causal=case.causal,
+                sliding_window=case.sliding_window,
+                logits_soft_cap=case.logits_soft_cap,
+                cum_seqlens_q=boundaries,
+                cum_seqlens_k=boundaries,
+                dropout_prob=case.dropout_prob,
+                dropout_seed=self.operands.dropout_seed,
+            )
+            inputs = FlashAttention().inputs(*args, **kwargs)
+            d_out = self.part("cotangent", self.operands.cotangent, place)
+            exact, low = (_oracle(inputs, d_out, t, direction) for t in (jnp.dtype("float32"), jnp.dtype(case.dtype)))
+            found.append((jax.device_get(exact), jax.device_get(low)))
+        self.expected[direction] = found
+
+    def violations(self, direction: Direction, results: Arrays) -> list[str]:
+        """How results break the numerics policy; empty if they agree."""
+        said = []
+        for name, array in results.items():
+            if not bool(jnp.all(jnp.isfinite(array))):
+                said.append(f"{name}: not finite everywhere")
+        for place, (exact, low) in zip(self.places, self.expected[direction], strict=True):
+            for name in exact.keys() & results.keys():
+                # A parameter's gradient is a sum over the batch, of which a place is one element.
+                if name in ("bias", "softmax_aux") and self.operands.case.batch > 1:
+                    continue
+                got = self.part(name, results[name], place).reshape(exact[name].shape)
+                factor = self.operands.case.tolerance_factor
+                said += [f"{name} at {place}: {what}" for what in violations(got, exact[name], low[name], factor)]
+        return said
+
+
+def attempt(peer: Peer, operands: Operands, direction: Direction) -> Prepared | dict[str, Any]:
+    """The prepared call, or why there is none."""
+    try:
+        return peer.prepare(operands, direction)
+    except CannotServeError as error:
+        return {"status": "cannot", "message": str(error)}
+    except Exception as error:  # the failure of one peer is a result, whatever it is; the others are still measured
+        return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def wall_ms(call: Call, calls: int) -> float:
+    """Milliseconds per call of ``calls`` queued calls, by the host's clock."""
+    if call.framework == "jax":
+        return sample_ms(call.function, call.args, calls)
+    torch = importlib.import_module("torch")
+    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    wait()
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+def device_ms(call: Call, calls: int) -> list[float]:
+    """Milliseconds on the device: of jax's calls one by one, their kernels summed; of PyTorch's the mean of a queue."""
+    if call.framework == "jax":
+        from jax.experimental.mosaic.gpu import profiler
+
+        _, found = profiler.measure(call.function, iterations=calls)(*call.args)
+        if found is None:
+            raise RuntimeError(f"{call.function} started no kernel")
+        return [float(value) for value in found] if isinstance(found, list) else [float(found)]
+    torch = importlib.import_module("torch")
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) / calls]
+
+
+def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, Any]]:
+    """Raw samples of every call, taken in turn, every second round backwards."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, call in named.items():
+        wall_ms(call, 1)
+        once = wall_ms(call, 1)
+        calls = max(min(FEWEST_CALLS, method.calls), min(method.calls, int(LONGEST_SAMPLE_MS / max(once, 1e-3))))
+        found[name] = {"calls": calls, "device_ms": [], "wall_ms": []}
+    for turn in range(method.rounds):
+        names = list(named) if turn % 2 == 0 else list(named)[::-1]
+        for name in names:
+            mine = found[name]
+            if method.device_time == "cupti" and "device_error" not in mine:
+                try:
+                    mine["device_ms"].append(device_ms(named[name], mine["calls"]))
+                except RuntimeError as error:  # the profiler's own; the wall clock stands in and the record says so
+                    mine["device_error"] = str(error)[:500]
+            mine["wall_ms"].append(wall_ms(named[name], mine["calls"]))
+    return found
+
+
+def rates(flops: float, samples: dict[str, Any]) -> dict[str, Any]:
+    """The samples with medians and TFLOP/s: by device time where every round has one."""
+    whole = len(samples["device_ms"]) == len(samples["wall_ms"]) and "device_error" not in samples
+    device = [value for sample in samples["device_ms"] for value in sample] if whole else []
+    wall = statistics.median(samples["wall_ms"])
+    median = statistics.median(device) if device else wall
+    return {
+        "status": "timed",
+        "clock": "device" if device else "wall",
+        "median_ms": median,
+        "tflops": flops / median / 1e9,
+        "wall_tflops": flops / wall / 1e9,
+        **samples,
+    }
+
+
+def run_case(case: AttentionCase, chosen: Sequence[Peer], directions: Iterable[Direction], method: Method) -> list[Any]:
+    """One record per direction."""
+    operands = Operands.of(case)
+    oracle = Oracle(operands)
+    cells = []
+    for direction in directions:
+        start = time.perf_counter()
+        # Compilation in threads: most of it is outside Python. PyTorch's choice of a backend is the process's.
+        with concurrent.futures.ThreadPoolExecutor(method.jobs) as pool:
+            expected = pool.submit(oracle.compute, direction)
+            threaded = {
+                peer.name: pool.submit(attempt, peer, operands, direction)
+                for peer in chosen
+                if not isinstance(peer, TorchPeer)
+            }
+            expected.result()
+        prepared = {
+            peer.name: threaded[peer.name].result() if peer.name in threaded else attempt(peer, operands, direction)
+            for peer in chosen
+        }
+        flops = forward_flops(operands) * (BACKWARD_FLOPS if direction == "backward" else 1.0)
+        said: dict[str, dict[str, Any]] = {}
+        calls: dict[str, Call] = {}
+        details: dict[str, dict[str, Any]] = {}
+        for name, found in prepared.items():
+            if isinstance(found, dict):
+                said[name] = found
+                continue
+            wrong = oracle.violations(direction, found.results)
+            if wrong:
+                said[name] = {"status": "wrong", "violations": wrong, **found.details}
+            else:
+                calls[name], details[name] = found.call, found.details
+        del prepared, threaded
+        preparation = time.perf_counter() - start
+        timed = {name: rates(flops, samples) | details[name] for name, samples in measure(calls, method).items()}
+        cells.append(
+            {
+                "case": case.name,
+                "direction": direction,
+                "sizes": changed_fields(case),
+                "flops": flops,
+                "preparation_s": preparation,
+                "measurement_s": time.perf_counter() - start - preparation,
+                "implementations": {peer.name: timed.get(peer.name) or said[peer.name] for peer in chosen},
+            }
+        )
+        calls.clear()
+        gc.collect()
+    return cells
+
+
+def changed_fields(case: AttentionCase) -> dict[str, Any]:
+    """A case as JSON: the sizes, and the options it uses."""
+    always = ("batch", "q_length", "heads", "head_dim", "dtype", "causal")
+    return {
+        field.name: getattr(case, field.name)
+        for field in dataclasses.fields(case)
+        if field.name != "name" and (field.name in always or getattr(case, field.name) != field.default)
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def driver() -> str | None:
+    """The driver, the power limit and the clocks as they stand."""
+    query = "driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.max.mem,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{query}: {done.stdout.strip()}"
+
+
+def yardstick(method: Method, size: int = 8192) -> dict[str, Any]:
+    """A bfloat16 matrix product on the same card in the same run: what runs of two days have in common."""
+    matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    call = Call(jax.jit(jnp.matmul), (matrix, matrix))
+    return {"size": size, **rates(2.0 * size**3, measure({"": call}, method)[""])}
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> str:
+    """A line per cell: TFLOP/s of each implementation, and ours over the best peer's."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell["implementations"]))
+    lines = [f"{'case':20} {'':8} " + " ".join(f"{name:>13}" for name in names) + f" {'ours/best':>10} {'FA4*':>6}"]
+    for cell in cells:
+        found = cell["implementations"]
+        shown = []
+        for name in names:
+            mine = found.get(name, {"status": "–"})
+            shown.append(f"{mine['tflops']:.3g}" if mine["status"] == "timed" else mine["status"])
+        ratio = ours_over_best(cell)
+        published = PUBLISHED[cell["direction"]].get(cell["case"])
+        lines.append(
+            f"{cell['case']:20} {cell['direction']:8} "
+            + " ".join(f"{text:>13}" for text in shown)
+            + f" {'' if ratio is None else f'{ratio:.3f}':>10} {published or '':>6}"
+        )
+    return "\n".join([*lines, f"* {PUBLISHED['implementation']}, {PUBLISHED['date']}: {PUBLISHED['note']}"])
+
+
+def ours_over_best(cell: Mapping[str, Any]) -> float | None:
+    timed = {name: found["tflops"] for name, found in cell["implementations"].items() if found["status"] == "timed"}
+    ours = timed.pop(OURS, None)
+    return ours / max(timed.values()) if ours and timed else None
+
+
+def plot(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Grouped bars, a panel per group of cases and direction; a line over a group is the published figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # an accelerator's machine has no display
+    import matplotlib.pyplot as plt
+
+    named = list(dict.fromkeys(name for cell in cells for name in cell["implementations"]))
+    names = [n for n in named if any(c["implementations"].get(n, {}).get("status") == "timed" for c in cells)]
+    panels = []
+    for group, cases in GROUPS.items():
+        for direction in DIRECTIONS:
+            mine = [cell for cell in cells if cell["case"] in cases and cell["direction"] == direction]
+            if mine:
+                panels.append((f"{group} cases, {direction}", mine))
+    if not panels or not names:
+        return
+    figure, axes = plt.subplots(len(panels), 1, figsize=(15, 3.6 * len(panels)), squeeze=False, layout="constrained")
+    colours = {name: matplotlib.colormaps["tab10"](index) for index, name in enumerate(names)}
+    width = 0.84 / len(names)
+    for axis, (heading, mine) in zip(axes[:, 0], panels, strict=True):
+        for place, cell in enumerate(mine):
+            for index, name in enumerate(names):
+                found = cell["implementations"].get(name, {"status": ""})
+                if found["status"] == "timed":
+                    x = place + (index - (len(names) - 1) / 2) * width
+                    axis.bar(x, found["tflops"], 0.94 * width, color=colours[name])
+                    axis.text(
+                        x, found["tflops"], f" {found['tflops']:.3g}", rotation=90, ha="center", va="bottom", size=7
+                    )
+            published = PUBLISHED[cell["direction"]].get(cell["case"])
+            if published:
+                axis.hlines(published, place - 0.45, place + 0.45, colors="black", linestyles="dashed", linewidth=1)
+        axis.set_title(heading, loc="left", size=10)
+        axis.set_ylabel("TFLOP/s")
+        axis.set_xticks(range(len(mine)), [cell["case"].replace("_", " ") for cell in mine], size=8)
+        axis.set_xlim(-0.6, len(mine) - 0.4)
+        axis.margins(y=0.18)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    labels = list(names)
+    if any("hopper" in heading for heading, _ in panels):
+        handles.append(plt.Line2D([], [], color="black", linestyle="dashed", linewidth=1))
+        labels.append(f"{PUBLISHED['implementation']}, {PUBLISHED['date']}, not in this run")
+    figure.suptitle(title, size=11)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+class Record:
+    """The file of results, written anew after every case: what was measured survives what comes after."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any], *, keep: bool) -> None:
+        self.path, self.runs, self.cells = path, [dict(run)], list[dict[str, Any]]()
+        if keep and path.is_file():
+            earlier = json.loads(path.read_text())
+            self.runs, self.cells = [*earlier["runs"], dict(run)], earlier["cells"]
+
+    def add(self, cells: Iterable[Mapping[str, Any]]) -> None:
+        """Adds cells of this run; those of the same case and direction in an earlier run give way."""
+        new = [{**cell, "run": len(self.runs) - 1} for cell in cells]
+        replaced = {(cell["case"], cell["direction"]) for cell in new}
+        self.cells = [cell for cell in self.cells if (cell["case"], cell["direction"]) not in replaced] + new
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"benchmark": "attention", "runs": self.runs, "published": PUBLISHED, "cells": self.cells}
+        self.path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def chosen_cases(names: str) -> list[AttentionCase]:
+    """Cases by name or by group, in the order asked for."""
+    found: dict[str, AttentionCase] = {}
+    every = {name: case for group in GROUPS.values() for name, case in group.items()}
+    for name in names.split(","):
+        if name not in GROUPS and name not in every:
+            raise SystemExit(f"no case or group {name!r}; there are {', '.join([*GROUPS, *every])}")
+        found |= GROUPS.get(name) or {name: every[name]}
+    return list(found.values())
+
+
+def chosen_peers(names: str, platform: str | None) -> tuple[list[Peer], list[str]]:
+    """The peers named that are installed, and the names of those that are not."""
+    every = peers(platform)
+    unknown = [name for name in names.split(",") if name not in every]
+    if unknown:
+        raise SystemExit(f"no peer {', '.join(map(repr, unknown))}; there are {', '.join(every)}")
+    here, absent = [], []
+    for name in names.split(","):
+        try:
+            if every[name].distribution is not None:
+                importlib.metadata.version(str(every[name].distribution))
+            here.append(every[name])
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    return here, absent
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    usual = [name for name in peers(None) if name != "xla"]
+    parser.add_argument("--cases", default="hopper,own", help="names, or groups: " + ", ".join(GROUPS))
+    parser.add_argument("--directions", default=",".join(DIRECTIONS))
+    parser.add_argument("--peers", default=",".join(usual), help="of " + ", ".join(peers(None)))
+    parser.add_argument("--platform", help="the platform of ours; the best by default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=20, help="queued calls in a sample; slow ones are fewer")
+    parser.add_argument("--device-time", choices=("cupti", "wall"), help="cupti on a GPU by default")
+    parser.add_argument("--jobs", type=int, default=4, help="compilations at once")
+    parser.add_argument("--seconds", type=float, help="start no case after this many seconds")
+    parser.add_argument("--keep", action="store_true", help="keep the cells in --out that this run does not measure")
+    parser.add_argument("--out", type=Path, help="the record; results/<device>/attention.json by default")
+    parser.add_argument("--plot", type=Path, help="the plot; beside the record by default")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    start = time.monotonic()
+    chosen = arguments(argv)
+    # PyTorch and jax share the card.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    cases = chosen_cases(chosen.cases)
+    selected, absent = chosen_peers(chosen.peers, chosen.platform)
+    directions = [direction for direction in DIRECTIONS if direction in chosen.directions.split(",")]
+    gpu = jax.default_backend() == "gpu"
+    device_time = chosen.device_time or ("cupti" if gpu else "wall")
+    method = Method(chosen.rounds, chosen.calls, device_time, chosen.jobs)
+    run: dict[str, Any] = {
+        "environment": environment(),
+        "versions": versions(),
+        "driver": driver(),
+        "method": dataclasses.asdict(method),
+        "absent": absent,
+        "yardstick": yardstick(method) if gpu else None,
+    }
+    out = chosen.out or RESULTS / device_name() / "attention.json"
+    record = Record(out, run, keep=chosen.keep)
+    for case in cases:
+        if chosen.seconds is not None and time.monotonic() - start > chosen.seconds:
+            print(f"{case.name}: not started, {chosen.seconds:.0f} s are over")
+            continue
+        cells = run_case(case, selected, directions, method)
+        record.add(cells)
+        print("\n".join(table(cells).splitlines()[:-1]), flush=True)
+        for cell in cells:
+            for name, found in cell["implementations"].items():
+                said = "; ".join(found.get("violations", [])) or found.get("message")
+                if found["status"] in ("wrong", "failed"):
+                    print(f"  {name} {cell['direction']} {found['status']}: {said}"[:600], flush=True)
+    where = chosen.plot or out.with_suffix(".png")
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    plot(record.cells, where, f"Attention on {run['environment']['device']}, {day}: TFLOP/s of {device_time} time")
+    if run["yardstick"]:
+        print(f"bf16 8192³ matrix product: {run['yardstick']['tflops']:.0f} TFLOP/s")
+    print(table(record.cells))
+    print(f"written to {out} and {where}{f'; not installed: {absent}' if absent else ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What ptxas makes of Mosaic GPU kernels for an H100, on a machine that has none.
+
+Wants jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version, nvidia-cuda-nvcc and nvidia-nvvm. The GPU's
+properties that XLA asks a driver for are in h100.txtpb.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
+
+_H100 = pathlib.Path(__file__).with_name("h100.txtpb")
+_DUMPS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")  # on standard output; a folder would get every pass
+_SALTS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelReport:
+    """One kernel as ptxas compiled it.
+
+    Attributes:
+      name: of the kernel's body.
+      registers: per thread, before `setmaxnreg` moves them between warpgroups.
+      stack, spill_stores, spill_loads: bytes per thread.
+      serialised: whether ptxas made every wgmma wait for the one before.
+      shared_bytes: what the kernel's scratch takes of a block's shared memory; None where some kernel of the program
+        was lowered or compiled more often than the other, so that the two lists cannot be matched.
+    """
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    serialised: bool
+    shared_bytes: int | None = None
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the kernel must not ship; empty if it may."""
+        found = []
+        if self.spill_stores or self.spill_loads:
+            found.append(f"{self.name} spills: {self.spill_stores=}, {self.spill_loads=}, {self.registers=}")
+        if self.serialised:
+            found.append(f"{self.name}: its wgmmas are serialised")
+        return found
+
+
+def missing_packages() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    found = _spec("jax_plugins.xla_cuda13") is not None
+    missing = [] if found else ["jax-cuda13-plugin and jax-cuda13-pjrt"]
+    tools = _cuda_tools()
+    missing += [
+        package
+        for package, path in (("nvidia-cuda-nvcc", "bin/ptxas"), ("nvidia-nvvm", "nvvm/libdevice/libdevice.10.bc"))
+        if tools is None or not (tools / path).exists()
+    ]
+    return f"not installed: {', '.join(missing)} (make aot installs them)" if missing else ""
+
+
+def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
+    """Lowers and compiles `function` and reports on each Mosaic GPU kernel, in the order of compilation.
+
+    `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
+    beyond the shared memory of a block raises here as it would on the card.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(_topology().devices[0])
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    with (
+        _standard_output() as output,
+        _kernels_of_their_own(),
+        mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
+        abstract_h100(),
+    ):
+        fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
+        fresh.trace(*structs).lower(lowering_platforms=("cuda",)).compile()
+    return parse_reports(output())
+
+
+def abstract_h100() -> Any:
+    """Context in which programs are traced as for an H100."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def parse_reports(text: str) -> list[KernelReport]:
+    """Reads what Mosaic GPU says of resources and ptxas of the kernels; each run of ptxas ends with its time."""
+    reports = []
+    for block in re.split(r"Compile time = .*", text):
+        entry = re.search(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", block)
+        if entry is None:
+            continue
+        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block)
+        used = re.search(r"Used (\d+) registers", block)
+        if frame is None or used is None:
+            raise ValueError(f"ptxas says nothing of the registers or spills of {entry[1]}:\n{block}")
+        stack, stores, loads = (int(number) for number in frame.groups())
+        serialised = "C7510" in block or "serializ" in block
+        reports.append(KernelReport(entry[1], int(used[1]), stack, stores, loads, serialised))
+    shared = [int(number) for number in re.findall(r"smem_scratch_bytes=(\d+)", text)]
+    if len(shared) == len(reports):
+        reports = [dataclasses.replace(r, shared_bytes=size) for r, size in zip(reports, shared, strict=True)]
+    return reports
+
+
+def _spec(module: str) -> Any:
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the package that it would be in
+        return None
+
+
+def _cuda_tools() -> pathlib.Path | None:
+    """The folder of the nvidia packages for CUDA 13, which hold their parts of one toolkit."""
+    nvidia = _spec("nvidia")
+    folders = [] if nvidia is None else [pathlib.Path(path, "cu13") for path in nvidia.submodule_search_locations]
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+@functools.cache
+def _topology() -> Any:
+    reason = missing_packages()
+    if reason:
+        raise RuntimeError(reason)
+    # Mosaic GPU and XLA look for ptxas on the path, not among the packages.
+    os.environ["PATH"] = f"{_cuda_tools()}/bin{os.pathsep}{os.environ['PATH']}"
+    importlib.import_module("jax_plugins.xla_cuda13")._load_nvidia_libraries()
+    return topologies.get_topology_desc("h100", platform="cuda", target_config=_H100.read_text(), topology="1x1x1")
+
+
+@contextlib.contextmanager
+def _kernels_of_their_own() -> Iterator[None]:
+    """JAX 0.12 compiles a kernel once per process, found by its hash; ptxas says nothing of one that it knows."""
+    salt = next(_SALTS).to_bytes(8)
+    hashes = types.SimpleNamespace(sha256=lambda data: hashlib.sha256(data + salt))
+    with mock.patch.object(mosaic_gpu_core, "hashlib", hashes):
+        yield
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[Callable[[], str]]:
+    """Collects what Python and what the compiler write to standard output."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+
+        def read() -> str:
+            return text
+
+        text = ""
+        os.dup2(file.fileno(), 1)
+        try:
+            with contextlib.redirect_stdout(os.fdopen(os.dup(1), "w")) as stream, stream:
+                yield read
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            file.seek(0)
+            text = file.read()

@@ -1,0 +1,135 @@
+"""Every config that selection or tuning can take on a Hopper GPU compiles without spills or serialised wgmmas."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot.compiler import abstract_h100, compile_for_h100, missing_packages
+from tilewright.kernels.flash_attention import cases
+from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.device import current_device
+
+if missing_packages():
+    pytest.skip(missing_packages(), allow_module_level=True)
+
+BACKEND = PallasGpuFlashAttention()
+
+
+def case(name: str, **options: Any) -> AttentionCase:
+    sizes: dict[str, Any] = {"batch": 2, "q_length": 1024, "heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    return AttentionCase(name, **sizes | options)
+
+
+# What takes registers for each score: with every tile that a head dim has.
+SCORE_OPTIONS: dict[str, dict[str, Any]] = {
+    "soft_cap": {"causal": True, "logits_soft_cap": 30.0},
+    "bias": {"bias": "bhqk"},
+    "mask": {"mask": "bhqk"},
+    "segments": {"segments": True, "causal": True},
+    "dropout": {"dropout_prob": 0.1},
+    "everything": {
+        "causal": True,
+        "sliding_window": (256, 64),
+        "logits_soft_cap": 30.0,
+        "bias": "hqk",
+        "mask": "bk",
+        "segments": True,
+        "lengths": True,
+        "sinks": 2,
+        "dropout_prob": 0.1,
+        "kv_heads": 2,
+    },
+}
+SCORE_CASES = [
+    case(f"{name}_d{head_dim}", head_dim=head_dim, **options)
+    for head_dim in (64, 128, 256)
+    for name, options in SCORE_OPTIONS.items()
+]
+OTHER_CASES = [
+    case("window", causal=True, sliding_window=255),
+    case("window_both_sides", sliding_window=(128, 64)),
+    case("lengths", lengths=True),
+    case("packed", batch=1, packed=True, causal=True),
+    case("bias_of_heads", bias="hqk"),
+    case("bias_of_keys", bias="bk"),
+    case("mask_of_keys", mask="bk"),
+    case("sinks", causal=True, sinks=1),
+    case("grouped", causal=True, kv_heads=2),
+    case("one_kv_head", kv_heads=1),
+    case("d96", head_dim=96, causal=True),
+    case("d192", head_dim=192, causal=True),
+    case("d192_v128", head_dim=192, value_dim=128, causal=True),
+    case("d64_v128", head_dim=64, value_dim=128),
+    case("d128_v64", head_dim=128, value_dim=64),
+    case("d40", head_dim=40),
+    case("float16_d64", dtype="float16", head_dim=64),
+    case("float16", dtype="float16", causal=True),
+    case("ragged", q_length=1000, kv_length=777, causal=True, causal_alignment="bottom_right"),
+    case("one_query", q_length=1, kv_length=2048, kv_heads=2),
+    case("short", q_length=20, kv_length=30),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """One config of one call, by shapes alone."""
+
+    name: str
+    inputs: AttentionInputs
+    direction: Direction
+    params: Any
+
+
+def compilations() -> Iterator[Compilation]:
+    op = FlashAttention()
+    for each in (*HOPPER_CASES.values(), *SCORE_CASES, *OTHER_CASES):
+        with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
+            arrays, kwargs = each.arguments()
+        inputs = op.inputs(**_named(op, arrays, kwargs))
+        problem = AttentionProblem.of(inputs)
+        with abstract_h100():
+            device = current_device()
+            for direction in ("forward", "backward"):
+                if BACKEND.not_supported_reasons(problem, device, direction):
+                    continue
+                heuristic = BACKEND.heuristic(problem, device, direction)
+                for params in dict.fromkeys([heuristic, *BACKEND.candidates(problem, device, direction)]):
+                    sizes = "x".join(str(value) for value in dataclasses.astuple(params) if value is not None)
+                    yield Compilation(f"{each.name}-{direction}-{sizes}", inputs, direction, params)
+
+
+def _named(op: FlashAttention, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    args, options = op.prepare(*arrays, **kwargs)
+    return dict(zip(("query", "key", "value", "bias", "mask", "softmax_aux"), args, strict=True)) | options
+
+
+def program(compilation: Compilation) -> tuple[Any, tuple[Any, ...]]:
+    """The function to compile, and its arguments' shapes."""
+    inputs, params = compilation.inputs, compilation.params
+    if compilation.direction == "forward":
+        return lambda inputs: BACKEND.forward(inputs, params), (inputs,)
+    batch, q_length, heads, _ = inputs.query.shape
+    out = jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
+    lse = jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)
+    return (
+        lambda inputs, results, cotangents: BACKEND.backward(inputs, results, cotangents, params),
+        (inputs, (out, lse), (out, lse)),
+    )
+
+
+@pytest.mark.parametrize("compilation", list(compilations()), ids=lambda compilation: compilation.name)
+def test_compiles_without_spills(compilation: Compilation) -> None:
+    function, arguments = program(compilation)
+    reports = compile_for_h100(function, *arguments)
+    assert reports, "ptxas was not run"
+    assert [fault for report in reports for fault in report.faults] == []

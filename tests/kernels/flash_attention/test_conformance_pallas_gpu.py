@@ -1,0 +1,97 @@
+"""The conformance suite on the Hopper kernels, interpreted on the CPU."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from tests.kernels.flash_attention.conformance import Conformance, cotangents, oracle
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
+from tilewright.ops.execution.numerics import violations
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    with interpret_mosaic():
+        yield
+
+
+class TestConformance(Conformance):
+    backend = PallasGpuFlashAttention()
+
+
+def run(case: AttentionCase, forward: HopperForwardParams, backward: HopperBackwardParams) -> None:
+    """Compares one config of each direction with the oracle."""
+    arrays, kwargs = case.arguments()
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    d_out, d_lse = cotangents(inputs)
+    backend = PallasGpuFlashAttention()
+    results = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
+    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+    got = {"out": results[0], "lse": results[1]}
+    found = {name: violations(got[name], exact.results[name], low.results[name], 2.0) for name in got}
+    if case.bias is None:
+        run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
+        gradients = run_backward(inputs, results, (d_out, d_lse))
+        for name, ref in exact.gradients.items():
+            found[name] = violations(gradients[name], ref, low.gradients[name], 2.0)
+    assert not any(found.values()), {name: what for name, what in found.items() if what}
+
+
+FORWARD = [
+    HopperForwardParams(128, 64, 2, False, False),
+    HopperForwardParams(128, 64, 3, True, True),
+    HopperForwardParams(192, 80, 2, True, True),
+    HopperForwardParams(192, 128, 2, False, True),
+]
+BACKWARD = [HopperBackwardParams(*rest) for rest in ((64, 1, False), (64, 2, True), (128, 2, False), (64, 2, False))]
+
+
+@pytest.mark.parametrize(("forward", "backward"), list(zip(FORWARD, BACKWARD, strict=True)))
+@pytest.mark.parametrize("causal", [False, True])
+def test_configs(forward: HopperForwardParams, backward: HopperBackwardParams, causal: bool):
+    dim = 64 if backward.block_q == 128 else 128
+    case = AttentionCase("", 1, 330, 290, heads=4, kv_heads=2, head_dim=dim, dtype="bfloat16", causal=causal)
+    run(case, forward, backward)
+
+
+@pytest.mark.parametrize("bias", ["bhqk", "hqk", "bk", "q", ""])
+def test_forward_adds_a_bias(bias: str):
+    case = AttentionCase("", 2, 70, 150, heads=2, head_dim=64, dtype="bfloat16", causal=True, bias=bias)
+    run(case, FORWARD[0], BACKWARD[0])
+
+
+def test_wide_heads_forward():
+    case = AttentionCase("", 1, 150, 200, heads=1, head_dim=256, value_dim=190, dtype="float16", bias="")
+    run(case, HopperForwardParams(128, 64), BACKWARD[0])
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_races(index: int):
+    case = AttentionCase("", 1, 150, 200, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16", causal=True)
+    with interpret_mosaic(detect_races=True):
+        run(case, FORWARD[0], BACKWARD[index])
+
+
+def test_a_config_that_does_not_fit_is_refused():
+    arrays, kwargs = AttentionCase("", 1, 64, heads=1, head_dim=256, dtype="bfloat16").arguments()
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    with pytest.raises(ValueError, match="shared memory"):
+        PallasGpuFlashAttention().forward(inputs, HopperForwardParams(128, 128, 4))
+
+
+def test_nothing_is_seen_where_a_tile_is_empty():
+    case = AttentionCase("", 1, 300, 300, heads=1, head_dim=64, dtype="bfloat16", packed=True, causal=True)
+    arrays, kwargs = case.arguments()
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    out, lse = jax.jit(lambda inputs: PallasGpuFlashAttention().forward(inputs, FORWARD[0]))(inputs)
+    assert np.array_equal(np.isneginf(np.asarray(lse))[0, 0], ~np.asarray(out).any(axis=(2, 3))[0])

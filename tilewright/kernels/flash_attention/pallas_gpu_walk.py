@@ -1,0 +1,241 @@
+"""Which tiles of the score matrix a program of a Hopper kernel visits, and in which order.
+
+A walk is seen from one side: its *rows* are the queries and its *columns* the keys in the forward pass and for dQ; for
+dK and dV it is the other way round. The order of tiles is free, so those that need a mask come first and the rest need
+none: two loops, no branch inside either.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from tilewright.kernels.masks import AndMask, BandMask, Mask, TileClass, TileGrid
+
+FAR = 1 << 30
+"""Beyond every difference of positions: an absent bound."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """``lowest <= key - query <= highest``, both inclusive; what all static bands of a mask leave."""
+
+    lowest: int = -FAR
+    highest: int = FAR
+
+    @property
+    def transposed(self) -> "Band":
+        return Band(-self.highest, -self.lowest)
+
+
+def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
+    """The static bands of a mask as one, and the rest of it, which they are combined with by AND."""
+    members = mask.masks if isinstance(mask, AndMask) else () if mask is None else (mask,)
+    bands = [part.difference_bounds for part in members if isinstance(part, BandMask) and part.is_static]
+    rest = [part for part in members if not (isinstance(part, BandMask) and part.is_static)]
+    band = Band(
+        max([-FAR, *(min(low, FAR) for low, _ in bands if low is not None)]),
+        min([FAR, *(max(high, -FAR) for _, high in bands if high is not None)]),
+    )
+    return band, None if not rest else rest[0] if len(rest) == 1 else AndMask(tuple(rest))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Steps:
+    """The visits of one program: the first ``masked`` of ``total`` (at least one) need the mask."""
+
+    masked: Any
+    total: Any
+    tile: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """The score matrix as a walk sees it, and its tiles."""
+
+    rows: int
+    columns: int
+    block_rows: int
+    block_columns: int
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.columns // self.block_columns)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BandWalk:
+    """A walk that follows from static bands by arithmetic.
+
+    ``masked_columns`` and ``masked_rows`` say whether the ragged last tile of a side counts as masked.
+    """
+
+    extent: Extent
+    band: Band
+    masked_rows: bool
+    masked_columns: bool
+
+    @property
+    def may_mask(self) -> bool:
+        return bool(np.any(self.counts()[0]))
+
+    def steps(self, tables: Any, batch: Any, head: Any, row_tile: Any) -> Steps:
+        low, full_low, full_high, high = self._bounds(row_tile, lax)
+        right = high - full_high
+        masked = right + full_low - low
+
+        def tile(step: Any) -> Any:
+            if isinstance(full_low, int) and full_low == 0:  # all masked tiles are on the right
+                return high - 1 - step
+            left = step - right
+            inner = jnp.where(step < masked, full_low - 1 - left, full_high - 1 - (step - masked))
+            return jnp.where(step < right, high - 1 - step, inner)
+
+        return Steps(masked, high - low, tile)
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Masked and all visits of each row of tiles, ``[row_tiles]``."""
+        low, full_low, full_high, high = (
+            np.broadcast_to(bound, (self.extent.row_tiles,))
+            for bound in self._bounds(np.arange(self.extent.row_tiles, dtype=np.int64), np)
+        )
+        return high - full_high + full_low - low, high - low
+
+    def _bounds(self, row_tile: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+        """First visible, first full, end of the full and end of the visible tiles, in this order."""
+        extent, width = self.extent, self.extent.block_columns
+        count, whole = extent.column_tiles, extent.columns // width if self.masked_columns else extent.column_tiles
+        first = row_tile * extent.block_rows
+        last = (
+            xp.minimum(first + extent.block_rows, extent.rows) - 1
+            if xp is np
+            else lax.min(first + extent.block_rows, jnp.int32(extent.rows)) - 1
+        )
+
+        def clip(value: Any, low: Any, high: Any) -> Any:
+            return np.clip(value, low, high) if xp is np else lax.max(lax.min(value, jnp.int32(high)), jnp.int32(low))
+
+        def quotient(value: Any) -> Any:  # of what is not negative: the device's division truncates
+            return value // width if xp is np else lax.div(value, jnp.int32(width))
+
+        low: Any = 0
+        full_low: Any = 0
+        if self.band.lowest > -extent.rows:
+            low = quotient(clip(first + self.band.lowest, 0, extent.columns - 1))
+            full_low = quotient(clip(last + self.band.lowest, 0, count * width) + (width - 1))
+        high: Any = count
+        full_high: Any = whole
+        if self.band.highest < extent.columns - 1:
+            high = quotient(clip(last + self.band.highest, 0, extent.columns - 1)) + 1
+            full_high = _least(quotient(clip(first + self.band.highest + 1, 0, count * width)), whole, xp)
+        if self.masked_rows and extent.rows % extent.block_rows:
+            ragged = row_tile == extent.row_tiles - 1
+            full_high = np.where(ragged, 0, full_high) if xp is np else jnp.where(ragged, 0, full_high)
+        # A row of tiles that sees nothing visits one tile, whose mask hides all of it.
+        high = _greatest(high, low + 1, xp)
+        full_low = _least(_greatest(full_low, low, xp), high, xp)
+        full_high = _least(_greatest(full_high, full_low, xp), high, xp)
+        return low, full_low, full_high, high
+
+
+def _least(a: Any, b: Any, xp: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return np.minimum(a, b) if xp is np else jnp.minimum(a, b)
+
+
+def _greatest(a: Any, b: Any, xp: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return np.maximum(a, b) if xp is np else jnp.maximum(a, b)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableWalk:
+    """A walk that arrays decide: tiles listed by a small XLA program before the kernel, masked ones first."""
+
+    extent: Extent
+    batches: int
+    heads: int
+
+    @property
+    def may_mask(self) -> bool:
+        return True
+
+    def steps(self, tables: tuple[Any, Any], batch: Any, head: Any, row_tile: Any) -> Steps:
+        counts, entries = tables
+        index = (batch if self.batches > 1 else 0, head if self.heads > 1 else 0, row_tile)
+        return Steps(counts[(*index, 0)], counts[(*index, 1)], lambda step: entries[(*index, step)])
+
+
+type Walk = BandWalk | TableWalk
+type Tables = tuple[Int[Array, "#batch #heads row_tiles 2"], Int[Array, "#batch #heads row_tiles column_tiles"]]
+
+
+def plan_walk(
+    mask: Mask | None, extent: Extent, *, transposed: bool, masked_rows: bool, masked_columns: bool
+) -> tuple[Walk, Tables | tuple[()]]:
+    """The walk of one kernel, and its tables (none for static bands).
+
+    Args:
+      transposed: rows are keys.
+      masked_rows, masked_columns: whether a tile that hangs over the end of that side needs the mask.
+    """
+    band, rest = split_mask(mask)
+    if rest is None:
+        return BandWalk(extent, band.transposed if transposed else band, masked_rows, masked_columns), ()
+    if transposed:
+        grid = TileGrid(extent.columns, extent.rows, extent.block_columns, extent.block_rows)
+    else:
+        grid = TileGrid(extent.rows, extent.columns, extent.block_rows, extent.block_columns)
+    assert mask is not None
+    classes = jnp.asarray(mask.classify(grid))
+    classes = jnp.swapaxes(classes, 2, 3) if transposed else classes
+    ragged = np.zeros((extent.row_tiles, extent.column_tiles), bool)
+    ragged[-1] |= masked_rows and extent.rows % extent.block_rows != 0
+    ragged[:, -1] |= masked_columns and extent.columns % extent.block_columns != 0
+    classes = jnp.where(ragged, jnp.minimum(classes, TileClass.PARTIAL), classes)
+    order = jnp.where(classes == TileClass.PARTIAL, 0, jnp.where(classes == TileClass.FULL, 1, 2))
+    entries = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
+    masked = jnp.sum(classes == TileClass.PARTIAL, axis=-1, dtype=jnp.int32)
+    total = masked + jnp.sum(classes == TileClass.FULL, axis=-1, dtype=jnp.int32)
+    counts = jnp.stack([jnp.where(total == 0, 1, masked), jnp.maximum(total, 1)], axis=-1)
+    return TableWalk(extent, classes.shape[0], classes.shape[1]), (counts, entries)
+
+
+def visits(walk: Walk, mask: Mask | None, transposed: bool) -> np.ndarray:
+    """Visits of each row of tiles as far as static bands tell, ``[row_tiles]``: what longest-first order goes by."""
+    if isinstance(walk, TableWalk):
+        band, _ = split_mask(mask)
+        walk = BandWalk(walk.extent, band.transposed if transposed else band, True, True)
+    return walk.counts()[1]
+
+
+def program_order(visits: np.ndarray, matrices: int, matrices_at_once: int) -> np.ndarray:
+    """Work items in the order in which they start, ``[matrices · row_tiles]``: matrix · row_tiles + row tile.
+
+    Matrices (a batch element's head) are taken in groups whose keys and values fit the L2 cache together; in a group
+    the longest rows of tiles start first, so that the short ones fill what is left at the end.
+    """
+    tiles = len(visits)
+    longest_first = np.argsort(-visits, kind="stable")
+    items = []
+    for start in range(0, matrices, matrices_at_once):
+        group = np.arange(start, min(start + matrices_at_once, matrices))
+        items.append((group[None, :] * tiles + longest_first[:, None]).reshape(-1))
+    return np.concatenate(items).astype(np.int32)
+
+
+def item_of_program(program: Any, turn: Any, programs: int, items: int) -> Any:
+    """The place in the order of a persistent program's ``turn``-th item: back and forth over the programs."""
+    if programs >= items:
+        return program
+    return turn * programs + jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, programs - 1 - program)
