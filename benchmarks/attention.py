@@ -7,7 +7,6 @@ a wrong one is recorded as wrong. Implementations take turns within a case. ``py
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import gc
 import importlib
@@ -245,7 +244,11 @@ def attempt(peer: Peer, operands: Operands, direction: Direction) -> Prepared | 
     except CannotServeError as error:
         return {"status": "cannot", "message": str(error)}
     except Exception as error:  # the failure of one peer is a result, whatever it is; the others are still measured
-        return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
+        return failure(error)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def wall_ms(call: Call, calls: int) -> float:
@@ -282,28 +285,44 @@ def device_ms(call: Call, calls: int) -> list[float]:
 
 
 def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, Any]]:
-    """Raw samples of every call, taken in turn, every second round backwards."""
+    """Raw samples of every call, taken in turn, every second round backwards; why there are none of one that fails."""
     found: dict[str, dict[str, Any]] = {}
-    for name, call in named.items():
+    running = dict(named)
+
+    def step(name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # as in attempt
+            found[name] = failure(error)
+            del running[name]
+
+    def warm(name: str, call: Call) -> None:
         wall_ms(call, 1)
         once = wall_ms(call, 1)
         calls = max(min(FEWEST_CALLS, method.calls), min(method.calls, int(LONGEST_SAMPLE_MS / max(once, 1e-3))))
         found[name] = {"calls": calls, "device_ms": [], "wall_ms": []}
+
+    def sample(name: str, call: Call) -> None:
+        mine = found[name]
+        if method.device_time == "cupti" and "device_error" not in mine:
+            try:
+                mine["device_ms"].append(device_ms(call, mine["calls"]))
+            except Exception as error:  # the profiler's own, or the wall clock fails, too; the record says which
+                mine["device_error"] = failure(error)["message"]
+        mine["wall_ms"].append(wall_ms(call, mine["calls"]))
+
+    for name, call in named.items():
+        step(name, functools.partial(warm, name, call))
     for turn in range(method.rounds):
-        names = list(named) if turn % 2 == 0 else list(named)[::-1]
-        for name in names:
-            mine = found[name]
-            if method.device_time == "cupti" and "device_error" not in mine:
-                try:
-                    mine["device_ms"].append(device_ms(named[name], mine["calls"]))
-                except RuntimeError as error:  # the profiler's own; the wall clock stands in and the record says so
-                    mine["device_error"] = str(error)[:500]
-            mine["wall_ms"].append(wall_ms(named[name], mine["calls"]))
+        for name, call in list(running.items())[:: 1 if turn % 2 == 0 else -1]:
+            step(name, functools.partial(sample, name, call))
     return found
 
 
 def rates(flops: float, samples: dict[str, Any]) -> dict[str, Any]:
-    """The samples with medians and TFLOP/s: by device time where every round has one."""
+    """The samples with medians and TFLOP/s: by device time where every round has one. A failure as it is."""
+    if "wall_ms" not in samples:
+        return samples
     whole = len(samples["device_ms"]) == len(samples["wall_ms"]) and "device_error" not in samples
     device = [value for sample in samples["device_ms"] for value in sample] if whole else []
     wall = statistics.median(samples["wall_ms"])
@@ -325,34 +344,13 @@ def run_case(case: AttentionCase, chosen: Sequence[Peer], directions: Iterable[D
     cells = []
     for direction in directions:
         start = time.perf_counter()
-        # Compilation in threads: most of it is outside Python. PyTorch's choice of a backend is the process's.
-        with concurrent.futures.ThreadPoolExecutor(method.jobs) as pool:
-            expected = pool.submit(oracle.compute, direction)
-            threaded = {
-                peer.name: pool.submit(attempt, peer, operands, direction)
-                for peer in chosen
-                if not isinstance(peer, TorchPeer)
-            }
-            expected.result()
-        prepared = {
-            peer.name: threaded[peer.name].result() if peer.name in threaded else attempt(peer, operands, direction)
-            for peer in chosen
-        }
-        flops = forward_flops(operands) * (BACKWARD_FLOPS if direction == "backward" else 1.0)
-        said: dict[str, dict[str, Any]] = {}
-        calls: dict[str, Call] = {}
-        details: dict[str, dict[str, Any]] = {}
-        for name, found in prepared.items():
-            if isinstance(found, dict):
-                said[name] = found
-                continue
-            wrong = oracle.violations(direction, found.results)
-            if wrong:
-                said[name] = {"status": "wrong", "violations": wrong, **found.details}
-            else:
-                calls[name], details[name] = found.call, found.details
-        del prepared, threaded
+        prepared = prepare(operands, oracle, chosen, direction, method.jobs)
+        calls = {name: found.call for name, found in prepared.items() if isinstance(found, Prepared)}
+        details = {name: found.details for name, found in prepared.items() if isinstance(found, Prepared)}
+        said = {name: found for name, found in prepared.items() if isinstance(found, dict)}
+        del prepared  # and with it the results
         preparation = time.perf_counter() - start
+        flops = forward_flops(operands) * (BACKWARD_FLOPS if direction == "backward" else 1.0)
         timed = {name: rates(flops, samples) | details[name] for name, samples in measure(calls, method).items()}
         cells.append(
             {
@@ -368,6 +366,34 @@ def run_case(case: AttentionCase, chosen: Sequence[Peer], directions: Iterable[D
         calls.clear()
         gc.collect()
     return cells
+
+
+def prepare(
+    operands: Operands, oracle: Oracle, chosen: Sequence[Peer], direction: Direction, jobs: int
+) -> dict[str, Prepared | dict[str, Any]]:
+    """By peer the compiled call, if its results are right, or why it is not to be timed."""
+    # Compilation in threads: most of it is outside Python. PyTorch's choice of a backend is the process's.
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        expected = pool.submit(oracle.compute, direction)
+        threaded = {
+            peer.name: pool.submit(attempt, peer, operands, direction)
+            for peer in chosen
+            if not isinstance(peer, TorchPeer)
+        }
+    expected.result()
+    found: dict[str, Prepared | dict[str, Any]] = {}
+    for peer in chosen:
+        name = peer.name
+        mine = threaded[name].result() if name in threaded else attempt(peer, operands, direction)
+        if isinstance(mine, Prepared):
+            try:
+                wrong = oracle.violations(direction, mine.results)
+            except Exception as error:  # as in attempt: results that cannot be compared, or read
+                mine = failure(error)
+            else:
+                mine = {"status": "wrong", "violations": wrong, **mine.details} if wrong else mine
+        found[name] = mine
+    return found
 
 
 def changed_fields(case: AttentionCase) -> dict[str, Any]:
@@ -485,6 +511,12 @@ def plot(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def title(run: Mapping[str, Any]) -> str:
+    """Of the plot of a run."""
+    environment, method = run["environment"], run["method"]
+    return f"Attention on {environment['device']}, {environment['time'][:10]}: TFLOP/s of {method['device_time']} time"
+
+
 class Record:
     """The file of results, written anew after every case: what was measured survives what comes after."""
 
@@ -499,9 +531,19 @@ class Record:
         new = [{**cell, "run": len(self.runs) - 1} for cell in cells]
         replaced = {(cell["case"], cell["direction"]) for cell in new}
         self.cells = [cell for cell in self.cells if (cell["case"], cell["direction"]) not in replaced] + new
+        self.write()
+
+    def failed(self, case: str, error: Exception) -> None:
+        """Notes that a case has no cells of this run, and why."""
+        self.runs[-1].setdefault("failed", {})[case] = failure(error)["message"]
+        self.write()
+
+    def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         data = {"benchmark": "attention", "runs": self.runs, "published": PUBLISHED, "cells": self.cells}
-        self.path.write_text(json.dumps(data, indent=1) + "\n")
+        part = self.path.with_suffix(".part")  # a run that is killed leaves the old record or the new one
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(self.path)
 
 
 def chosen_cases(names: str) -> list[AttentionCase]:
@@ -547,6 +589,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the cells in --out that this run does not measure")
     parser.add_argument("--out", type=Path, help="the record; results/<device>/attention.json by default")
     parser.add_argument("--plot", type=Path, help="the plot; beside the record by default")
+    parser.add_argument("--only-plot", action="store_true", help="measure nothing, plot the record in --out")
     return parser.parse_args(argv)
 
 
@@ -555,9 +598,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = arguments(argv)
     # PyTorch and jax share the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    out = chosen.out or RESULTS / device_name() / "attention.json"
+    where = chosen.plot or out.with_suffix(".png")
+    if chosen.only_plot:
+        known = json.loads(out.read_text())
+        plot(known["cells"], where, title(known["runs"][-1]))
+        return
     cases = chosen_cases(chosen.cases)
     selected, absent = chosen_peers(chosen.peers, chosen.platform)
-    directions = [direction for direction in DIRECTIONS if direction in chosen.directions.split(",")]
+    asked = chosen.directions.split(",")
+    if not set(asked) <= set(DIRECTIONS):
+        raise SystemExit(f"no directions {chosen.directions!r}; there are {', '.join(DIRECTIONS)}")
+    directions = [direction for direction in DIRECTIONS if direction in asked]
     gpu = jax.default_backend() == "gpu"
     device_time = chosen.device_time or ("cupti" if gpu else "wall")
     method = Method(chosen.rounds, chosen.calls, device_time, chosen.jobs)
@@ -569,13 +621,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "absent": absent,
         "yardstick": yardstick(method) if gpu else None,
     }
-    out = chosen.out or RESULTS / device_name() / "attention.json"
     record = Record(out, run, keep=chosen.keep)
     for case in cases:
         if chosen.seconds is not None and time.monotonic() - start > chosen.seconds:
             print(f"{case.name}: not started, {chosen.seconds:.0f} s are over")
             continue
-        cells = run_case(case, selected, directions, method)
+        try:
+            cells = run_case(case, selected, directions, method)
+        except Exception as error:  # such as an oracle that does not fit beside the rest: the other cases do
+            print(f"{case.name} failed: {failure(error)['message']}", flush=True)
+            record.failed(case.name, error)
+            continue
         record.add(cells)
         print("\n".join(table(cells).splitlines()[:-1]), flush=True)
         for cell in cells:
@@ -583,13 +639,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 said = "; ".join(found.get("violations", [])) or found.get("message")
                 if found["status"] in ("wrong", "failed"):
                     print(f"  {name} {cell['direction']} {found['status']}: {said}"[:600], flush=True)
-    where = chosen.plot or out.with_suffix(".png")
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    plot(record.cells, where, f"Attention on {run['environment']['device']}, {day}: TFLOP/s of {device_time} time")
-    if run["yardstick"]:
-        print(f"bf16 8192³ matrix product: {run['yardstick']['tflops']:.0f} TFLOP/s")
     print(table(record.cells))
-    print(f"written to {out} and {where}{f'; not installed: {absent}' if absent else ''}")
+    yard = run["yardstick"]
+    if yard:
+        print(f"bf16 8192³ matrix product: {yard['tflops']:.0f} TFLOP/s" if "tflops" in yard else yard["message"])
+    print(f"written to {out}{f'; not installed: {absent}' if absent else ''}", flush=True)
+    try:
+        plot(record.cells, where, title(run))
+    except ImportError as error:  # an accelerator's machine may lack it
+        print(f"no plot: {error}; --only-plot makes one elsewhere")
 
 
 if __name__ == "__main__":

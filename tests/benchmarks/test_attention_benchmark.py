@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import attention
-from benchmarks.attention import OWN_CASES, SMOKE_CASES, Method, Operands, Oracle, forward_flops, main
-from benchmarks.attention_peers import OURS, JaxPeer, Peer, peers
+from benchmarks.attention import OWN_CASES, SMOKE_CASES, Method, Operands, Oracle, forward_flops, main, rates
+from benchmarks.attention_peers import OURS, Call, JaxPeer, Peer, peers
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES
 
 METHOD = Method(rounds=2, calls=2, device_time="wall", jobs=1)
@@ -72,6 +73,86 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "(1, 1)" in cell["implementations"]["nearly"]["violations"][0]
 
 
+def test_what_fails_is_recorded_and_the_rest_is_measured() -> None:
+    def raising(*_: Any) -> Any:
+        raise ZeroDivisionError("no such option")
+
+    def of_another_shape(operands: Operands, floats: Any, extras: Any) -> jax.Array:
+        return jnp.zeros((2, 1))
+
+    chosen: list[Peer] = [
+        JaxPeer("raises", raising),
+        JaxPeer("shapes", of_another_shape),
+        peers(None)["xla"],
+    ]
+    (cell,) = attention.run_case(SMOKE_CASES["smoke_causal"], chosen, ["forward"], METHOD)
+    found = cell["implementations"]
+    assert found["raises"] == {"status": "failed", "message": "ZeroDivisionError: no such option"}
+    assert found["shapes"]["status"] == "failed"
+    assert found["xla"]["status"] == "timed"
+    assert "failed" in attention.table([cell])
+
+
+def test_a_call_that_fails_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {name: Call(lambda: None, (), "jax") for name in ("first", "second", "third")}
+    left = {"first": 99, "second": 3, "third": 0}
+
+    def failing(call: Call, count: int) -> float:
+        (name,) = [name for name, known in calls.items() if known is call]
+        if left[name] == 0:
+            raise MemoryError("out of memory")
+        left[name] -= 1
+        return 1.0
+
+    monkeypatch.setattr(attention, "wall_ms", failing)
+    found = {name: rates(1e9, samples) for name, samples in attention.measure(calls, METHOD).items()}
+    assert found["first"]["status"] == "timed"
+    assert found["second"] == found["third"] == {"status": "failed", "message": "MemoryError: out of memory"}
+
+
+def test_device_time_of_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.mosaic.gpu import profiler
+
+    method = Method(rounds=2, calls=3, device_time="cupti", jobs=1)
+    call = {"": Call(jax.jit(jnp.sin), (jnp.ones(3),))}
+
+    def measured(times: Any) -> Any:
+        monkeypatch.setattr(profiler, "measure", lambda f, iterations: lambda *args: (f(*args), times))
+        return rates(1e6, attention.measure(call, method)[""])
+
+    said = measured([1.0, 2.0, 6.0])
+    assert (said["clock"], said["median_ms"], said["tflops"]) == ("device", 2.0, 0.5e-3)
+    assert measured(0.5)["median_ms"] == 0.5
+    none = measured(None)
+    assert (none["clock"], none["status"]) == ("wall", "timed")
+    assert "started no kernel" in none["device_error"]
+
+
+def test_a_case_that_fails_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Operands.of
+
+    def of(case: Any, seed: int = 0) -> Operands:
+        if case.name == "smoke_causal":
+            raise MemoryError("out of memory")
+        return made(case, seed)
+
+    monkeypatch.setattr(Operands, "of", of)
+    found = run(tmp_path, "--cases", "smoke_causal,smoke_bias_sinks", "--peers", OURS, "--directions", "forward")
+    assert [cell["case"] for cell in found["cells"]] == ["smoke_bias_sinks"]
+    assert found["runs"][0]["failed"] == {"smoke_causal": "MemoryError: out of memory"}
+
+
+def test_a_plot_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib", None)
+        run(tmp_path, "--cases", "smoke_causal", "--peers", OURS, "--directions", "forward")
+    assert not (tmp_path / "attention.png").exists()
+    before = (tmp_path / "attention.json").read_text()
+    main(["--only-plot", "--out", str(tmp_path / "attention.json")])
+    assert (tmp_path / "attention.png").stat().st_size > 5_000
+    assert (tmp_path / "attention.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("name", "pairs"),
     [
@@ -98,6 +179,8 @@ def test_dropout_is_judged_where_the_oracle_counts_alike() -> None:
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(SystemExit, match="no case or group 'nothing'"):
         main(["--cases", "nothing"])
+    with pytest.raises(SystemExit, match="no directions 'forwards'"):
+        main(["--cases", "smoke", "--directions", "forwards"])
     with pytest.raises(SystemExit, match="no peer 'nobody'"):
         main(["--cases", "smoke", "--peers", "nobody"])
 

@@ -450,9 +450,9 @@ class _Reduction(gpu_callbacks.AsyncCopySmemToGmemTask):
 
     clock: Any
 
-    def __init__(self, operation: Any, **arguments: Any) -> None:
+    def __init__(self, operation: Any, reshape: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.operation = operation
+        self.operation, self.reshape = operation, reshape
 
     def __call__(self, tma_thread_id: int) -> None:
         memory = _memory()
@@ -461,6 +461,8 @@ class _Reduction(gpu_callbacks.AsyncCopySmemToGmemTask):
         value, _, _ = memory.get_buffer_content(self.src_allocation_key, source, self.thread, logging_info=info)
         if value is None or value.shape != source.shape:
             raise IndexError(f"Out-of-bounds read of {self.src_allocation_key} by a TMA reduction: {source}")
+        if self.reshape:
+            value = value.reshape(destination.shape)
         if memory.detect_races:
             self.clock.inc(tma_thread_id)
             self.write_clock = self.clock.copy()
@@ -497,13 +499,17 @@ def _copy_smem_to_gmem(*, predicate: Any, reduction_op: str | None, commit_group
         return _jax_copy_smem_to_gmem(predicate=None, reduction_op=None, commit_group=commit_group, **arguments)
     if reduction_op not in _REDUCTIONS:
         raise NotImplementedError(f"TMA reduction {reduction_op!r}; supported: {', '.join(_REDUCTIONS)}")
+    # The interpreter's accesses know no reshape; of what is copied whole it changes only the shape.
+    source = arguments["src_transforms"]
+    kept = tuple(one for one in source if not isinstance(one, state_types.ReshapeTransform))
     keys_and_accesses: dict[str, Any] = {}
     for side in ("src", "dst"):
-        operand = (arguments[f"{side}_allocation_key_as_array"], arguments[f"{side}_transforms"])
-        key, access = _key_and_access(operand)
+        transforms = kept if side == "src" else arguments["dst_transforms"]
+        key, access = _key_and_access((arguments[f"{side}_allocation_key_as_array"], transforms))
         keys_and_accesses |= {f"{side}_allocation_key": key, f"{side}_access": access}
     task = _Reduction(
         _REDUCTIONS[reduction_op],
+        len(kept) < len(source),
         mesh_location=arguments["mesh_location"],
         thread=thread,
         source_info=arguments["source_info"],

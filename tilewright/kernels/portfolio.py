@@ -230,6 +230,25 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             if name != chosen
         }
 
+    def config_reasons(self, inv: Invocation[Choice, Any], cfg: Any) -> list[str]:
+        """Why a config that was found for this call once cannot run it here and now; a cache may hold anything."""
+        if not isinstance(cfg, Choice):
+            return [f"a Choice was expected, got {type(cfg).__name__}"]
+        name = cfg.implementation
+        why = self.reasons(inv).get(name)
+        if why is None:
+            return [f"{self.name} has no implementation {name!r} that can be loaded here"]
+        allowed = inv.abstract_kwargs.get("platform")
+        if allowed is not None and cfg.platform not in allowed:
+            why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
+        if why:
+            return why
+        implementation = self._implementation(cfg)
+        wanted = _params_types(implementation, inv.direction)[0]
+        if not isinstance(cfg.params, wanted):
+            return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
+        return implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""
         loaded = [type(lazy.load()) for lazy in self.implementations if not lazy.load_error]

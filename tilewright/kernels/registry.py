@@ -67,7 +67,7 @@ class KernelConfig:
 class Implementation(abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
-    The first three methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
+    The first four methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
 
     Attributes:
       algorithm: tells several implementations on one platform apart.
@@ -91,6 +91,10 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def candidates(self, problem: Any, device: Device, direction: Direction) -> Iterable[Any]:
         """The params worth measuring, best guess first."""
+
+    def config_reasons(self, problem: Any, device: Device, direction: Direction, params: Any) -> list[str]:
+        """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
+        return []
 
     @abc.abstractmethod
     def forward(self, inputs: Any, params: Any) -> Any:

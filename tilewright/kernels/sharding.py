@@ -47,7 +47,7 @@ class Partitioning:
 def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:
     """``forward(inputs)``, on each device's part if there is a partitioning."""
     if partitioning is None:
-        return forward(inputs)
+        return varying_as(forward(inputs), inputs)
     return jax.shard_map(
         lambda part: forward(partitioning.on_part(part)),
         mesh=partitioning.mesh,
@@ -66,7 +66,7 @@ def backward_locally(
 ) -> dict[str, Any]:
     """``backward(inputs, results, cotangents)``, likewise; gradients of what every device shares are summed."""
     if partitioning is None:
-        return backward(inputs, results, cotangents)
+        return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
     gradients = partitioning.gradients
 
     def on_part(part_of_inputs: Any, *rest: Any) -> dict[str, Any]:
@@ -85,6 +85,21 @@ def backward_locally(
         check_vma=False,
     )(inputs, results, cotangents)
     return placed(computed, {name: gradients[name].wanted for name in present}, partitioning.mesh)
+
+
+def varying_as(results: Any, operands: Any) -> Any:
+    """Results with a type that varies over every axis of a ``shard_map`` over which an operand does.
+
+    Pallas says of what a kernel computes that all devices have the same, and the gradients of what they share would
+    not be summed.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
+
+    def vary(result: Any) -> Any:
+        missing = tuple(axes - jax.typeof(result).manual_axis_type.varying)
+        return jax.lax.pcast(result, missing, to="varying") if missing else result
+
+    return jax.tree.map(vary, results) if axes else results
 
 
 def placed(operands: Any, specs: Any, mesh: Any) -> Any:

@@ -73,7 +73,7 @@ def test_wide_heads_forward():
     run(case, HopperForwardParams(128, 64), BACKWARD[0])
 
 
-@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("index", [1, 3])
 def test_races(index: int):
     case = AttentionCase("", 1, 150, 200, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16", causal=True)
     with interpret_mosaic(detect_races=True):

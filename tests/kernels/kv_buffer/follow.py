@@ -230,7 +230,7 @@ class Host(_Follower):
             place = dict(zip(mesh.grid_names, programs[index], strict=True))
             threads = [
                 Warpgroup(f"{equation.params['name']}{place}", {**place, mesh.thread_name: thread}, thread)
-                for thread in range(mesh.num_threads)
+                for thread in range(mesh.num_threads or 1)
             ]
             contents = [*values, *[_UNKNOWN] * (len(jaxpr.invars) - len(values))]
             for thread in threads:

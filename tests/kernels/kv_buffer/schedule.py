@@ -204,14 +204,15 @@ def _ranges(region: Region) -> str:
 
 
 def _overlap(one: Region, other: Region) -> bool:
-    return all(
+    # A view without an index has the rank of the tiles: all of the buffer.
+    return len(one[1]) != len(other[1]) or all(
         start < begin + extent and begin < start + size
         for (start, size), (begin, extent) in zip(one[1], other[1], strict=True)
     )
 
 
 def _covers(outer: Region, inner: Region) -> bool:
-    return all(
+    return len(outer[1]) == len(inner[1]) and all(
         start <= begin and begin + extent <= start + size
         for (start, size), (begin, extent) in zip(outer[1], inner[1], strict=True)
     )

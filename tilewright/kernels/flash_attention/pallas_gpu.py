@@ -1,5 +1,6 @@
 """Flash attention for Hopper GPUs in Pallas Mosaic GPU: what it serves, its configs, and the way to its kernels."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -14,16 +15,36 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward import (
     key_value_kernel,
     query_kernel,
 )
+from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
+    WideBackwardParams,
+    WideBackwardPlan,
+    wide_key_value_kernel,
+    wide_query_kernel,
+)
 from tilewright.kernels.flash_attention.pallas_gpu_forward import (
+    CACHED_KEYS_AND_VALUES,
     SHARED_MEMORY,
     ForwardPlan,
     HopperForwardParams,
     forward_kernel,
 )
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
+    BackwardParams,
+    d_query_of,
+    d_query_shape,
+    row_sums_kernel,
+)
 from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, prepare_scores, transposed
-from tilewright.kernels.flash_attention.pallas_gpu_walk import Extent, plan_walk, program_order, visits
+from tilewright.kernels.flash_attention.pallas_gpu_walk import (
+    Extent,
+    plan_walk,
+    program_lists,
+    program_order,
+    split_mask,
+    visits,
+)
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
+from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms_of, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.core.types import Device, Direction
@@ -35,11 +56,14 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 ALIGNED_ROWS = 8
 """Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
 
-CACHED_KEYS_AND_VALUES = 24 << 20
-"""Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
+CACHED_QUERIES = 16 << 20
+"""Bytes of queries, their output gradients and the sums of dQ that the backward pass works on at a time."""
 
-BACKWARD_DIM = 128
-"""Widest head dim of the backward kernels: two accumulators of 64 rows fill a warpgroup's registers there."""
+FUSED_LENGTH = 2048
+"""Keys from which on it pays to add dQ up in global memory: the sums are cleared, read and converted once."""
+
+NARROW_DIM = 128
+"""Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200, where the device does not say."""
@@ -56,15 +80,31 @@ def aligned(array: Any, dim: int) -> Any:
     return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
 
 
-def check_shared_memory(params: Any, plan: ForwardPlan | BackwardPlan) -> None:
-    """Raises ``ValueError`` if a config does not fit the head dims or the shared memory of a block."""
-    if isinstance(plan, BackwardPlan) and plan.reason:
-        raise ValueError(f"{params} {plan.reason}")
+type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
+
+
+def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any) -> Plan:
+    """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
+    wide = max(head_dim, value_dim) > NARROW_DIM
+    plan: Plan
+    if isinstance(params, HopperForwardParams):
+        plan = ForwardPlan(params, head_dim, value_dim, dtype)
+    elif isinstance(params, WideBackwardParams) and wide:
+        plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
+        if plan.reason:
+            raise ValueError(f"{params} at {head_dim=} {plan.reason}")
+    elif isinstance(params, HopperBackwardParams) and not wide:
+        plan = BackwardPlan(params, head_dim, value_dim, dtype)
+    else:
+        raise ValueError(
+            f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
+        )
     if plan.shared_bytes > SHARED_MEMORY:
         raise ValueError(
-            f"{params} needs {plan.shared_bytes} bytes of shared memory at {plan.head_dim=}, {plan.value_dim=}; "
+            f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}; "
             f"a block has {SHARED_MEMORY}"
         )
+    return plan
 
 
 class PallasGpuFlashAttention(Implementation):
@@ -73,7 +113,7 @@ class PallasGpuFlashAttention(Implementation):
     platform: ClassVar[Platform] = Platform.PALLAS
     algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = HopperForwardParams
-    backward_params: ClassVar[type] = HopperBackwardParams
+    backward_params: ClassVar[type] = BackwardParams
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
         reasons = []
@@ -85,60 +125,75 @@ class PallasGpuFlashAttention(Implementation):
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        if direction == "backward":
-            if problem.bias is not None:
-                reasons.append("computes no gradient of a bias")
-            if max(problem.head_dim, problem.value_dim) > BACKWARD_DIM:
-                reasons.append(
-                    f"its backward pass goes to head dim {BACKWARD_DIM}, got {problem.head_dim=}, {problem.value_dim=}"
-                )
+        if direction == "backward" and problem.bias is not None:
+            reasons.append("computes no gradient of a bias")
         return reasons
 
     def heuristic(
         self, problem: AttentionProblem, device: Device, direction: Direction
-    ) -> HopperForwardParams | HopperBackwardParams:
+    ) -> HopperForwardParams | BackwardParams:
         return next(iter(self.candidates(problem, device, direction)))
 
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
-    ) -> list[HopperForwardParams | HopperBackwardParams]:
+    ) -> list[HopperForwardParams | BackwardParams]:
         """Best first by the sweeps in ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json``."""
         widest = max(padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         banded = problem.mask is not None
         if direction == "backward":
+            if widest > NARROW_DIM:
+                wide = [
+                    WideBackwardParams(),
+                    WideBackwardParams(False, 2, 2, 16, 1),
+                    WideBackwardParams(False, 2, 1, 32, 2),
+                    WideBackwardParams(False, 2, 2, 32, 2),
+                ]
+                return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
             block = 128 if widest <= 64 else 64
-            # What adds dQ up in global memory is slower as yet: its two warpgroups wait for each other in every step.
-            params = [HopperBackwardParams(block, 2, deterministic) for deterministic in (True, False)]
-            dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
-            return [one for one in params if not BackwardPlan(one, *dims, problem.dtype).reason]
+            short = problem.kv_length < FUSED_LENGTH
+            return [HopperBackwardParams(block, 2, deterministic) for deterministic in (short, not short)]
+        # (block_q, block_k, persistent, ping_pong)
         if widest <= 64:
             tiles = [(192, 128, True, True), (192, 128, True, False), (128, 128, True, True), (128, 128, False, True)]
+            if problem.options.logits_soft_cap is not None:
+                tiles = tiles[2:]
         elif widest <= 128:
-            tiles = [(128, 128, False, False), (128, 128, False, True), (128, 128, True, True), (128, 128, True, False)]
-            tiles = tiles if banded else [tiles[1], tiles[2], tiles[3], tiles[0]]
+            tiles = [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
+            if not banded:
+                long = problem.kv_length >= 8192
+                tiles = [tiles[3], tiles[0], tiles[2]] if long else [tiles[2], tiles[0], tiles[3]]
         else:
-            tiles = [(128, 64, False, False), (128, 64, True, False)]
+            tiles = [(128, 80, False, False), (128, 64, False, False)]
+            tiles = tiles if banded else tiles[::-1]
+        if split_mask(problem.mask)[1] is not None:  # lists made before the kernel runs do not know the lengths of rows
+            tiles = sorted(tiles, key=lambda tile: tile[2])
+        if problem.dropout:  # the generator's registers
+            tiles = [(block_q, 64, persistent, ping_pong) for block_q, _, persistent, ping_pong in tiles]
         return [
             HopperForwardParams(block_q, block_k, 2, persistent, ping_pong)
             for block_q, block_k, persistent, ping_pong in tiles
         ]
 
+    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+        try:
+            plan_of(params, padded_dim(problem.head_dim), padded_dim(problem.value_dim), problem.dtype)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
     def forward(self, inputs: AttentionInputs, params: HopperForwardParams) -> Results:
         """``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
             return empty_forward(inputs)
-        batch, q_length, heads, head_dim = inputs.query.shape
-        kv_length, kv_heads, value_dim = inputs.value.shape[1:]
+        q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
+        kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        check_shared_memory(params, ForwardPlan(params, *dims, inputs.query.dtype))
+        plan_of(params, *dims, inputs.query.dtype)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)
         walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
         options, arrays = prepare_scores(
             inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
         )
-        per_head = kv_length * sum(dims) * inputs.key.dtype.itemsize
-        at_once = max(CACHED_KEYS_AND_VALUES // per_head, 1) * (heads // kv_heads)
-        order = program_order(visits(walk, inputs.mask, False), batch * heads, at_once)
         sinks = None
         if inputs.softmax_aux is not None:
             sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)
@@ -147,7 +202,6 @@ class PallasGpuFlashAttention(Implementation):
             aligned(inputs.key, dims[0]),
             aligned(inputs.value, dims[1]),
             sinks,
-            jnp.asarray(order),
             tables,
             arrays,
             options=options,
@@ -162,45 +216,58 @@ class PallasGpuFlashAttention(Implementation):
         inputs: AttentionInputs,
         results: Results,
         cotangents: tuple[Array, Array | None],
-        params: HopperBackwardParams,
+        params: BackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key, value and softmax_aux, from any backend's ``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
             return empty_backward(inputs, *results, *cotangents)
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
-        delta, exponent = row_terms(inputs, *results, *cotangents)
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        check_shared_memory(params, BackwardPlan(params, *dims, inputs.query.dtype))
+        plan_of(params, *dims, inputs.query.dtype)
         query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
         value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
+        processors = current_device().cores or PROCESSORS
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
+        zeros = None if params.deterministic else d_query_shape(params.block_q, batch, heads, q_length, dims[0])
+        sums, zeros = row_sums_kernel(aligned(results[0], dims[1]), d_out, q_padded, zeros)
+        delta, exponent = row_terms_of(sums[..., :q_length], results[1], cotangents[1])
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         statistics = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
-        at_once = max(CACHED_KEYS_AND_VALUES // (q_length * sum(dims) * inputs.key.dtype.itemsize), 1)
+        per_head = q_length * sum(dims) * inputs.key.dtype.itemsize
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
-        order = program_order(visits(walk, inputs.mask, True), batch * kv_heads, max(at_once // (heads // kv_heads), 1))
-        d_query_ref = None
-        if not params.deterministic:
-            d_query_ref = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
-        d_key, d_value = key_value_kernel(
-            query, key, value, d_out, statistics, d_query_ref, jnp.asarray(order), tables, transposed(arrays),
-            options=options, walk=walk, params=params,
-        )  # fmt: skip
-        if d_query_ref is not None:
-            d_query = (jax.freeze(d_query_ref) * options.scale).astype(query.dtype)
+        group = heads // kv_heads
+        queue = visits(walk) * group
+        worked_on = per_head + (0 if params.deterministic else q_length * dims[0] * 4)
+        order = program_order(queue, batch * kv_heads, max(CACHED_QUERIES // (worked_on * group), 1))
+        sums_ref = None if zeros is None else jax.new_ref(zeros)
+        operands = (query, key, value, d_out, statistics)
+        if isinstance(params, HopperBackwardParams):
+            lists = program_lists(order, queue, min(processors, len(order)))
+            d_key, d_value = key_value_kernel(
+                *operands, sums_ref, lists, tables, transposed(arrays), options=options, walk=walk, params=params
+            )
+            query_rows, block_k = 128, 128 if max(dims) <= 64 else 64
+            kernel = functools.partial(query_kernel, block_k=block_k)
         else:
-            block_k = 128 if max(dims) <= 64 else 64
-            extent = Extent(q_length, kv_length, 128, block_k)
-            walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
-            order = program_order(visits(walk, inputs.mask, False), batch * heads, at_once)
-            d_query = query_kernel(
-                query, key, value, d_out, statistics, jnp.asarray(order), tables, arrays,
-                options=options, walk=walk, block_k=block_k,
+            assert isinstance(params, WideBackwardParams)
+            d_key, d_value = wide_key_value_kernel(
+                *operands, sums_ref, jnp.asarray(order), tables, transposed(arrays),
+                options=options, walk=walk, params=params,
             )  # fmt: skip
+            query_rows, block_k = params.query_rows, params.block_k
+            kernel = functools.partial(wide_query_kernel, params=params)
+        if sums_ref is not None:
+            d_query = (d_query_of(jax.freeze(sums_ref), params.block_q, dims[0]) * options.scale).astype(query.dtype)
+        else:
+            extent = Extent(q_length, kv_length, query_rows, block_k)
+            walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+            at_once = max(CACHED_KEYS_AND_VALUES // (kv_length * sum(dims) * inputs.key.dtype.itemsize), 1) * group
+            order = program_order(visits(walk), batch * heads, at_once)
+            d_query = kernel(*operands, jnp.asarray(order), tables, arrays, options=options, walk=walk)
         return {
             "query": d_query[:, :q_length, :, :head_dim],
             "key": d_key[:, :kv_length, :, :head_dim],

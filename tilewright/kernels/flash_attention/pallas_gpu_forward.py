@@ -27,7 +27,14 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     kept,
     visible,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk, item_of_program
+from tilewright.kernels.flash_attention.pallas_gpu_walk import (
+    BandWalk,
+    Walk,
+    item_by_arithmetic,
+    program_lists,
+    program_order,
+    visits,
+)
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
 SHARED_MEMORY = 227 * 1024
@@ -38,6 +45,9 @@ ROWS = 64
 
 RESERVED = 2048
 """Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
+
+CACHED_KEYS_AND_VALUES = 24 << 20
+"""Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumer warpgroups."""
@@ -86,7 +96,7 @@ class ForwardPlan:
 
     @property
     def queries(self) -> RingPlan:
-        return RingPlan((self.params.block_q, self.head_dim), self.dtype, 1, self.params.consumers)
+        return self._queries(2 if self.ahead else 1)
 
     @property
     def keys(self) -> RingPlan:
@@ -103,18 +113,37 @@ class ForwardPlan:
         )
 
     @property
+    def ahead(self) -> bool:
+        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
+        return self.params.persistent and self._bytes(2, True) <= SHARED_MEMORY
+
+    @property
     def own_output(self) -> bool:
         """Whether the output has shared memory of its own; else it goes where the queries were."""
-        return self._bytes(True) <= SHARED_MEMORY or self.head_dim != self.value_dim
+        return self._bytes(1, True) <= SHARED_MEMORY or self.head_dim != self.value_dim
 
     @property
     def shared_bytes(self) -> int:
-        return self._bytes(self.own_output)
+        return self._bytes(2 if self.ahead else 1, self.own_output)
 
-    def _bytes(self, own_output: bool) -> int:
-        rings = sum(plan.shared_bytes for plan in (self.queries, self.keys, self.values))
+    def _queries(self, stages: int) -> RingPlan:
+        return RingPlan((self.params.block_q, self.head_dim), self.dtype, stages, self.params.consumers)
+
+    def _bytes(self, query_stages: int, own_output: bool) -> int:
+        rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
         output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
         return rings + RESERVED + (output if own_output else 0)
+
+
+def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
+    """Whether an item's first visit and whether the later ones need the mask; None where it depends on the visit.
+
+    Causal tiles as wide as they are high need it in the first alone, and a loop without the branch is faster.
+    """
+    if not isinstance(walk, BandWalk):
+        return None, None
+    most = int(walk.counts()[0].max())
+    return most > 0, None if most > 1 else False
 
 
 def forward_kernel(
@@ -122,7 +151,6 @@ def forward_kernel(
     key: Any,
     value: Any,
     sinks: Any,
-    order: Any,
     tables: Any,
     arrays: ScoreArrays,
     *,
@@ -135,27 +163,35 @@ def forward_kernel(
 
     Args:
       sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
-      order: work items in the order in which they start, from ``program_order``.
       tables: of ``walk``.
       processors: multiprocessors of the device.
     """
     batch, q_length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
+    kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
     dtype, block_q, block_k, consumers = query.dtype, params.block_q, params.block_k, params.consumers
     plan = ForwardPlan(params, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     items = batch * heads * q_tiles
     programs = min(processors, items) if params.persistent else items
-    own_output = plan.own_output
+    ahead, own_output = plan.ahead, plan.own_output
+    first_masked, later_masked = masked_visits(walk)
     guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
     statistics = TILE.reduce(1)
 
-    operands = (query, key, value, sinks, order, tables, arrays)
+    per_head = kv_length * (head_dim + value_dim) * dtype.itemsize
+    queue = visits(walk), batch * heads, max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+    item_at, order = None, program_order(*queue)
+    starts = None
+    if params.persistent:
+        starts, order = program_lists(order, queue[0], programs)
+    else:
+        item_at = item_by_arithmetic(*queue)
+    operands = (query, key, value, sinks, starts, None if item_at else order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, sinks_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
+        q_ref, k_ref, v_ref, sinks_ref, starts_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
         out_ref, lse_ref, scratch = refs[len(leaves)], refs[len(leaves) + 1], refs[len(leaves) + 2 :]
@@ -163,127 +199,149 @@ def forward_kernel(
             ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate((plan.queries, plan.keys, plan.values))
         )
         lse_smem, turns, *rest = scratch[9:]
-        out_smem = rest[0] if own_output else q_ring.smem.at[0]
+        out_smem = rest[0] if own_output else None
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
 
-        def work(turn: Any) -> tuple[Any, Any, Any, Any]:
-            item = order_ref[item_of_program(program, turn, programs, items)]
+        def work(item: Any) -> tuple[Any, Any, Any, Any]:
             matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
             b, h = lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads))
             return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
 
-        def over_items(one: Any) -> None:
-            if programs == items:
-                one(jnp.int32(0), jnp.int32(0))
+        def over_items(one: Any, first: Any) -> None:
+            """``carry = one(turn, item, next item or -1, carry)`` from ``first(item)`` over the program's items."""
+            if starts_ref is None:
+                item = item_at(program) if item_at else order_ref[program]
+                one(jnp.int32(0), item, jnp.int32(-1), first(item))
                 return
-            rounds, left = divmod(items, programs)
-            place = program if rounds % 2 == 0 else programs - 1 - program
-            lax.fori_loop(0, rounds + jnp.where(place < left, 1, 0), one, jnp.int32(0))
+            start, stop = starts_ref[program], starts_ref[program + 1]
 
-        def produce(turn: Any, first: Any) -> Any:
-            b, h, q_tile, steps = work(turn)
+            def turn(index: Any, carry: Any) -> Any:
+                item, rest = carry
+                after = index + 1
+                following = jnp.where(after < stop, order_ref[lax.min(after, stop - 1)], -1)
+                return following, one(index - start, item, following, rest)
+
+            item = order_ref[start]
+            lax.fori_loop(start, stop, turn, (item, first(item)))
+
+        def produce(turn: Any, item: Any, following: Any, first: Any) -> Any:
+            b, h, q_tile, steps = work(item)
             kv_head = lax.div(h, jnp.int32(group))
-            q_ring.load_from_dram(turn, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
 
-            def load(visit: Any, _: Any) -> None:
+            def load(ring: Any, ref: Any, visit: Any) -> None:
                 rows = pl.ds(steps.tile(visit) * block_k, block_k)
-                k_ring.load_from_dram(first + visit, k_ref.at[b, rows, kv_head])
-                v_ring.load_from_dram(first + visit, v_ref.at[b, rows, kv_head])
+                ring.load_from_dram(first + visit, ref.at[b, rows, kv_head])
 
-            lax.fori_loop(0, steps.total, load, None)
+            def load_both(visit: Any, _: Any) -> None:
+                # In the order in which the consumers hand slots back.
+                load(k_ring, k_ref, visit)
+                load(v_ring, v_ref, visit - 1)
+
+            # Not a constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+            load(k_ring, k_ref, program * 0)
+            q_ring.load_from_dram(turn, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
+            lax.fori_loop(1, steps.total, load_both, None)
+            load(v_ring, v_ref, program * 0 + (steps.total - 1))
             return first + steps.total
 
-        def consume(turn: Any, first: Any) -> Any:
-            b, h, q_tile, steps = work(turn)
-            my_rows = pl.ds(warpgroup * ROWS, ROWS)
-            q_start = q_tile * block_q + warpgroup * ROWS
-            q_ring.load_from_shared(turn)
-            q_smem = q_ring.get_mma_tile(turn).at[my_rows]
+        my_rows = pl.ds(warpgroup * ROWS, ROWS)
 
-            def across(vector: Any, columns: int) -> Any:
-                return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
+        def across(vector: Any, columns: int) -> Any:
+            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
-            def place(visit: Any) -> Place:
-                return Place(b, h, q_start, steps.tile(visit) * block_k, (ROWS, block_k), 0)
+        def softmax(products: Any, item: Any, visit: Any, m: Any, total: Any, masked: bool | None) -> Any:
+            """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
+            b, h, q_tile, steps = work(item)
+            place = Place(b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0)
+            logits = products
+            if not options.plain:
+                logits, _ = biased_and_capped(products, options, array_refs, place)
+            if masked is None:
+                # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
+                logits = lax.cond(
+                    visit < steps.masked,
+                    lambda logits: jnp.where(visible(options, array_refs, place), logits, -jnp.inf),
+                    lambda logits: logits,
+                    logits,
+                )
+            elif masked:
+                logits = jnp.where(visible(options, array_refs, place), logits, -jnp.inf)
+            largest = jnp.maximum(m, logits.max(axis=1) * options.multiplier)
+            # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
+            shift = jnp.where(largest == -jnp.inf, 0.0, largest) if guarded else largest
+            scale = jnp.exp2(m - shift)
+            p = jnp.exp2(logits * options.multiplier - across(shift, block_k))
+            total = total * scale + p.sum(axis=1)
+            if options.dropout_prob:
+                # Nothing may run beside it: ptxas would serialise the matrix products (C7513).
+                plgpu.wgmma_wait(0)
+                p = jnp.where(kept(options, array_refs, place), p, 0.0)
+            return p.astype(dtype), scale, largest, total
 
-            def softmax(products: Any, visit: Any, m: Any, total: Any) -> tuple[Any, Any, Any, Any]:
-                logits = products
-                if not options.plain:
-                    logits, _ = biased_and_capped(products, options, array_refs, place(visit))
-                if walk.may_mask:
-                    # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
-                    logits = lax.cond(
-                        visit < steps.masked,
-                        lambda logits: jnp.where(visible(options, array_refs, place(visit)), logits, -jnp.inf),
-                        lambda logits: logits,
-                        logits,
-                    )
-                largest = jnp.maximum(m, logits.max(axis=1) * options.multiplier)
-                # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
-                shift = jnp.where(largest == -jnp.inf, 0.0, largest) if guarded else largest
-                scale = jnp.exp2(m - shift)
-                p = jnp.exp2(logits * options.multiplier - across(shift, block_k))
-                total = total * scale + p.sum(axis=1)
-                if options.dropout_prob:
-                    p = jnp.where(kept(options, array_refs, place(visit)), p, 0.0)
-                return p.astype(dtype), scale, largest, total
+        def nothing_seen() -> tuple[Any, Any]:
+            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
+            return m, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
 
-            def take_turn() -> None:
-                if params.ping_pong:
-                    plgpu.barrier_wait(turns.at[warpgroup])
+        def take_turn() -> None:
+            if params.ping_pong:
+                plgpu.barrier_wait(turns.at[warpgroup])
 
-            def pass_turn() -> None:
-                if params.ping_pong:
-                    plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
+        def pass_turn() -> None:
+            if params.ping_pong:
+                plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
 
-            def scores_of(step: Any, scores: Any) -> None:
+        def scores_of(q_smem: Any, step: Any, scores: Any) -> None:
+            plgpu.wgmma(scores, q_smem.at[my_rows], k_ring.get_mma_tile(step, transposed=True))
+
+        def first_scores(turn: Any, item: Any, step: Any) -> tuple[Any, Any, Any]:
+            """Probabilities of an item's first tile, with no product of values to run beside."""
+
+            def alone(scores: Any) -> Any:
+                take_turn()
+                q_ring.load_from_shared(turn)
                 k_ring.load_from_shared(step)
-                plgpu.wgmma(scores, q_smem, k_ring.get_mma_tile(step, transposed=True))
+                scores_of(q_ring.get_mma_tile(turn), step, scores)
+                pass_turn()
+                return scores[...]
 
-            def attend(acc: Any) -> tuple[Any, Any, Any]:
-                def first_tile(scores: Any) -> Any:
+            products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
+            k_ring.release(step)
+            p, _, m, total = softmax(products, item, jnp.int32(0), *nothing_seen(), first_masked)
+            return p, m, total
+
+        def values_of(acc: Any, p: Any, step: Any) -> None:
+            v_ring.load_from_shared(step)
+            plgpu.wgmma(acc, p, v_ring.get_mma_tile(step))
+
+        def visit_rest(acc: Any, turn: Any, item: Any, first: Any, carry: Any) -> tuple[Any, Any, Any]:
+            """All visits of an item but the first, whose probabilities ``carry`` has, and but the last product."""
+            q_smem = q_ring.get_mma_tile(turn)
+
+            def visit_one(visit: Any, carry: Any) -> Any:
+                p, m, total = carry
+                step = first + visit
+
+                def overlapped(scores: Any) -> Any:
                     take_turn()
-                    scores_of(first, scores)
+                    k_ring.load_from_shared(step)
+                    scores_of(q_smem, step, scores)
+                    values_of(acc, p, step - 1)
                     pass_turn()
-                    return scores[...]
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                    k_ring.release(step)
+                    after = softmax(products, item, visit, m, total, later_masked)
+                    plgpu.wgmma_wait(0)
+                    v_ring.release(step - 1)
+                    acc[...] = acc[...] * across(after[1], value_dim)
+                    return after[0], after[2], after[3]
 
-                products = pl.run_scoped(first_tile, plgpu.ACC((ROWS, block_k), jnp.float32))
-                k_ring.release(first)
-                m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
-                p, _, m, total = softmax(products, jnp.int32(0), m, total)
+                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
 
-                def visit_one(visit: Any, carry: Any) -> Any:
-                    p, m, total = carry
-                    step = first + visit
+            return lax.fori_loop(1, work(item)[3].total, visit_one, carry)
 
-                    def overlapped(scores: Any) -> Any:
-                        take_turn()
-                        scores_of(step, scores)
-                        v_ring.load_from_shared(step - 1)
-                        plgpu.wgmma(acc, p, v_ring.get_mma_tile(step - 1))
-                        pass_turn()
-                        products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                        k_ring.release(step)
-                        after = softmax(products, visit, m, total)
-                        plgpu.wgmma_wait(0)
-                        v_ring.release(step - 1)
-                        acc[...] = acc[...] * across(after[1], value_dim)
-                        return after[0], after[2], after[3]
-
-                    return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
-
-                p, m, total = lax.fori_loop(1, steps.total, visit_one, (p, m, total))
-                last = first + steps.total - 1
-                if own_output:
-                    q_ring.release(turn)
-                v_ring.load_from_shared(last)
-                plgpu.wgmma(acc, p, v_ring.get_mma_tile(last))
-                out = acc[...]
-                v_ring.release(last)
-                return out, m, total
-
-            out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
+        def store(item: Any, out: Any, m: Any, total: Any, out_smem: Any) -> None:
+            b, h, q_tile, _ = work(item)
+            q_start = q_tile * block_q + warpgroup * ROWS
             if sinks_ref is not None:
                 sink = sinks_ref[h] * LOG2E
                 largest = jnp.maximum(m, sink)
@@ -303,16 +361,79 @@ def forward_kernel(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(q_start, ROWS), h])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, h, pl.ds(q_start, ROWS)])
+
+        def consume(turn: Any, item: Any, following: Any, first: Any) -> Any:
+            after = first + work(item)[3].total
+
+            def attend(acc: Any) -> tuple[Any, Any, Any]:
+                p, m, total = visit_rest(acc, turn, item, first, first_scores(turn, item, first))
+                if own_output:
+                    q_ring.release(turn)
+                values_of(acc, p, after - 1)
+                out = acc[...]
+                v_ring.release(after - 1)
+                return out, m, total
+
+            out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
+            store(item, out, m, total, out_smem if own_output else q_ring.get_mma_tile(turn))
             if not own_output:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 q_ring.release(turn)
-            return first + steps.total
+            return after
+
+        def consume_ahead(acc: Any) -> Any:
+            """As ``consume``, but an item's first scores run beside the last product of the item before."""
+
+            def one(turn: Any, item: Any, following: Any, carry: Any) -> Any:
+                first, *rest = carry
+                p, m, total = visit_rest(acc, turn, item, first, tuple(rest))
+                q_ring.release(turn)
+                after = first + work(item)[3].total
+                more = following >= 0
+                # Behind the last item run scores of what is in shared memory; they are thrown away.
+                next_turn, step = turn + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
+                next_item = lax.max(following, jnp.int32(0))
+
+                def overlapped(scores: Any) -> Any:
+                    take_turn()
+
+                    @pl.when(more)
+                    def _() -> None:
+                        q_ring.load_from_shared(next_turn)
+                        k_ring.load_from_shared(step)
+
+                    scores_of(q_ring.get_mma_tile(next_turn), step, scores)
+                    values_of(acc, p, after - 1)
+                    pass_turn()
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+
+                    @pl.when(more)
+                    def _() -> None:
+                        k_ring.release(step)
+
+                    ahead = softmax(products, next_item, jnp.int32(0), *nothing_seen(), first_masked)
+                    plgpu.wgmma_wait(0)
+                    v_ring.release(after - 1)
+                    return ahead[0], ahead[2], ahead[3]
+
+                ahead = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
+                store(item, acc[...], m, total, out_smem)
+                acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), TILE)
+                return after, *ahead
+
+            def start(item: Any) -> Any:
+                return jnp.int32(0), *first_scores(jnp.int32(0), item, jnp.int32(0))
+
+            over_items(one, start)
 
         @pl.when(warpgroup < consumers)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS[consumers][0], action="increase")
-            over_items(consume)
-            plgpu.wait_smem_to_gmem(0)
+            if ahead:
+                pl.run_scoped(consume_ahead, plgpu.ACC((ROWS, value_dim), jnp.float32))
+            else:
+                over_items(consume, lambda _: jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if params.ping_pong:
                 # What the last turn passed on.
                 @pl.when(warpgroup == 0)
@@ -324,7 +445,7 @@ def forward_kernel(
             plgpu.set_max_registers(REGISTERS[consumers][1], action="decrease")
             if params.ping_pong:
                 plgpu.barrier_arrive(turns.at[0])
-            over_items(produce)
+            over_items(produce, lambda _: jnp.int32(0))
 
     scratch: list[Any] = [part for ring in (plan.queries, plan.keys, plan.values) for part in ring.scratch()]
     scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))

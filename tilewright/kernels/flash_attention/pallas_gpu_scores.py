@@ -32,6 +32,9 @@ from tilewright.kernels.masks import (
 LOG2E = math.log2(math.e)
 TILE = plgpu.Layout.WGMMA
 
+LANE_COLUMNS = 6
+"""The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoreArrays:
@@ -124,11 +127,42 @@ class Place:
 
     def rows(self) -> Any:
         """Query positions, in the tile's shape."""
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, self.q_axis, layout=TILE) + self.q_start
+        return self._positions(self.q_axis, self.q_start)
 
     def columns(self) -> Any:
         """Key positions, in the tile's shape."""
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, 1 - self.q_axis, layout=TILE) + self.kv_start
+        return self._positions(1 - self.q_axis, self.kv_start)
+
+    def _positions(self, axis: int, start: Any) -> Any:
+        # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
+        iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=TILE.reduce(1 - axis))
+        return lax.broadcast_in_dim(iota + start, self.shape, [axis])
+
+    def between(self, lowest: int, highest: int) -> Any:
+        """Where ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
+        # Along a row of the tile a thread's positions are its own offset and constants. On the side of the constants
+        # nothing else may stand: the compiler would keep one register for each over a loop.
+        along = self._positions(1, 0)
+        offset, constants = along & LANE_COLUMNS, along & ~LANE_COLUMNS
+        if self.q_axis == 0:
+            start, low, high = self.rows() - (self.kv_start + offset), lowest, highest
+        else:
+            start, low, high = self.columns() - (self.q_start + offset), -highest, -lowest
+        parts = []
+        if low > -FAR:
+            parts.append(constants >= start + jnp.int32(min(low, FAR)))
+        if high < FAR:
+            parts.append(constants <= start + jnp.int32(max(high, -FAR)))
+        if not parts:
+            return constants >= 0
+        return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+    def below(self, kv_length: int) -> Any:
+        """Where the key is one of the first ``kv_length``."""
+        if self.q_axis == 1:
+            return self.columns() < kv_length
+        along = self._positions(1, 0)
+        return (along & ~LANE_COLUMNS) < kv_length - (self.kv_start + (along & LANE_COLUMNS))
 
     def vector(self, ref: Any, of_queries: bool) -> Any:
         """Elements of ``[batch|1, length]`` for the tile's rows or columns, in the tile's shape."""
@@ -172,9 +206,9 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
     """Which elements of a tile the whole mask leaves."""
     parts = []
     if options.band.lowest > -FAR or options.band.highest < FAR:
-        parts.append(_in_band(place.rows(), place.columns(), options.band.lowest, options.band.highest))
+        parts.append(place.between(options.band.lowest, options.band.highest))
     if options.bound_keys:
-        parts.append(place.columns() < options.kv_length)
+        parts.append(place.below(options.kv_length))
     if arrays.mask is not None:
         parts.append(_attends(arrays.mask, place))
     result = parts[0] if parts else place.columns() >= 0

@@ -8,7 +8,7 @@ Kernels run without automatic barriers: every ordering is written here or in the
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,11 +157,14 @@ class Ring:
         plgpu.copy_gmem_to_smem(source_ref, self.smem.at[slot], self.full.at[slot])
         return None
 
-    def copy_to_shared(self, step: Step, values: jax.Array | None = None, *, rows: Any = None) -> None:
+    def copy_to_shared(
+        self, step: Step, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: Any = None
+    ) -> None:
         """Producer: makes the tile visible to the consumers.
 
         Under TMA the copy's completion does that, and this is nothing. With ``writers`` it waits until the slot is
         free, writes ``values`` (converted) to ``rows`` of it (a ``pl.ds``, by default all), and arrives on ``full``.
+        Several ``values`` stand side by side.
         """
         if not self.plan.writers:
             if values is not None:
@@ -172,7 +175,13 @@ class Ring:
         self._wait_empty(step)
         slot = self.slot(step)
         target = self.smem.at[slot] if rows is None else self.smem.at[slot, rows]
-        target[...] = values
+        if isinstance(values, jax.Array):
+            target[...] = values
+        else:
+            begin = 0
+            for part in values:
+                target.at[:, pl.ds(begin, part.shape[1])][...] = part
+                begin += part.shape[1]
         # wgmma reads shared memory through the async proxy, which sees the threads' writes only after a fence.
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.full.at[slot])

@@ -71,6 +71,8 @@ Event = Callable[[Any], None]
 class ConfigSelectorChain(ConfigChooser):
     """Explicit, overlays, memory, disk, shipped tables, autotuning if allowed, heuristic; the first answer counts.
 
+    A config from a cache that the kernel says it cannot run is logged and counts as none.
+
     Args:
       cache: the memory cache; a fresh one by default.
       persistent: the disk cache; ``None`` keeps everything in memory.
@@ -166,7 +168,7 @@ class ConfigSelectorChain(ConfigChooser):
                 return Selection(directed, "explicit")
         for step, answer in self._steps:
             found = answer(inv, overrides)
-            if found is not None:
+            if found is not None and _fits(inv, found, step):
                 return Selection(found, step, inv.key)
         return None
 
@@ -249,7 +251,9 @@ class ConfigSelectorChain(ConfigChooser):
         from tilewright.ops.execution.results import Candidate  # results are made of caches
 
         config = self._disk(inv, Overrides())
-        entry = None if config is None else self.persistent.entry(inv.key)
+        if config is None or not _fits(inv, config, "disk"):
+            return None
+        entry = self.persistent.entry(inv.key)
         if entry is None or not entry.metadata.get("complete") or not entry.measurements:
             return None
         try:
@@ -270,6 +274,16 @@ class ConfigSelectorChain(ConfigChooser):
         if entry is None or entry.config != cfg:
             return None
         return entry.metadata.get("time_ms")
+
+
+def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
+    """Whether a config that a cache holds can run; one that cannot is logged and counts as a miss."""
+    reasons = optional_method(inv.kernel, "config_reasons")
+    why = [] if reasons is None else reasons(inv, cfg)
+    if why:
+        kernel = f"{inv.kernel.name} ({inv.direction})"
+        logger.warning("%s cannot run %s, its config by the step %r: %s", kernel, cfg, step, "; ".join(why))
+    return not why
 
 
 def implementation_source(inv: Invocation[Any, Any]) -> str:

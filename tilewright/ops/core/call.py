@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import core as jax_core
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -156,9 +157,21 @@ def traced(call: Call, cfg: Any, avals: tuple[Any, ...], mapped: tuple[MappedAxi
             tree.append(structure)
             return results
 
-        known = ((cfg, device), jax.make_jaxpr(flat)(*avals), tree[0])
+        known = ((cfg, device), without_references(jax.make_jaxpr(flat)(*avals)), tree[0])
         call.traces[mapped, avals] = known
     return known[1:]
+
+
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr with the references that it makes itself turned into values.
+
+    JAX does this for a whole program, and does not look into the primitives of others (``jax.new_ref`` in a kernel).
+    """
+    if jax_core.internal_mutable_array_effect not in jaxpr.effects:
+        return jaxpr
+    from jax._src.state.discharge import discharge_state  # there is no public name for it
+
+    return discharge_state(jaxpr)
 
 
 def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:

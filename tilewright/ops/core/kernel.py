@@ -39,6 +39,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
     - ``tolerance_factor(invocation) -> float``: how many times the oracle's error in the input dtype is allowed; 2.
     - ``not_taken(invocation, cfg) -> {name: reasons}``: for ``explain``.
+    - ``config_reasons(invocation, cfg) -> [reason]``: why a config cannot run the call; a cached one with reasons is a
+      miss.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
     - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 

@@ -1,0 +1,216 @@
+"""The backward kernels for wide heads, interpreted on the CPU, against the oracle."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.flash_attention.conformance import cotangents, example_mask, oracle
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
+    BLOCK,
+    WideBackwardParams,
+    WideBackwardPlan,
+    wide_key_value_kernel,
+    wide_query_kernel,
+)
+from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import d_query_of, d_query_shape
+from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, prepare_scores, transposed
+from tilewright.kernels.flash_attention.pallas_gpu_walk import Extent, plan_walk, program_order, visits
+from tilewright.kernels.flash_attention.xla_backward import row_terms
+from tilewright.ops.execution.numerics import violations
+
+DETERMINISTIC = WideBackwardParams()
+FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)
+
+
+def rows_aligned(array: Any) -> Any:
+    return jnp.pad(array, [(0, 0), (0, -array.shape[1] % 8), (0, 0), (0, 0)])
+
+
+def backward(inputs: AttentionInputs, results: Any, cotangents: Any, params: WideBackwardParams) -> dict[str, Any]:
+    batch, q_length, heads, head_dim = inputs.query.shape
+    kv_length, kv_heads, _ = inputs.value.shape[1:]
+    delta, exponent = row_terms(inputs, *results, *cotangents)
+    query, key, value, d_out = (rows_aligned(x) for x in (inputs.query, inputs.key, inputs.value, cotangents[0]))
+    q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
+    options, arrays = prepare_scores(inputs, q_padded, kv_padded)
+    rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
+    shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
+    statistics = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
+    extent = Extent(kv_length, q_length, params.block_k, params.block_q)
+    walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+    order = program_order(visits(walk, inputs.mask, True), batch * kv_heads, 1)
+    sums = None
+    if not params.deterministic:
+        sums = jax.new_ref(jnp.zeros(d_query_shape(params.block_q, batch, heads, q_length, head_dim), jnp.float32))
+    d_key, d_value = wide_key_value_kernel(
+        query, key, value, d_out, statistics, sums, jnp.asarray(order), tables, transposed(arrays),
+        options=options, walk=walk, params=params,
+    )  # fmt: skip
+    if sums is not None:
+        d_query = (d_query_of(jax.freeze(sums), params.block_q, head_dim) * options.scale).astype(query.dtype)
+    else:
+        extent = Extent(q_length, kv_length, params.query_rows, params.block_k)
+        walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+        order = program_order(visits(walk, inputs.mask, False), batch * heads, 1)
+        d_query = wide_query_kernel(
+            query, key, value, d_out, statistics, jnp.asarray(order), tables, arrays,
+            options=options, walk=walk, params=params,
+        )  # fmt: skip
+    return {"query": d_query[:, :q_length], "key": d_key[:, :kv_length], "value": d_value[:, :kv_length]}
+
+
+def run(case: AttentionCase, *configs: WideBackwardParams, mask_object: bool = False) -> None:
+    """Compares configs with the oracle, from the oracle's residuals."""
+    arrays, kwargs = case.arguments()
+    if mask_object:
+        kwargs["mask"] = example_mask(case.score_shape)
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
+    for params in configs:
+        program = jax.jit(lambda inputs, results, d, params=params: backward(inputs, results, d, params))
+        got = program(inputs, results, (d_out, d_lse))
+        found = {
+            name: violations(array, exact.gradients[name], low.gradients[name], case.tolerance_factor)
+            for name, array in got.items()
+        }
+        assert not any(found.values()), (params, {name: what for name, what in found.items() if what})
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    with interpret_mosaic():
+        yield
+
+
+def wide(q_length: int = 70, kv_length: int = 90, **options: Any) -> AttentionCase:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 192, "value_dim": 64}
+    return AttentionCase("", q_length=q_length, kv_length=kv_length, **sizes | {"dtype": "bfloat16"} | options)
+
+
+EVERYTHING: dict[str, Any] = {
+    "batch": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "causal": True,
+    "sliding_window": (90, 10),
+    "logits_soft_cap": 3.0,
+    "bias": "hqk",
+    "mask": "hqk",
+    "segments": True,
+    "lengths": True,
+    "dropout_prob": 0.1,
+    "sinks": 2,
+}
+# The options over the configs and head dims: most of a test is the compilation of what is interpreted.
+CASES: dict[str, tuple[AttentionCase, tuple[WideBackwardParams, ...]]] = {
+    "causal_d256": (
+        wide(130, 100, head_dim=256, value_dim=256, causal=True),
+        (DETERMINISTIC, FUSED),
+    ),
+    "full_d192": (
+        wide(130, 130, value_dim=192, heads=1),
+        (WideBackwardParams(True, 3, 2, key_stages=3), WideBackwardParams(False, 2, 2, d_query_columns=16)),
+    ),
+    "window": (
+        wide(150, 150, heads=1, head_dim=96, value_dim=192, causal=True, sliding_window=50),
+        (WideBackwardParams(True, 2, 1, value_stages=2), WideBackwardParams(False, 3, 2)),
+    ),
+    "lengths": (
+        wide(head_dim=64, value_dim=256, batch=2, lengths=True, dtype="float16"),
+        (WideBackwardParams(False, 3, 1, d_query_columns=64),),
+    ),
+    "packed": (wide(130, 130, heads=1, packed=True, causal=True, dtype="float16"), (DETERMINISTIC, FUSED)),
+    "segments": (wide(batch=2, segments=True, logits_soft_cap=2.0), (FUSED,)),
+    "mask_of_heads": (wide(mask="bhqk", dropout_prob=0.3), (DETERMINISTIC, FUSED)),
+    "bias": (wide(bias="bhqk", softmax_scale=-0.05), (DETERMINISTIC,)),
+    "bottom_right": (
+        wide(70, 150, heads=1, causal=True, causal_alignment="bottom_right", sliding_window=(20, 70)),
+        (FUSED,),
+    ),
+    "short": (wide(5, 9, heads=1, value_dim=128), (DETERMINISTIC, FUSED)),
+    "everything": (wide(**EVERYTHING), (DETERMINISTIC, FUSED)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str):
+    case, configs = CASES[name]
+    run(case, *configs)
+
+
+def test_mask_algebra():
+    run(wide(batch=2), DETERMINISTIC, mask_object=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [(DETERMINISTIC, {"causal": True}), (FUSED, {"logits_soft_cap": 2.0, "dropout_prob": 0.2})],
+    ids=["deterministic", "fused"],
+)
+def test_races(params: WideBackwardParams, options: dict[str, Any]):
+    with interpret_mosaic(detect_races=True):
+        run(wide(130, 70, **options), params)
+
+
+def test_keys_that_no_query_sees_have_zeros():
+    arrays, kwargs = wide(40, 130, heads=1, causal=True).arguments()
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    d_out, d_lse = cotangents(inputs)
+    results = oracle(inputs, d_out, d_lse).results
+    results = results["out"].astype(inputs.query.dtype), results["lse"]
+    got = jax.jit(lambda *args: backward(*args, FUSED))(inputs, results, (d_out, d_lse))
+    assert not np.asarray(got["key"])[:, 40:].any()
+    assert not np.asarray(got["value"])[:, 40:].any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_stages": 1},
+        {"d_out_stages": 0},
+        {"key_stages": 1},
+        {"value_stages": 0},
+        {"d_query_columns": 24},
+        {"d_query_buffers": 0},
+    ],
+    ids=str,
+)
+def test_invalid_params(options: dict[str, int]):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        WideBackwardParams(**options)
+
+
+def test_plans():
+    for dims in ((256, 256), (192, 128), (64, 256), (256, 64)):
+        for params in (DETERMINISTIC, FUSED, WideBackwardParams(False, d_query_columns=16)):
+            plan = WideBackwardPlan(params, *dims, jnp.bfloat16)
+            assert plan.shared_bytes <= SHARED_MEMORY, (params, dims)
+            assert not plan.reason
+    assert WideBackwardPlan(WideBackwardParams(False), 256, 256, jnp.bfloat16).shared_bytes > SHARED_MEMORY
+    assert "32 columns" in WideBackwardPlan(FUSED, 96, 256, jnp.bfloat16).reason
+    assert WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16).d_query_split == 128
+
+
+def test_a_place_for_d_query_belongs_to_sums():
+    nothing: Any = None
+    with pytest.raises(ValueError, match="deterministic"):
+        jax.eval_shape(
+            lambda x: wide_key_value_kernel(
+                x, x, x, x, None, x, None, (), nothing, options=nothing, walk=nothing, params=DETERMINISTIC
+            ),
+            jax.ShapeDtypeStruct((1, BLOCK, 1, 256), jnp.bfloat16),
+        )

@@ -1,0 +1,83 @@
+"""The barriers of the attention kernels: every order that their products and copies rely on is there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels.kv_buffer.schedule import check_schedules
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.ops.core.types import Device, Direction
+
+BACKEND = PallasGpuFlashAttention()
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, present=False)
+
+# More tiles than stages in the rings, so that every barrier is waited for a second time, and a ragged end.
+_SIZES: dict[str, Any] = {"heads": 2, "dtype": "bfloat16"}
+CASES = {
+    "full": AttentionCase("", 1, 700, 650, head_dim=128, **_SIZES),
+    "causal": AttentionCase("", 1, 700, 700, head_dim=128, causal=True, **_SIZES),
+    "window": AttentionCase("", 1, 700, 700, head_dim=128, causal=True, sliding_window=(200, 0), **_SIZES),
+    "gqa": AttentionCase("", 1, 520, 520, head_dim=64, kv_heads=1, causal=True, **_SIZES),
+    "sinks, bias and soft cap": AttentionCase(
+        "", 1, 390, 390, head_dim=128, sinks=1, bias="hqk", logits_soft_cap=9.0, **_SIZES
+    ),
+    "d192, d128": AttentionCase("", 1, 390, 390, head_dim=192, value_dim=128, causal=True, **_SIZES),
+    "packed": AttentionCase("", 1, 650, 650, head_dim=64, packed=True, causal=True, **_SIZES),
+    "d256": AttentionCase("", 1, 390, 390, head_dim=256, causal=True, **_SIZES),
+}
+
+
+def inputs_of(case: AttentionCase) -> tuple[AttentionInputs, AttentionProblem]:
+    arrays, kwargs = case.arguments()
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    return inputs, AttentionProblem.of(inputs)
+
+
+def candidates(case: AttentionCase, direction: Direction) -> list[Any]:
+    _, problem = inputs_of(case)
+    if BACKEND.not_supported_reasons(problem, H100, direction):
+        return []
+    return list(BACKEND.candidates(problem, H100, direction))
+
+
+def named(direction: Direction) -> list[Any]:
+    found = [(name, params) for name, case in CASES.items() for params in candidates(case, direction)]
+    return [pytest.param(name, params, id=f"{name}: {params}") for name, params in found]
+
+
+def check_forward(case: AttentionCase, params: HopperForwardParams, max_programs: int | None = 4) -> None:
+    inputs, _ = inputs_of(case)
+    check_schedules(lambda inputs: BACKEND.forward(inputs, params), inputs, max_programs=max_programs)
+
+
+@pytest.mark.parametrize(("name", "params"), named("forward"))
+def test_forward(name: str, params: HopperForwardParams) -> None:
+    check_forward(CASES[name], params)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_persistent_programs_of_several_items(ping_pong: bool) -> None:
+    """More items than multiprocessors: the rings go on from one item to the next."""
+    case = AttentionCase("", 3, 640, 640, heads=20, kv_heads=4, head_dim=64, dtype="bfloat16", causal=True)
+    check_forward(case, HopperForwardParams(128, 128, 2, True, ping_pong), max_programs=3)
+
+
+@pytest.mark.parametrize(("name", "params"), named("backward"))
+def test_backward(name: str, params: Any) -> None:
+    inputs, _ = inputs_of(CASES[name])
+    query, value = inputs.query, inputs.value
+    d_out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    lse = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+
+    def backward(inputs: AttentionInputs, out: Any, lse: Any, d_out: Any) -> dict[str, Any]:
+        return BACKEND.backward(inputs, (out, lse), (d_out, None), params)
+
+    check_schedules(backward, inputs, d_out, lse, d_out, max_programs=4)

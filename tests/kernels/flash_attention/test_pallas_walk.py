@@ -1,0 +1,85 @@
+"""How the work of a Hopper kernel is cut into items and handed to its programs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels.flash_attention.pallas_gpu_forward import masked_visits
+from tilewright.kernels.flash_attention.pallas_gpu_walk import (
+    ITEM_OVERHEAD,
+    Extent,
+    group_sizes,
+    item_by_arithmetic,
+    plan_walk,
+    program_lists,
+    program_order,
+    visits,
+)
+from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
+
+
+def walk_of(mask, rows, columns, block_rows=128, block_columns=128):
+    extent = Extent(rows, columns, block_rows, block_columns)
+    return plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)[0]
+
+
+@pytest.mark.parametrize(("matrices", "at_once"), [(1, 5), (16, 3), (64, 12), (7, 3), (31, 4), (12, 12)])
+def test_groups_are_even(matrices, at_once):
+    sizes = group_sizes(matrices, at_once)
+    assert sum(sizes) == matrices
+    assert max(sizes) <= at_once
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("mask", [None, CausalMask(0), CausalMask(1300), WindowMask(200, 100, 0)])
+@pytest.mark.parametrize(("matrices", "at_once"), [(16, 3), (7, 3)])
+def test_order(mask, matrices, at_once):
+    counts = visits(walk_of(mask, 2048, 1900))
+    order = program_order(counts, matrices, at_once)
+    assert np.array_equal(np.sort(order), np.arange(matrices * len(counts)))
+    first = group_sizes(matrices, at_once)[0] * len(counts)
+    assert (np.diff(counts[order[:first] % len(counts)]) <= 0).all()
+    item = item_by_arithmetic(counts, matrices, at_once)
+    if item is not None:
+        assert np.array_equal(item(jnp.arange(len(order), dtype=jnp.int32)), order)
+
+
+def test_causal_and_full_orders_follow_by_arithmetic():
+    for mask in (None, CausalMask(0)):
+        assert item_by_arithmetic(visits(walk_of(mask, 4096, 4096)), 64, 12) is not None
+    assert item_by_arithmetic(visits(walk_of(WindowMask(300, 300, 0), 4096, 4096)), 64, 12) is None
+
+
+@pytest.mark.parametrize(("rows", "matrices", "at_once"), [(4096, 64, 12), (16384, 16, 3), (1024, 256, 48)])
+def test_lists_are_balanced(rows, matrices, at_once):
+    programs, counts = 132, visits(walk_of(CausalMask(0), rows, rows))
+    order = program_order(counts, matrices, at_once)
+    starts, items = program_lists(order, counts, programs)
+    assert starts[0] == 0
+    assert starts[-1] == len(items) == len(order)
+    assert np.array_equal(np.sort(items), np.sort(order))
+    costs = counts[items % len(counts)] + ITEM_OVERHEAD
+    longest = np.add.reduceat(costs, starts[:-1]).max()
+    assert longest <= 1.02 * costs.sum() / programs
+
+
+def test_more_programs_than_items_leave_none_without():
+    starts, items = program_lists(np.arange(4, dtype=np.int32), np.ones(4, int), 4)
+    assert np.array_equal(np.diff(starts), np.ones(4))
+    assert sorted(items) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows", "columns", "block_rows", "expected"),
+    [
+        (None, 512, 512, 128, (False, False)),
+        (None, 512, 500, 128, (True, False)),
+        (CausalMask(0), 512, 512, 128, (True, False)),
+        (CausalMask(0), 512, 500, 128, (True, False)),
+        (CausalMask(0), 576, 576, 192, (True, None)),
+        (CausalMask(60), 512, 512, 128, (True, None)),
+        (LengthMask(None, jnp.asarray([500])), 512, 512, 128, (None, None)),
+    ],
+)
+def test_visits_that_need_the_mask(mask, rows, columns, block_rows, expected):
+    assert masked_visits(walk_of(mask, rows, columns, block_rows)) == expected
