@@ -221,7 +221,9 @@ def test_interrupting_a_tuning_keeps_what_was_measured(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     folder = tmp_path / "cache"
     file = tmp_path / "result.json"
-    command = [sys.executable, "-c", "from tilewright.cli import main; main()", "tune", "waiting:both"]
+    # A shell without job control has what runs in its background ignore the signal, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}; from tilewright.cli import main; main()", "tune", "waiting:both"]
     process = subprocess.Popen(
         [*command, "--shapes", "float32[3]", "--json", str(file)],
         cwd=tmp_path, env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder)},

@@ -12,7 +12,9 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams
 from tilewright.ops.execution.numerics import violations
 
 
@@ -26,7 +28,7 @@ class TestConformance(Conformance):
     backend = PallasGpuFlashAttention()
 
 
-def run(case: AttentionCase, forward: HopperForwardParams, backward: HopperBackwardParams) -> None:
+def run(case: AttentionCase, forward: HopperForwardParams, backward: BackwardParams) -> None:
     """Compares one config of each direction with the oracle."""
     arrays, kwargs = case.arguments()
     args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
@@ -37,11 +39,10 @@ def run(case: AttentionCase, forward: HopperForwardParams, backward: HopperBackw
     exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
     got = {"out": results[0], "lse": results[1]}
     found = {name: violations(got[name], exact.results[name], low.results[name], 2.0) for name in got}
-    if case.bias is None:
-        run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
-        gradients = run_backward(inputs, results, (d_out, d_lse))
-        for name, ref in exact.gradients.items():
-            found[name] = violations(gradients[name], ref, low.gradients[name], 2.0)
+    run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
+    gradients = run_backward(inputs, results, (d_out, d_lse))
+    for name, ref in exact.gradients.items():
+        found[name] = violations(gradients[name], ref, low.gradients[name], 2.0)
     assert not any(found.values()), {name: what for name, what in found.items() if what}
 
 
@@ -63,14 +64,14 @@ def test_configs(forward: HopperForwardParams, backward: HopperBackwardParams, c
 
 
 @pytest.mark.parametrize("bias", ["bhqk", "hqk", "bk", "q", ""])
-def test_forward_adds_a_bias(bias: str):
+def test_adds_a_bias(bias: str):
     case = AttentionCase("", 2, 70, 150, heads=2, head_dim=64, dtype="bfloat16", causal=True, bias=bias)
     run(case, FORWARD[0], BACKWARD[0])
 
 
-def test_wide_heads_forward():
+def test_wide_heads():
     case = AttentionCase("", 1, 150, 200, heads=1, head_dim=256, value_dim=190, dtype="float16", bias="")
-    run(case, HopperForwardParams(128, 64), BACKWARD[0])
+    run(case, HopperForwardParams(128, 64), WideBackwardParams())
 
 
 @pytest.mark.parametrize("index", [1, 3])

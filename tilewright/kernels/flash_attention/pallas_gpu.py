@@ -11,6 +11,7 @@ from jaxtyping import Array
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu_backward import (
     BackwardPlan,
+    BiasGradient,
     HopperBackwardParams,
     key_value_kernel,
     query_kernel,
@@ -46,6 +47,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms_of, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.masks import AndMask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -65,6 +67,9 @@ FUSED_LENGTH = 2048
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
+SEPARATE_BYTES = 256 << 20
+"""Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
+
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200, where the device does not say."""
 
@@ -83,28 +88,36 @@ def aligned(array: Any, dim: int) -> Any:
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
 
 
-def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any) -> Plan:
+def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradient: BiasGradient | None = None) -> Plan:
     """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
         plan = ForwardPlan(params, head_dim, value_dim, dtype)
     elif isinstance(params, WideBackwardParams) and wide:
-        plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
+        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
         if plan.reason:
             raise ValueError(f"{params} at {head_dim=} {plan.reason}")
     elif isinstance(params, HopperBackwardParams) and not wide:
-        plan = BackwardPlan(params, head_dim, value_dim, dtype)
+        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
     else:
         raise ValueError(
             f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
         )
     if plan.shared_bytes > SHARED_MEMORY:
         raise ValueError(
-            f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}; "
+            f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}"
+            f"{' with the gradient of a bias' if bias_gradient else ''}; "
             f"a block has {SHARED_MEMORY}"
         )
     return plan
+
+
+def bias_gradient_of(bias: Any, scores: tuple[int, int, int, int], params: Any) -> BiasGradient | None:
+    """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
+    if bias is None or not isinstance(params, BackwardParams):
+        return None
+    return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
 
 
 class PallasGpuFlashAttention(Implementation):
@@ -125,8 +138,6 @@ class PallasGpuFlashAttention(Implementation):
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        if direction == "backward" and problem.bias is not None:
-            reasons.append("computes no gradient of a bias")
         return reasons
 
     def heuristic(
@@ -148,10 +159,19 @@ class PallasGpuFlashAttention(Implementation):
                     WideBackwardParams(False, 2, 1, 32, 2),
                     WideBackwardParams(False, 2, 2, 32, 2),
                 ]
+                if problem.bias is not None:  # beside its gradient at head_dim 256, none of the others that add up dQ
+                    wide.append(WideBackwardParams(False, 2, 1, 32, 1))
+                if _adds_bias(problem):
+                    wide = sorted(wide, key=lambda params: params.deterministic)
                 return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
-            block = 128 if widest <= 64 else 64
-            short = problem.kv_length < FUSED_LENGTH
-            return [HopperBackwardParams(block, 2, deterministic) for deterministic in (short, not short)]
+            # Where the gradient of a bias is added up, 128 queries do not fit; the rest is spilled with so many.
+            heavy = problem.bias is not None or problem.dropout or problem.options.logits_soft_cap is not None
+            block = 128 if widest <= 64 and not heavy else 64
+            short = problem.kv_length < FUSED_LENGTH and not _adds_bias(problem)
+            forms = [short, not short]
+            if problem.dropout and widest > 64 and not _adds_bias(problem):  # the generator's registers
+                forms = [True]
+            return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
         # (block_q, block_k, persistent, ping_pong)
         if widest <= 64:
             tiles = [(192, 128, True, True), (192, 128, True, False), (128, 128, True, True), (128, 128, False, True)]
@@ -165,18 +185,32 @@ class PallasGpuFlashAttention(Implementation):
         else:
             tiles = [(128, 80, False, False), (128, 64, False, False)]
             tiles = tiles if banded else tiles[::-1]
-        if split_mask(problem.mask)[1] is not None:  # lists made before the kernel runs do not know the lengths of rows
+        of_arrays = split_mask(problem.mask)[1]
+        if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
             tiles = sorted(tiles, key=lambda tile: tile[2])
-        if problem.dropout:  # the generator's registers
-            tiles = [(block_q, 64, persistent, ping_pong) for block_q, _, persistent, ping_pong in tiles]
+        plain = problem.bias is None and problem.options.logits_soft_cap is None
+        if of_arrays is not None and widest > 128:
+            # As many keys as leave the registers that masks and the generator take.
+            few = 64 if plain else 32
+            if problem.dropout:
+                few = 32 if plain and not isinstance(of_arrays, AndMask) else 16
+            tiles = [(128, few, False, False)]
+        elif problem.dropout:  # the generator's registers
+            tiles = [
+                (block_q, 64, persistent, ping_pong)
+                for block_q, _, persistent, ping_pong in tiles
+                if of_arrays is None or not (persistent and ping_pong)
+            ]
         return [
             HopperForwardParams(block_q, block_k, 2, persistent, ping_pong)
             for block_q, block_k, persistent, ping_pong in tiles
         ]
 
     def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+        scores = problem.batch, problem.heads, problem.q_length, problem.kv_length
         try:
-            plan_of(params, padded_dim(problem.head_dim), padded_dim(problem.value_dim), problem.dtype)
+            plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, scores, params))
         except ValueError as error:
             return [str(error)]
         return []
@@ -218,13 +252,14 @@ class PallasGpuFlashAttention(Implementation):
         cotangents: tuple[Array, Array | None],
         params: BackwardParams,
     ) -> dict[str, Any]:
-        """Gradients for query, key, value and softmax_aux, from any backend's ``(out, lse)``."""
+        """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
             return empty_backward(inputs, *results, *cotangents)
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        plan_of(params, *dims, inputs.query.dtype)
+        bias_gradient = bias_gradient_of(inputs.bias, (batch, heads, q_length, kv_length), params)
+        plan_of(params, *dims, inputs.query.dtype, bias_gradient)
         query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
         value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
@@ -244,19 +279,23 @@ class PallasGpuFlashAttention(Implementation):
         worked_on = per_head + (0 if params.deterministic else q_length * dims[0] * 4)
         order = program_order(queue, batch * kv_heads, max(CACHED_QUERIES // (worked_on * group), 1))
         sums_ref = None if zeros is None else jax.new_ref(zeros)
+        bias_ref: Any = None
+        if bias_gradient is not None:
+            bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
         operands = (query, key, value, d_out, statistics)
         if isinstance(params, HopperBackwardParams):
             lists = program_lists(order, queue, min(processors, len(order)))
             d_key, d_value = key_value_kernel(
-                *operands, sums_ref, lists, tables, transposed(arrays), options=options, walk=walk, params=params
-            )
-            query_rows, block_k = 128, 128 if max(dims) <= 64 else 64
+                *operands, sums_ref, lists, tables, transposed(arrays),
+                options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
+            )  # fmt: skip
+            query_rows, block_k = 128, 128 if max(dims) <= 64 and not options.dropout_prob else 64
             kernel = functools.partial(query_kernel, block_k=block_k)
         else:
             assert isinstance(params, WideBackwardParams)
             d_key, d_value = wide_key_value_kernel(
                 *operands, sums_ref, jnp.asarray(order), tables, transposed(arrays),
-                options=options, walk=walk, params=params,
+                options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
             )  # fmt: skip
             query_rows, block_k = params.query_rows, params.block_k
             kernel = functools.partial(wide_query_kernel, params=params)
@@ -267,11 +306,23 @@ class PallasGpuFlashAttention(Implementation):
             walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
             at_once = max(CACHED_KEYS_AND_VALUES // (kv_length * sum(dims) * inputs.key.dtype.itemsize), 1) * group
             order = program_order(visits(walk), batch * heads, at_once)
-            d_query = kernel(*operands, jnp.asarray(order), tables, arrays, options=options, walk=walk)
+            work: Any = jnp.asarray(order)
+            if isinstance(params, HopperBackwardParams):
+                work = program_lists(order, visits(walk), min(processors, len(order)))
+            d_query = kernel(*operands, work, tables, arrays, options=options, walk=walk)
         return {
             "query": d_query[:, :q_length, :, :head_dim],
             "key": d_key[:, :kv_length, :, :head_dim],
             "value": d_value[:, :kv_length, :, :value_dim],
-            "bias": None,
+            "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }
+
+
+def _adds_bias(problem: AttentionProblem) -> bool:
+    """Whether gradients of a bias, one for each batch element and head that share it, are too many to be kept."""
+    if problem.bias is None:
+        return False
+    scores = problem.batch, problem.heads, problem.q_length, problem.kv_length
+    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, scores, True)
+    return apart.shared and apart.bytes > SEPARATE_BYTES

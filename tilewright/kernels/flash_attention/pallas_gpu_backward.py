@@ -5,6 +5,7 @@ its own.
 are computed transposed, so that probabilities and their gradients are already the register operands of the products for
 dV and dK; only dS goes through shared memory, for dQ, whose parts are added in float32 by TMA reductions in the order
 in which programs finish. Without those (``deterministic``) ``query_kernel`` computes dQ in a fixed order.
+The gradient of a bias is dS itself: ``BiasGradient`` says where its tiles go.
 """
 
 import dataclasses
@@ -30,12 +31,19 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk
 from tilewright.kernels.kv_buffer.ring import RingPlan
+from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 
 ROWS = 64
 """Keys (or, for dQ, queries) of a warpgroup: the M of its matrix instruction."""
 
 CONSUMERS = 2
 REGISTERS = (240, 24)
+
+BIAS_TILE = 128
+"""Keys and queries of which the gradient of a bias has a whole number in global memory: the largest step's."""
+
+TILE_ROWS = ROWS * ROWS // ROW
+"""Rows of a tile of it whose parts are added."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +72,128 @@ class HopperBackwardParams(BackwardParams):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BiasGradient:
+    """Where in global memory the kernels for dK and dV put the gradient of a bias, and what is made of it.
+
+    It is a matrix ``[keys, queries]``, also for a bias with one key; for a bias with one query, the sums over the
+    queries of each tile, ``[tiles, keys]``, which take a 64th. Where batch or heads share the bias, tiles are added up
+    by TMA reductions, in no fixed order, those of a matrix as strips like dQ's; if ``deterministic``, every batch
+    element and head has an array of its own instead, and they are summed afterwards.
+
+    Attributes:
+      bias_shape: ``[batch | 1, heads | 1, q_length | 1, kv_length | 1]``.
+      bias_dtype: a gradient that nothing is summed for is stored in it, all others in float32.
+      scores: batch, heads, q_length and kv_length of the call.
+    """
+
+    bias_shape: tuple[int, ...]
+    bias_dtype: Any
+    scores: tuple[int, int, int, int]
+    deterministic: bool
+
+    def __post_init__(self) -> None:
+        if len(self.bias_shape) != 4 or any(
+            size not in (1, full) for size, full in zip(self.bias_shape, self.scores, strict=True)
+        ):
+            raise ValueError(f"a bias broadcasts to the scores, got {self.bias_shape=}, {self.scores=}")
+
+    @property
+    def shared(self) -> bool:
+        """Whether several batch elements or heads have the same bias."""
+        return self.bias_shape[:2] != self.scores[:2]
+
+    @property
+    def added(self) -> bool:
+        """Whether tiles are added to what is there."""
+        return self.shared and not self.deterministic
+
+    @property
+    def of_queries(self) -> bool:
+        return self.bias_shape[2] > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        q_tiles, kv_tiles = self.tiles
+        if not self.of_queries:
+            matrix = q_tiles, kv_tiles * ROWS
+        else:
+            matrix = (kv_tiles * q_tiles * TILE_ROWS, ROW) if self.added else (kv_tiles * ROWS, q_tiles * ROWS)
+        return (*(self.bias_shape[:2] if self.added else self.scores[:2]), *matrix)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of queries and of keys, in whole steps and programs of both kernels."""
+        q_tiles, kv_tiles = (-(-length // BIAS_TILE) * BIAS_TILE // ROWS for length in self.scores[2:])
+        return q_tiles, kv_tiles
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.float32 if self.shared or 1 in self.bias_shape[2:] else self.bias_dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the array."""
+        return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
+
+    def staging(self, warpgroups: int) -> Any:
+        """Scratch type of the places where the warpgroups that compute dS leave tiles that are added."""
+        return plgpu.SMEM(self._staging_shape(warpgroups), jnp.float32)
+
+    def staging_bytes(self, warpgroups: int) -> int:
+        return aligned_bytes(self._staging_shape(warpgroups), jnp.float32) if self.added else 0
+
+    def _staging_shape(self, warpgroups: int) -> tuple[int, ...]:
+        return (warpgroups, ROWS // STRIP, ROWS, STRIP) if self.of_queries else (warpgroups, ROWS)
+
+    def store(self, ref: Any, staging: Any, ds: Any, place: Place) -> None:
+        """Stores or adds a float32 tile ``[64 keys, 64 queries]``.
+
+        Args:
+          ref: the array.
+          staging: the calling warpgroup's; None unless ``added``.
+          place: of this tile.
+        """
+        b = place.batch if self.shape[0] > 1 else 0
+        h = place.head if self.shape[1] > 1 else 0
+        keys, q_tile = pl.ds(place.kv_start, ROWS), lax.div(place.q_start, jnp.int32(ROWS))
+        values = ds.astype(self.dtype) if self.of_queries else ds.sum(axis=1)
+        if not self.added:
+            # As they lie in registers: a store of a warp writes whole sectors, and a matrix takes one address.
+            tile = ref.at[b, h, keys, pl.ds(place.q_start, ROWS)] if self.of_queries else ref.at[b, h, q_tile, keys]
+            tile[...] = values
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.of_queries:
+            for strip in range(ROWS // STRIP):
+                staging.at[strip][...] = values[:, strip * STRIP : (strip + 1) * STRIP]
+            first = (lax.div(place.kv_start, jnp.int32(ROWS)) * self.tiles[0] + q_tile) * TILE_ROWS
+            source, target = staging.reshape(TILE_ROWS, ROW), ref.at[b, h, pl.ds(first, TILE_ROWS)]
+        else:
+            staging[...] = values
+            source, target = staging, ref.at[b, h, q_tile, keys]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+
+    def result(self, array: Any) -> Any:
+        """The gradient, in the shape and dtype of the bias."""
+        _, _, q_length, kv_length = self.scores
+        q_tiles, kv_tiles = self.tiles
+        if self.of_queries and self.added:
+            array = array.reshape(*array.shape[:2], kv_tiles, q_tiles, ROWS // STRIP, ROWS, STRIP)
+            array = array.transpose(0, 1, 3, 4, 6, 2, 5).reshape(*array.shape[:2], q_tiles * ROWS, kv_tiles * ROWS)
+        elif self.of_queries:
+            array = jnp.swapaxes(array, 2, 3)
+        if self.of_queries:
+            array = array[:, :, :q_length]
+        array = array[..., :kv_length]
+        broadcast = tuple(
+            axis for axis, (ours, size) in enumerate(zip(array.shape, self.bias_shape, strict=True)) if ours != size
+        )
+        return array.sum(axis=broadcast, keepdims=True).astype(self.bias_dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class BackwardPlan:
     """The shared memory of the kernel for dK and dV."""
 
@@ -71,6 +201,7 @@ class BackwardPlan:
     head_dim: int
     value_dim: int
     dtype: Any
+    bias_gradient: BiasGradient | None = None
 
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
         return RingPlan((rows, columns), self.dtype, stages, CONSUMERS)
@@ -127,19 +258,54 @@ class BackwardPlan:
         return REGISTERS if self.params.deterministic else (208, 72, 24)
 
     @property
+    def ahead(self) -> bool:
+        """Whether the next step's scores are computed beside dK, which leaves no product alone.
+
+        It takes the registers of a tile of scores over the step: with tiles of 64 queries the whole is 2 % faster, with
+        128 (head_dim 64) 1.5 % slower.
+        """
+        return self.params.block_q == ROWS and self.params.num_stages > 1
+
+    @property
     def staging_shape(self) -> tuple[int, int, int]:
         return self.head_dim // STRIP, self.params.block_q, STRIP
 
     @property
     def outputs(self) -> tuple[RingPlan, ...]:
-        """Where a warpgroup's dV and dK wait for their stores: one after the other in one place if they are alike."""
+        """Where a warpgroup's dV and dK wait for their stores: one after the other in one place if they are alike.
+
+        Gradients of a bias that are added want their memory: with those they are stored from registers.
+        """
+        if self.bias_gradient is not None and self.bias_gradient.added:
+            return ()
         widths = dict.fromkeys((self.value_dim, self.head_dim))
         return tuple(RingPlan((ROWS, width), self.dtype, CONSUMERS, 1) for width in widths)
 
     @property
     def shared_bytes(self) -> int:
         rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
+        if self.bias_gradient is not None:
+            rings += self.bias_gradient.staging_bytes(CONSUMERS)
         return rings + 1024 + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
+
+
+def over_items(lists: tuple[Any, Any], one: Any) -> None:
+    """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
+    starts_ref, items_ref = lists
+    program = lax.axis_index("program")
+    start, end = starts_ref[program], starts_ref[program + 1]
+
+    def of_turn(turn: Any, state: Any) -> Any:
+        first, item = state
+        following = items_ref[turn + 1]  # on its way while this item is worked on
+        return one(turn - start, item, first), following
+
+    lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
+
+
+def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
+    """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
+    return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))
 
 
 def key_value_kernel(
@@ -156,10 +322,13 @@ def key_value_kernel(
     options: ScoreOptions,
     walk: Walk,
     params: HopperBackwardParams,
+    d_bias: Any = None,
+    bias_gradient: BiasGradient | None = None,
 ) -> tuple[Any, Any]:
     """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None.
 
     Args:
+      d_bias: a reference to zeros as ``bias_gradient`` wants them. If ``added``, results have whole tiles of keys.
       lists: of ``program_lists``, over tiles of keys.
       statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
         from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
@@ -169,60 +338,51 @@ def key_value_kernel(
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
     dtype, block_q, block_k = query.dtype, params.block_q, params.block_k
-    plan = BackwardPlan(params, head_dim, value_dim, dtype)
+    plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
     kv_tiles = walk.extent.row_tiles
     fused = d_query is not None
     shape, part = (ROWS, block_q), (ROWS, ROWS)
     of_columns = TILE.reduce(0)
     rows_of_step = block_q * head_dim // ROW
-    starts, items = (jnp.asarray(part) for part in (lists[0], np.append(lists[1], 0)))
-    operands = (query, key, value, d_out, statistics, d_query, (starts, items), tables, arrays)
+    ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
+    operands = (query, key, value, d_out, statistics, d_query, d_bias, operands_of(lists), tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
+        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, list_refs, table_refs, array_refs = (
+            jax.tree.unflatten(structure, refs[: len(leaves)])
         )
-        starts_ref, items_ref = list_refs
         dk_ref, dv_ref, *scratch = refs[len(leaves) :]
         k_ring, v_ring, q_ring, do_ring, stat_ring, *ds_rings = (
             ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
         )
         outputs = scratch[3 * len(plan.rings) : 3 * len(plan.rings) + len(plan.outputs)]
-        staging = scratch[-1]
+        staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
-
-        def over_items(one: Any) -> None:
-            """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
-            program = lax.axis_index("program")
-            start, end = starts_ref[program], starts_ref[program + 1]
-
-            def of_turn(turn: Any, state: Any) -> Any:
-                first, item = state
-                following = items_ref[turn + 1]  # on its way while this item is worked on
-                return one(turn - start, item, first), following
-
-            lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
 
         def place_of(item: Any) -> tuple[Any, Any, Any]:
             matrix, kv_tile = lax.div(item, jnp.int32(kv_tiles)), lax.rem(item, jnp.int32(kv_tiles))
             return lax.div(matrix, jnp.int32(kv_heads)), lax.rem(matrix, jnp.int32(kv_heads)), kv_tile
 
-        def over_steps(item: Any, first: Any, one: Any) -> Any:
-            """Calls ``one(step, head, q_tile, masked)`` for every query tile of every head of the group."""
+        def over_steps(item: Any, first: Any, one: Any, carry: Any = None) -> Any:
+            """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
             b, kv_head, kv_tile = place_of(item)
 
-            def of_head(member: Any, first: Any) -> Any:
+            def of_head(member: Any, state: Any) -> Any:
+                first, carry = state
                 head = kv_head * group + member
                 steps = walk.steps(table_refs, b, head, kv_tile)
 
-                def visit(number: Any, _: Any) -> None:
-                    one(first + number, head, steps.tile(number), number < steps.masked)
+                def visit(number: Any, carry: Any) -> Any:
+                    more = number + 1 < steps.total
+                    more = more if group == 1 else more | (member + 1 < group)
+                    return one(first + number, head, steps.tile(number), number < steps.masked, more, carry)
 
-                lax.fori_loop(0, steps.total, visit, None)
-                return first + steps.total
+                carry = lax.fori_loop(0, steps.total, visit, carry)
+                return first + steps.total, carry
 
-            return of_head(0, first) if group == 1 else lax.fori_loop(0, group, of_head, first)
+            state = first, carry
+            return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
         def gradients(turn: Any, item: Any, first: Any) -> Any:
             b, kv_head, kv_tile = place_of(item)
@@ -233,31 +393,45 @@ def key_value_kernel(
                 k_ring.load_from_shared(turn)
                 v_ring.load_from_shared(turn)
 
-                def one(step: Any, head: Any, q_tile: Any, masked: Any) -> None:
+                def statistic(step: Any, row: int, begin: int, size: int) -> Any:
+                    values = plgpu.load(
+                        stat_ring.smem.at[stat_ring.slot(step), row, pl.ds(begin, size)], layout=of_columns
+                    )
+                    return lax.broadcast_in_dim(values, (ROWS, size), [1])
+
+                def operand(ring: Any, step: Any) -> Any:
                     # Always 0, which the compiler does not see: it would keep the 64-bit descriptors of all operand
                     # slices in registers over the loop (32 of them at head_dim 128) and spill others.
+                    return ring.smem.at[lax.shift_right_logical(step + item, 30), own]
+
+                def wait_for_queries(step: Any) -> None:
+                    stat_ring.load_from_shared(step)
+                    q_ring.load_from_shared(step)
+
+                def prepare_scores(scores: Any, step: Any) -> None:
+                    if options.plain:
+                        scores[...] = statistic(step, 0, 0, block_q)
+
+                def issue_scores(scores: Any, step: Any) -> None:
+                    plgpu.wgmma(scores, operand(k_ring, step), q_ring.get_mma_tile(step, transposed=True))
+
+                def scores_alone(scores: Any, step: Any) -> Any:
+                    wait_for_queries(step)
+                    prepare_scores(scores, step)
+                    issue_scores(scores, step)
+                    return plgpu.wgmma_accumulator_load(scores, wait_n=0)
+
+                def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, logits: Any) -> Any:
                     zero = lax.shift_right_logical(step + item, 30)
-                    k_own, v_own = k_ring.smem.at[zero, own], v_ring.smem.at[zero, own]
                     place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
-                    def statistic(row: int, begin: int, size: int) -> Any:
-                        values = plgpu.load(
-                            stat_ring.smem.at[stat_ring.slot(step), row, pl.ds(begin, size)], layout=of_columns
-                        )
-                        return lax.broadcast_in_dim(values, (ROWS, size), [1])
-
-                    def probabilities(scores: Any) -> tuple[Any, Any, Any]:
+                    def probabilities(logits: Any) -> tuple[Any, Any, Any]:
                         """What d_out, dP and delta are multiplied by: P, but for dropout and soft cap."""
-                        stat_ring.load_from_shared(step)
-                        if options.plain:
-                            scores[...] = statistic(0, 0, block_q)
-                        q_ring.load_from_shared(step)
-                        plgpu.wgmma(scores, k_own, queries.T)
-                        logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=0), None
+                        tanh = None
                         if not options.plain:
                             logits, tanh = biased_and_capped(logits, options, array_refs, place)
-                            logits = logits + statistic(0, 0, block_q)
+                            logits = logits + statistic(step, 0, 0, block_q)
 
                         def exponentials(logits: Any, hidden: bool) -> Any:
                             logits = logits * options.multiplier
@@ -288,7 +462,11 @@ def key_value_kernel(
                         for_dp = for_d_out if tanh is None else rounded(jnp.where(keep, slopes * weight, 0.0))
                         return for_d_out, for_dp, rounded(slopes)
 
-                    weights = pl.run_scoped(probabilities, plgpu.ACC(shape, jnp.float32))
+                    if not ahead:
+                        logits = pl.run_scoped(
+                            functools.partial(scores_alone, step=step), plgpu.ACC(shape, jnp.float32)
+                        )
+                    weights = probabilities(logits)
 
                     def d_scores(d_probabilities: Any, begin: int) -> Any:
                         columns = pl.ds(begin, ROWS)
@@ -296,14 +474,18 @@ def key_value_kernel(
                             one if block_q == ROWS else one[:, begin : begin + ROWS] for one in weights
                         )
                         if not options.dropout_prob:
-                            d_probabilities[...] = statistic(1, begin, ROWS)
-                        plgpu.wgmma(d_probabilities, v_own, d_outs.at[columns].T)
+                            d_probabilities[...] = statistic(step, 1, begin, ROWS)
+                        plgpu.wgmma(d_probabilities, operand(v_ring, step), d_outs.at[columns].T)
                         plgpu.wgmma(dv, for_d_out, d_outs.at[columns])
                         dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=1)
                         ds = for_dp.astype(jnp.float32) * dp
                         if options.dropout_prob:
-                            ds = ds + for_delta.astype(jnp.float32) * statistic(1, begin, ROWS)
+                            ds = ds + for_delta.astype(jnp.float32) * statistic(step, 1, begin, ROWS)
                         plgpu.wgmma_wait(0)
+                        if bias_gradient is not None:
+                            part_place = dataclasses.replace(place, q_start=place.q_start + begin)
+                            own_staging = None if bias_staging is None else bias_staging.at[warpgroup]
+                            bias_gradient.store(d_bias_ref, own_staging, ds, part_place)
                         return ds.astype(dtype)
 
                     do_ring.load_from_shared(step)
@@ -313,18 +495,31 @@ def key_value_kernel(
                         for begin in range(0, block_q, ROWS)
                     ]
                     do_ring.release(step)
-                    for begin, ds in parts:
-                        plgpu.wgmma(dk, ds, queries.at[pl.ds(begin, ROWS)])
-                    if fused:
-                        ds_rings[0].copy_to_shared(step, [ds for _, ds in parts], rows=own)
-                    else:
-                        plgpu.commit_smem()
-                    # Behind a fence: statistics were read by threads, and TMA writes the slot by another way.
-                    stat_ring.release(step)
-                    plgpu.wgmma_wait(0)
-                    q_ring.release(step)
 
-                last = over_steps(item, first, one)
+                    def finish(scores: Any = None) -> Any:
+                        if ahead:  # after the last step of an item the scores are of a stale tile
+                            pl.when(more)(functools.partial(wait_for_queries, step + 1))
+                            prepare_scores(scores, step + 1)
+                        for begin, ds in parts:
+                            plgpu.wgmma(dk, ds, queries.at[pl.ds(begin, ROWS)])
+                        if ahead:
+                            issue_scores(scores, step + 1)
+                        if fused:
+                            ds_rings[0].copy_to_shared(step, [ds for _, ds in parts], rows=own)
+                        else:
+                            plgpu.commit_smem()
+                        # Behind a fence: statistics were read by threads, and TMA writes the slot by another way.
+                        stat_ring.release(step)
+                        plgpu.wgmma_wait(int(ahead))
+                        q_ring.release(step)
+                        return plgpu.wgmma_accumulator_load(scores, wait_n=0) if ahead else None
+
+                    return pl.run_scoped(finish, plgpu.ACC(shape, jnp.float32)) if ahead else finish()
+
+                scores = None
+                if ahead:
+                    scores = pl.run_scoped(functools.partial(scores_alone, step=first), plgpu.ACC(shape, jnp.float32))
+                last = over_steps(item, first, one, scores)
                 k_ring.release(turn)
                 v_ring.release(turn)
                 return dk[...], dv[...], last
@@ -333,6 +528,10 @@ def key_value_kernel(
                 accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32), plgpu.ACC((ROWS, value_dim), jnp.float32)
             )
             rows = pl.ds(kv_start, ROWS)
+            if not outputs:
+                dv_ref.at[b, rows, kv_head][...] = dv.astype(dtype)
+                dk_ref.at[b, rows, kv_head][...] = (dk * options.scale).astype(dtype)
+                return last
             for output, gradient, target in ((outputs[0], dv, dv_ref), (outputs[-1], dk * options.scale, dk_ref)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 output.at[warpgroup][...] = gradient.astype(dtype)
@@ -345,7 +544,7 @@ def key_value_kernel(
             ds_ring = ds_rings[0]
             k_ring.load_from_shared(turn)
 
-            def one(step: Any, head: Any, q_tile: Any, masked: Any) -> None:
+            def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
                 zero = lax.shift_right_logical(step + item, 30)
                 ds_ring.load_from_shared(step)
                 for index, (row, column, columns) in enumerate(plan.d_query_parts):
@@ -378,7 +577,7 @@ def key_value_kernel(
             b, kv_head, kv_tile = place_of(item)
             rows = pl.ds(kv_tile * block_k, block_k)
 
-            def one(step: Any, head: Any, q_tile: Any, masked: Any) -> None:
+            def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
                 rows = pl.ds(q_tile * block_q, block_q)
                 stat_ring.load_from_dram(step, stat_ref.at[b, head, :, rows])
                 q_ring.load_from_dram(step, q_ref.at[b, rows, head])
@@ -390,7 +589,7 @@ def key_value_kernel(
 
         def play(role: Any, registers: int, action: Any) -> None:
             plgpu.set_max_registers(registers, action=action)
-            over_items(role)
+            over_items(list_refs, role)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(warpgroup < CONSUMERS)(functools.partial(play, gradients, plan.registers[0], "increase"))
@@ -400,13 +599,17 @@ def key_value_kernel(
 
     scratch: list[Any] = [part for ring in plan.rings for part in ring.scratch()]
     scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
+    rows = kv_length
+    if bias_gradient is not None and bias_gradient.added:
+        scratch.append(bias_gradient.staging(CONSUMERS))
+        rows = kv_tiles * block_k
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
     kernel = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
+            jax.ShapeDtypeStruct((batch, rows, kv_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, rows, kv_heads, value_dim), dtype),
         ),
         scratch_types=scratch,
         grid=(len(lists[0]) - 1,),
@@ -434,9 +637,14 @@ class QueryPlan:
         return (
             RingPlan((rows, self.head_dim), self.dtype, 1, CONSUMERS),
             RingPlan((rows, self.value_dim), self.dtype, 1, CONSUMERS),
+            RingPlan((2, rows), jnp.float32, 1, CONSUMERS, swizzle=0),
             RingPlan((self.block_k, self.head_dim), self.dtype, self.num_stages, CONSUMERS),
             RingPlan((self.block_k, self.value_dim), self.dtype, self.num_stages, CONSUMERS),
         )
+
+    @property
+    def output(self) -> RingPlan:
+        return RingPlan((ROWS, self.head_dim), self.dtype, CONSUMERS, 1)
 
 
 def query_kernel(
@@ -445,7 +653,7 @@ def query_kernel(
     value: Any,
     d_out: Any,
     statistics: Any,
-    order: Any,
+    lists: tuple[np.ndarray, np.ndarray],
     tables: Any,
     arrays: ScoreArrays,
     *,
@@ -453,7 +661,7 @@ def query_kernel(
     walk: Walk,
     block_k: int,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``key_value_kernel``."""
+    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries."""
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -461,101 +669,128 @@ def query_kernel(
     plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     shape = (ROWS, block_k)
-    leaves, structure = jax.tree.flatten((query, key, value, d_out, statistics, order, tables, arrays))
+    operands = (query, key, value, d_out, statistics, operands_of(lists), tables, arrays)
+    leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
+        q_ref, k_ref, v_ref, do_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
         dq_ref, *scratch = refs[len(leaves) :]
-        q_ring, do_ring, k_ring, v_ring = (ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings))
+        q_ring, do_ring, stat_ring, k_ring, v_ring = (
+            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
+        )
         warpgroup = lax.axis_index("warpgroup")
-        item = order_ref[lax.axis_index("program")]
-        matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
-        b, h = lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads))
-        steps = walk.steps(table_refs, b, h, q_tile)
 
-        def accumulate(dq: Any) -> Any:
+        def place_of(item: Any) -> tuple[Any, Any, Any]:
+            matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
+            return lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads)), q_tile
+
+        def gradients(turn: Any, item: Any, first: Any) -> Any:
+            b, h, q_tile = place_of(item)
+            steps = walk.steps(table_refs, b, h, q_tile)
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
-            q_ring.load_from_shared(0)
-            do_ring.load_from_shared(0)
-            q_own, do_own = q_ring.get_mma_tile(0).at[own], do_ring.get_mma_tile(0).at[own]
 
-            def statistic(row: int) -> Any:
-                return plgpu.load(stat_ref.at[b, h, row, pl.ds(q_start, ROWS)], layout=TILE.reduce(1), optimized=False)
+            def accumulate(dq: Any) -> Any:
+                stat_ring.load_from_shared(turn)
+                lse, delta = (
+                    lax.broadcast_in_dim(plgpu.load(stat_ring.smem.at[0, row, own], layout=TILE.reduce(1)), shape, [0])
+                    for row in range(2)
+                )
+                q_ring.load_from_shared(turn)
+                do_ring.load_from_shared(turn)
 
-            lse, delta = statistic(0), statistic(1)
+                def one(number: Any, _: Any) -> None:
+                    step = first + number
+                    zero = lax.shift_right_logical(step + item, 30)  # as in the kernel for dK and dV
+                    q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
+                    place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
 
-            def one(step: Any, _: Any) -> None:
-                place = Place(b, h, q_start, steps.tile(step) * block_k, shape, 0)
+                    def of_scores(scores: Any, d_probabilities: Any) -> Any:
+                        k_ring.load_from_shared(step)
+                        plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
+                        v_ring.load_from_shared(step)
+                        plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(step, transposed=True))
+                        logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=1), None
+                        if not options.plain:
+                            logits, tanh = biased_and_capped(logits, options, array_refs, place)
+                        logits = (logits + lse) * options.multiplier
+                        if walk.may_mask:
+                            logits = lax.cond(
+                                number < steps.masked,
+                                lambda logits: jnp.where(visible(options, array_refs, place), logits, -jnp.inf),
+                                lambda logits: logits,
+                                logits,
+                            )
+                        p = jnp.exp2(logits)
+                        dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
+                        v_ring.release(step)
+                        if options.dropout_prob:
+                            keep = kept(options, array_refs, place)
+                            dp = jnp.where(keep, dp * (1 / (1 - options.dropout_prob)), 0.0)
+                        ds = p * (dp + delta)
+                        if tanh is not None:
+                            ds = ds * (1 - tanh * tanh)
+                        return ds.astype(dtype)
 
-                def gradients(scores: Any, d_probabilities: Any) -> Any:
-                    k_ring.load_from_shared(step)
-                    plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
-                    v_ring.load_from_shared(step)
-                    plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(step, transposed=True))
-                    logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=1), None
-                    if not options.plain:
-                        logits, tanh = biased_and_capped(logits, options, array_refs, place)
-                    logits = (logits + lax.broadcast_in_dim(lse, shape, [0])) * options.multiplier
-                    if walk.may_mask:
-                        logits = lax.cond(
-                            step < steps.masked,
-                            lambda logits: jnp.where(visible(options, array_refs, place), logits, -jnp.inf),
-                            lambda logits: logits,
-                            logits,
-                        )
-                    p = jnp.exp2(logits)
-                    dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
-                    v_ring.release(step)
-                    if options.dropout_prob:
-                        keep = kept(options, array_refs, place)
-                        dp = jnp.where(keep, dp * (1 / (1 - options.dropout_prob)), 0.0)
-                    ds = p * (dp + lax.broadcast_in_dim(delta, shape, [0]))
-                    if tanh is not None:
-                        ds = ds * (1 - tanh * tanh)
-                    return ds.astype(dtype)
+                    accumulator = plgpu.ACC(shape, jnp.float32)
+                    ds = pl.run_scoped(of_scores, accumulator, accumulator)
+                    plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
+                    plgpu.wgmma_wait(0)
+                    k_ring.release(step)
 
-                accumulator = plgpu.ACC(shape, jnp.float32)
-                ds = pl.run_scoped(gradients, accumulator, accumulator)
-                plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
-                plgpu.wgmma_wait(0)
-                k_ring.release(step)
+                lax.fori_loop(0, steps.total, one, None)
+                q_ring.release(turn)
+                do_ring.release(turn)
+                return dq[...]
 
-            lax.fori_loop(0, steps.total, one, None)
-            return dq[...]
-
-        @pl.when(warpgroup < CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
             dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32))
-            q_smem = q_ring.smem.at[0, pl.ds(warpgroup * ROWS, ROWS)]
-            q_smem[...] = (dq * options.scale).astype(dtype)
+            output = scratch[-1].at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            output[...] = (dq * options.scale).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem, dq_ref.at[b, pl.ds(q_tile * block_q + warpgroup * ROWS, ROWS), h])
-            plgpu.wait_smem_to_gmem(0)
+            stat_ring.release(turn)  # behind a fence, as in the kernel for dK and dV
+            plgpu.copy_smem_to_gmem(output, dq_ref.at[b, pl.ds(q_start, ROWS), h])
+            return first + steps.total
 
-        @pl.when(warpgroup == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        def load(turn: Any, item: Any, first: Any) -> Any:
+            b, h, q_tile = place_of(item)
+            steps = walk.steps(table_refs, b, h, q_tile)
             kv_head = lax.div(h, jnp.int32(group))
             rows = pl.ds(q_tile * block_q, block_q)
-            q_ring.load_from_dram(0, q_ref.at[b, rows, h])
-            do_ring.load_from_dram(0, do_ref.at[b, rows, h])
+            stat_ring.load_from_dram(turn, stat_ref.at[b, h, :, rows])
+            q_ring.load_from_dram(turn, q_ref.at[b, rows, h])
 
-            def load(step: Any, _: Any) -> None:
-                columns = pl.ds(steps.tile(step) * block_k, block_k)
-                k_ring.load_from_dram(step, k_ref.at[b, columns, kv_head])
-                v_ring.load_from_dram(step, v_ref.at[b, columns, kv_head])
+            def one(number: Any, carry: Any) -> None:
+                columns = pl.ds(steps.tile(number) * block_k, block_k)
+                k_ring.load_from_dram(first + number, k_ref.at[b, columns, kv_head])
 
-            lax.fori_loop(0, steps.total, load, None)
+                @pl.when(number == 0)
+                def _() -> None:
+                    do_ring.load_from_dram(turn, do_ref.at[b, rows, h])
+
+                v_ring.load_from_dram(first + number, v_ref.at[b, columns, kv_head])
+
+            lax.fori_loop(0, steps.total, one, None)
+            return first + steps.total
+
+        def play(role: Any, registers: int, action: Any) -> None:
+            plgpu.set_max_registers(registers, action=action)
+            over_items(list_refs, role)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(warpgroup < CONSUMERS)(functools.partial(play, gradients, REGISTERS[0], "increase"))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(play, load, REGISTERS[1], "decrease"))
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        scratch_types=[part for ring in plan.rings for part in ring.scratch()],
-        grid=(batch * heads * q_tiles,),
+        scratch_types=[
+            *(part for ring in plan.rings for part in ring.scratch()),
+            plgpu.SMEM((CONSUMERS, *plan.output.tile), dtype, transforms=plan.output.transforms),
+        ],
+        grid=(len(lists[0]) - 1,),
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels.flash_attention.pallas_gpu_backward import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     TILE,
@@ -93,6 +94,7 @@ class WideBackwardPlan:
     head_dim: int
     value_dim: int
     dtype: Any
+    bias_gradient: BiasGradient | None = None
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
@@ -155,6 +157,8 @@ class WideBackwardPlan:
     def shared_bytes(self) -> int:
         """Of the kernel that takes more, with what soft caps and dropout add, barriers and alignment."""
         size = sum(ring.shared_bytes for ring in self.rings) + aligned_bytes(self.weights_shape, self.dtype)
+        if self.bias_gradient is not None:
+            size += self.bias_gradient.staging_bytes(1)
         if self.params.deterministic:
             size = max(size, sum(ring.shared_bytes for ring in self.query_rings))
         else:
@@ -297,10 +301,13 @@ def wide_key_value_kernel(
     options: ScoreOptions,
     walk: Walk,
     params: WideBackwardParams,
+    d_bias: Any = None,
+    bias_gradient: BiasGradient | None = None,
 ) -> tuple[Any, Any]:
     """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None if deterministic.
 
     Args:
+      d_bias: a reference to zeros as ``bias_gradient`` wants them.
       statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
         from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
         nothing or does not exist; and the row sums of ``d_out · out`` less the gradient of lse. Both negated.
@@ -309,7 +316,7 @@ def wide_key_value_kernel(
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
     dtype = query.dtype
-    plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
+    plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
     if params.deterministic != (d_query is None):
         raise ValueError(f"{params.deterministic=} and a place for dQ exclude each other")
     if plan.reason:
@@ -321,12 +328,12 @@ def wide_key_value_kernel(
     kv_tiles = walk.extent.row_tiles
     of_columns = TILE.reduce(0)
     accumulator = plgpu.ACC(_SHAPE, jnp.float32)
-    operands = (query, key, value, d_out, statistics, d_query, order, tables, arrays)
+    operands = (query, key, value, d_out, statistics, d_query, d_bias, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
+        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, order_ref, table_refs, array_refs = (
+            jax.tree.unflatten(structure, refs[: len(leaves)])
         )
         dk_ref, dv_ref, *scratch = refs[len(leaves) :]
         rings = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)]
@@ -335,6 +342,7 @@ def wide_key_value_kernel(
         more = scratch[3 * len(rings) :]
         weights_smem = more.pop(0) if apart else factor_ring.smem
         staging_smem: Any = more.pop(0) if fused else None
+        bias_smem: Any = more.pop(0) if bias_gradient is not None and bias_gradient.added else None
 
         def current_item() -> Any:
             return order_ref[lax.axis_index("program")]
@@ -489,7 +497,14 @@ def wide_key_value_kernel(
                 do_ring.load_from_shared(step)
                 plgpu.wgmma(dp, v_ring.smem.at[_zero(step, item)], do_ring.get_mma_tile(step, transposed=True))
 
-            def finish(dp: Any, step: Any) -> Any:
+            def store_bias(ds: Any, step: Any, visit: Any) -> None:
+                if bias_gradient is None:
+                    return
+                b, _, kv_start, visits = program(_again(item, step))
+                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, _SHAPE, 1)
+                bias_gradient.store(d_bias_ref, None if bias_smem is None else bias_smem.at[0], ds, place)
+
+            def finish(dp: Any, step: Any, visit: Any) -> Any:
                 """dS from dP, whose product is over."""
                 do_ring.release(step)
                 minus_delta = row_statistic(delta_ring, step) if options.dropout_prob else None
@@ -500,17 +515,22 @@ def wide_key_value_kernel(
                 factors = plgpu.load(factor_ring.smem.at[factor_ring.slot(step)], layout=TILE).astype(jnp.float32)
                 ds = _score_gradients(factors, dp, minus_delta, options)
                 factor_ring.release(step)
-                return ds.astype(dtype) if fused else ds
-
-            def alone(step: Any, dp: Any) -> Any:
-                issue_dp(dp, step)
-                return finish(dp[...], step)
-
-            def publish(step: Any, ds: Any) -> Any:
-                """Hands dS to both products for dQ; returns what the loop carries to the one for dK."""
-                ds = ds.astype(dtype)
                 if not fused:
                     return ds
+                store_bias(ds, step, visit)
+                return ds.astype(dtype)
+
+            def alone(step: Any, visit: Any, dp: Any) -> Any:
+                issue_dp(dp, step)
+                return finish(dp[...], step, visit)
+
+            def publish(step: Any, ds: Any, visit: Any) -> Any:
+                """Hands dS to both products for dQ; returns what the loop carries to the one for dK."""
+                if not fused:
+                    # Here, where no product is in flight: rounded for the bias, dS is the next one's operand too.
+                    store_bias(ds, step, visit)
+                    return ds.astype(dtype)
+                ds = ds.astype(dtype)
                 ds_ring.copy_to_shared(step, ds)
                 delta_ring.release(step)
                 return jnp.int32(0)
@@ -531,7 +551,8 @@ def wide_key_value_kernel(
                     def products(dp: Any) -> Any:
                         issue_dp(dp, step + 1)
                         issue_dk(step, ds)
-                        return finish(plgpu.wgmma_accumulator_load(dp, wait_n=1), step + 1)
+                        next_visit = None if bias_gradient is None else program(_again(item, step))[-1].after(visit)
+                        return finish(plgpu.wgmma_accumulator_load(dp, wait_n=1), step + 1, next_visit)
 
                     def own(dq: Any) -> Any:
                         issue_own_columns(dq, step)
@@ -541,7 +562,8 @@ def wide_key_value_kernel(
                     plgpu.wgmma_wait(0)
                     q_ring.release(step)
                     dq = pl.run_scoped(own, d_query_part) if own_columns else None
-                    following = publish(step + 1, made)
+                    next_visit = None if bias_gradient is None else program(_again(item, step))[-1].after(visit)
+                    following = publish(step + 1, made, next_visit)
                     if own_columns:
                         add_to_d_query(dq, _again(item, step), visit, 1, split)
                     return program(_again(item, step))[-1].after(visit), following
@@ -549,7 +571,7 @@ def wide_key_value_kernel(
                 def one(step: Any, carry: Any) -> Any:
                     """dP, then dQ and dK of one step."""
                     visit, _ = carry
-                    ds = publish(step, pl.run_scoped(functools.partial(alone, step), accumulator))
+                    ds = publish(step, pl.run_scoped(functools.partial(alone, step, visit), accumulator), visit)
                     last_products(step, visit, ds)
                     q_ring.release(step)
                     return program(_again(item, step))[-1].after(visit), jnp.int32(0)
@@ -572,7 +594,8 @@ def wide_key_value_kernel(
                 if not ahead:
                     lax.fori_loop(0, steps, one, (visits.first, jnp.int32(0)))
                     return dk[...]
-                ds = publish(jnp.int32(0), pl.run_scoped(functools.partial(alone, jnp.int32(0)), accumulator))
+                first = functools.partial(alone, jnp.int32(0), visits.first)
+                ds = publish(jnp.int32(0), pl.run_scoped(first, accumulator), visits.first)
                 last, ds = lax.fori_loop(0, steps - 1, one_ahead, (visits.first, ds))
                 last_products(steps - 1, last, ds)
                 q_ring.release(steps - 1)
@@ -620,6 +643,8 @@ def wide_key_value_kernel(
         scratch.append(plgpu.SMEM(plan.weights_shape, dtype, transforms=plan.rings[6].transforms))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
+    if bias_gradient is not None and bias_gradient.added:
+        scratch.append(bias_gradient.staging(1))
     kernel = plgpu.kernel(
         body,
         out_type=(

@@ -178,6 +178,8 @@ def forward_kernel(
     first_masked, later_masked = masked_visits(walk)
     guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
     statistics = TILE.reduce(1)
+    # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
+    in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
     per_head = kv_length * (head_dim + value_dim) * dtype.itemsize
     queue = visits(walk), batch * heads, max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
@@ -327,7 +329,7 @@ def forward_kernel(
                     scores_of(q_smem, step, scores)
                     values_of(acc, p, step - 1)
                     pass_turn()
-                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=0 if in_turn else 1)
                     k_ring.release(step)
                     after = softmax(products, item, visit, m, total, later_masked)
                     plgpu.wgmma_wait(0)
