@@ -18,8 +18,9 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import SEPARATE_BYTES, PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import BiasGradient, HopperBackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention

@@ -11,7 +11,6 @@ from jaxtyping import Array
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu_backward import (
     BackwardPlan,
-    BiasGradient,
     HopperBackwardParams,
     key_value_kernel,
     query_kernel,
@@ -22,6 +21,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     wide_key_value_kernel,
     wide_query_kernel,
 )
+from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_forward import (
     CACHED_KEYS_AND_VALUES,
     SHARED_MEMORY,

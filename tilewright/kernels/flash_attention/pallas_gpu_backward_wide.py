@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_backward import BiasGradient
+from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     TILE,
