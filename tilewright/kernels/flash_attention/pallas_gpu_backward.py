@@ -22,6 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
+    COMPILER_PARAMS,
+    ROWS,
     TILE,
     Place,
     ScoreArrays,
@@ -32,9 +34,6 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk
 from tilewright.kernels.kv_buffer.ring import RingPlan
-
-ROWS = 64
-"""Keys (or, for dQ, queries) of a warpgroup: the M of its matrix instruction."""
 
 CONSUMERS = 2
 REGISTERS = (240, 24)
@@ -488,7 +487,7 @@ def key_value_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1 + fused,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(*leaves)
 
@@ -666,6 +665,6 @@ def query_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(*leaves)

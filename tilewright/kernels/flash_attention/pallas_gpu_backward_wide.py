@@ -19,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
+    COMPILER_PARAMS,
+    ROWS,
     TILE,
     Place,
     ScoreArrays,
@@ -31,7 +33,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import Steps, Walk
 from tilewright.kernels.kv_buffer.ring import RingPlan
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 
-BLOCK = 64
+BLOCK = ROWS
 """Keys, and queries, of a step: the M of a warpgroup's matrix instruction and the N of the products for scores."""
 
 CONSUMERS = 2
@@ -656,7 +658,7 @@ def wide_key_value_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(*leaves)
 
@@ -860,6 +862,6 @@ def wide_query_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(*leaves)

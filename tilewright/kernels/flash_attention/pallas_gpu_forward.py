@@ -18,7 +18,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
+    COMPILER_PARAMS,
     LOG2E,
+    ROWS,
     TILE,
     Place,
     ScoreArrays,
@@ -39,9 +41,6 @@ from tilewright.kernels.kv_buffer.ring import RingPlan
 
 SHARED_MEMORY = 227 * 1024
 """Shared memory that one block may have on compute capability 9.0, in bytes."""
-
-ROWS = 64
-"""Query rows of a warpgroup: the M of its matrix instruction."""
 
 RESERVED = 2048
 """Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
@@ -467,6 +466,6 @@ def forward_kernel(
         grid_names=("program",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(*leaves)

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_scores import TILE
+from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE
 from tilewright.kernels.kv_buffer.ring import RingPlan
-
-ROWS = 64
 
 STRIP = 8
 """Columns of dQ that lie together while it is added up: a warp's store of an accumulator is then 256 contiguous bytes,
@@ -114,6 +112,6 @@ def row_sums_kernel(out: Any, d_out: Any, q_padded: int, zeros: tuple[int, int, 
         ],
         grid=(batch * heads * tiles,),
         grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
     )(out, d_out)
     return (*results, None)[:2]

@@ -32,6 +32,12 @@ from tilewright.kernels.masks import (
 LOG2E = math.log2(math.e)
 TILE = plgpu.Layout.WGMMA
 
+ROWS = 64
+"""Rows of a tile that a warpgroup works on: the M of its matrix instruction."""
+
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+"""Of all kernels: barriers are placed by hand, and a row is reduced inside of one warp, which takes no scratch."""
+
 LANE_COLUMNS = 6
 """The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""
 
