@@ -10,7 +10,7 @@ the others; its parts are added in float32 by TMA reductions, in the order in wh
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,9 +30,10 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     ScoreOptions,
     biased_and_capped,
     kept,
+    masked_logits,
     visible,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk
+from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk, hidden_zero, place_of
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
 CONSUMERS = 2
@@ -174,6 +175,13 @@ def over_items(lists: tuple[Any, Any], one: Any) -> None:
     lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
 
 
+def play(lists: tuple[Any, Any], role: Any, registers: int, action: Literal["increase", "decrease"]) -> None:
+    """What a warpgroup does: its role in every item of this program, until its stores have left shared memory."""
+    plgpu.set_max_registers(registers, action=action)
+    over_items(lists, role)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
     """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
     return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))
@@ -231,13 +239,9 @@ def key_value_kernel(
         staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
 
-        def place_of(item: Any) -> tuple[Any, Any, Any]:
-            matrix, kv_tile = lax.div(item, jnp.int32(kv_tiles)), lax.rem(item, jnp.int32(kv_tiles))
-            return lax.div(matrix, jnp.int32(kv_heads)), lax.rem(matrix, jnp.int32(kv_heads)), kv_tile
-
         def over_steps(item: Any, first: Any, one: Any, carry: Any = None) -> Any:
             """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
-            b, kv_head, kv_tile = place_of(item)
+            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
 
             def of_head(member: Any, state: Any) -> Any:
                 first, carry = state
@@ -256,7 +260,7 @@ def key_value_kernel(
             return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
         def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item)
+            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
             own = pl.ds(warpgroup * ROWS, ROWS)
             kv_start = kv_tile * block_k + warpgroup * ROWS
 
@@ -271,9 +275,7 @@ def key_value_kernel(
                     return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
                 def operand(ring: Any, step: Any) -> Any:
-                    # Always 0, which the compiler does not see: it would keep the 64-bit descriptors of all operand
-                    # slices in registers over the loop (32 of them at head_dim 128) and spill others.
-                    return ring.smem.at[lax.shift_right_logical(step + item, 30), own]
+                    return ring.smem.at[hidden_zero(step, item), own]
 
                 def wait_for_queries(step: Any) -> None:
                     stat_ring.load_from_shared(step)
@@ -293,7 +295,7 @@ def key_value_kernel(
                     return plgpu.wgmma_accumulator_load(scores, wait_n=0)
 
                 def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, logits: Any) -> Any:
-                    zero = lax.shift_right_logical(step + item, 30)
+                    zero = hidden_zero(step, item)
                     place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
@@ -411,12 +413,12 @@ def key_value_kernel(
             return last
 
         def d_queries(turn: Any, item: Any, first: Any) -> Any:
-            b, _, _ = place_of(item)
+            b, _, _ = place_of(item, kv_tiles, kv_heads)
             ds_ring = ds_rings[0]
             k_ring.load_from_shared(turn)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
-                zero = lax.shift_right_logical(step + item, 30)
+                zero = hidden_zero(step, item)
                 ds_ring.load_from_shared(step)
                 for index, (row, column, columns) in enumerate(plan.d_query_parts):
 
@@ -445,7 +447,7 @@ def key_value_kernel(
             return last
 
         def load(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item)
+            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
             rows = pl.ds(kv_tile * block_k, block_k)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
@@ -458,15 +460,14 @@ def key_value_kernel(
             v_ring.load_from_dram(turn, v_ref.at[b, rows, kv_head])
             return over_steps(item, first, one)
 
-        def play(role: Any, registers: int, action: Any) -> None:
-            plgpu.set_max_registers(registers, action=action)
-            over_items(list_refs, role)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, gradients, plan.registers[0], "increase"))
+        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, plan.registers[0], "increase"))
         if fused:
-            pl.when(warpgroup == CONSUMERS)(functools.partial(play, d_queries, plan.registers[1], "decrease"))
-        pl.when(warpgroup == CONSUMERS + fused)(functools.partial(play, load, plan.registers[-1], "decrease"))
+            pl.when(warpgroup == CONSUMERS)(
+                functools.partial(play, list_refs, d_queries, plan.registers[1], "decrease")
+            )
+        pl.when(warpgroup == CONSUMERS + fused)(
+            functools.partial(play, list_refs, load, plan.registers[-1], "decrease")
+        )
 
     scratch: list[Any] = [part for ring in plan.rings for part in ring.scratch()]
     scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
@@ -553,12 +554,8 @@ def query_kernel(
         )
         warpgroup = lax.axis_index("warpgroup")
 
-        def place_of(item: Any) -> tuple[Any, Any, Any]:
-            matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
-            return lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads)), q_tile
-
         def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item)
+            b, h, q_tile = place_of(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
@@ -574,7 +571,7 @@ def query_kernel(
 
                 def one(number: Any, _: Any) -> None:
                     step = first + number
-                    zero = lax.shift_right_logical(step + item, 30)  # as in the kernel for dK and dV
+                    zero = hidden_zero(step, item)
                     q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
                     place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
 
@@ -587,13 +584,8 @@ def query_kernel(
                         if not options.plain:
                             logits, tanh = biased_and_capped(logits, options, array_refs, place)
                         logits = (logits + lse) * options.multiplier
-                        if walk.may_mask:
-                            logits = lax.cond(
-                                number < steps.masked,
-                                lambda logits: jnp.where(visible(options, array_refs, place), logits, -jnp.inf),
-                                lambda logits: logits,
-                                logits,
-                            )
+                        masked = number < steps.masked if walk.may_mask else False
+                        logits = masked_logits(logits, masked, options, array_refs, place)
                         p = jnp.exp2(logits)
                         dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
                         v_ring.release(step)
@@ -626,7 +618,7 @@ def query_kernel(
             return first + steps.total
 
         def load(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item)
+            b, h, q_tile = place_of(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             kv_head = lax.div(h, jnp.int32(group))
             rows = pl.ds(q_tile * block_q, block_q)
@@ -646,13 +638,8 @@ def query_kernel(
             lax.fori_loop(0, steps.total, one, None)
             return first + steps.total
 
-        def play(role: Any, registers: int, action: Any) -> None:
-            plgpu.set_max_registers(registers, action=action)
-            over_items(list_refs, role)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, gradients, REGISTERS[0], "increase"))
-        pl.when(warpgroup == CONSUMERS)(functools.partial(play, load, REGISTERS[1], "decrease"))
+        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, REGISTERS[0], "increase"))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(play, list_refs, load, REGISTERS[1], "decrease"))
 
     kernel = plgpu.kernel(
         body,

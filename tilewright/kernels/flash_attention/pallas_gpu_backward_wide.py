@@ -27,9 +27,9 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     ScoreOptions,
     biased_and_capped,
     kept,
-    visible,
+    masked_logits,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_walk import Steps, Walk
+from tilewright.kernels.flash_attention.pallas_gpu_walk import Steps, Walk, hidden_zero, place_of
 from tilewright.kernels.kv_buffer.ring import RingPlan
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 
@@ -201,7 +201,7 @@ class _Visits:
     @property
     def total(self) -> Any:
         if self.shared is not None:
-            # A loop whose length the compiler knows may be unrolled or dropped, and ``_zero`` with it.
+            # A loop whose length the compiler knows may be unrolled or dropped, and ``hidden_zero`` with it.
             return self.shared.total * self.group + self.nothing
         return lax.fori_loop(0, self.group, lambda member, total: total + self.steps(member).total, jnp.int32(0))
 
@@ -244,14 +244,7 @@ def _probabilities(
     """
     if not options.plain:
         logits, _ = biased_and_capped(logits, options, arrays, place)
-
-    def mask(logits: Any) -> Any:
-        return jnp.where(visible(options, arrays, place), logits, -jnp.inf)
-
-    if not isinstance(masked, bool):
-        logits = lax.cond(masked, mask, lambda logits: logits, logits)
-    elif masked:
-        logits = mask(logits)
+    logits = masked_logits(logits, masked, options, arrays, place)
     exponents = logits * options.multiplier
     weights = factors = jnp.exp2(exponents if shift is None else exponents + shift)
     if options.soft_cap is not None:
@@ -275,18 +268,9 @@ def _score_gradients(factors: Any, d_probabilities: Any, minus_delta: Any, optio
     return jnp.abs(factors) * (dropped + minus_delta)
 
 
-def _zero(step: Any, item: Any) -> Any:
-    """0, which the compiler cannot know: ``item`` comes from memory, and no call has 2³⁰ steps or items.
-
-    An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 16
-    slices, were hoisted out of the loop otherwise, and spilled (280 bytes at head_dim 256).
-    """
-    return lax.shift_right_logical(step + item, jnp.int32(30))
-
-
 def _again(item: Any, step: Any) -> Any:
     """The item as if it were another in each step, so that what follows from it takes no registers over the loop."""
-    return item + _zero(step, item)
+    return item + hidden_zero(step, item)
 
 
 def wide_key_value_kernel(
@@ -354,9 +338,8 @@ def wide_key_value_kernel(
 
             Worked out anew by each role, and by the consumers in each step, where they would be spilled otherwise.
             """
-            matrix, kv_tile = lax.div(item, jnp.int32(kv_tiles)), lax.rem(item, jnp.int32(kv_tiles))
-            b, kv_head = lax.div(matrix, jnp.int32(kv_heads)), lax.rem(matrix, jnp.int32(kv_heads))
-            nothing = _zero(jnp.int32(0), item)
+            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            nothing = hidden_zero(jnp.int32(0), item)
             visits = _Visits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
             return b, kv_head, kv_tile * BLOCK, visits
 
@@ -396,7 +379,7 @@ def wide_key_value_kernel(
                 if options.plain:
                     scores[...] = row_statistic(shift_ring, step)
                 q_ring.load_from_shared(step)
-                plgpu.wgmma(scores, k_ring.smem.at[_zero(step, item)], q_ring.get_mma_tile(step, transposed=True))
+                plgpu.wgmma(scores, k_ring.smem.at[hidden_zero(step, item)], q_ring.get_mma_tile(step, transposed=True))
 
             def weigh(scores: Any, step: Any, visit: Any) -> tuple[Any, Any]:
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
@@ -426,7 +409,7 @@ def wide_key_value_kernel(
                     return weigh(scores[...], jnp.int32(0), visits.first)
 
                 def d_query_part(step: Any, dq: Any) -> Any:
-                    keys = k_ring.smem.at[_zero(step, item), :, pl.ds(0, split)]
+                    keys = k_ring.smem.at[hidden_zero(step, item), :, pl.ds(0, split)]
                     plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), keys)
                     return dq[...]
 
@@ -497,7 +480,7 @@ def wide_key_value_kernel(
                 if not options.dropout_prob:
                     dp[...] = row_statistic(delta_ring, step)
                 do_ring.load_from_shared(step)
-                plgpu.wgmma(dp, v_ring.smem.at[_zero(step, item)], do_ring.get_mma_tile(step, transposed=True))
+                plgpu.wgmma(dp, v_ring.smem.at[hidden_zero(step, item)], do_ring.get_mma_tile(step, transposed=True))
 
             def store_bias(ds: Any, step: Any, visit: Any) -> None:
                 if bias_gradient is None:
@@ -539,7 +522,7 @@ def wide_key_value_kernel(
 
             def issue_own_columns(dq: Any, step: Any) -> None:
                 rest = pl.ds(split, head_dim - split)
-                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[_zero(step, item), :, rest])
+                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[hidden_zero(step, item), :, rest])
 
             def accumulate(dk: Any) -> Any:
                 def issue_dk(step: Any, ds: Any) -> None:
@@ -707,8 +690,7 @@ def wide_query_kernel(
 
         def program(item: Any) -> tuple[Any, Any, Any, Steps]:
             """Batch element, head, first query and visits."""
-            matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
-            b, h = lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads))
+            b, h, q_tile = place_of(item, q_tiles, heads)
             return b, h, q_tile * block_q, walk.steps(table_refs, b, h, q_tile)
 
         def consume() -> None:
@@ -738,12 +720,12 @@ def wide_query_kernel(
 
             def issue_scores(scores: Any, step: Any) -> None:
                 k_ring.load_from_shared(step)
-                queries = q_ring.smem.at[warpgroup + _zero(step, item)]
+                queries = q_ring.smem.at[warpgroup + hidden_zero(step, item)]
                 plgpu.wgmma(scores, queries, k_ring.get_mma_tile(step, transposed=True))
 
             def issue_dp(dp: Any, step: Any) -> None:
                 v_ring.load_from_shared(step)
-                d_outs = do_ring.smem.at[warpgroup + _zero(step, item)]
+                d_outs = do_ring.smem.at[warpgroup + hidden_zero(step, item)]
                 plgpu.wgmma(dp, d_outs, v_ring.get_mma_tile(step, transposed=True))
 
             def weigh(logits: Any, step: Any, masked: Any) -> Any:

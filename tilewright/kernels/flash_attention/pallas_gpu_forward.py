@@ -27,12 +27,13 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     ScoreOptions,
     biased_and_capped,
     kept,
-    visible,
+    masked_logits,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     BandWalk,
     Walk,
     item_by_arithmetic,
+    place_of,
     program_lists,
     program_order,
     visits,
@@ -204,8 +205,7 @@ def forward_kernel(
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
 
         def work(item: Any) -> tuple[Any, Any, Any, Any]:
-            matrix, q_tile = lax.div(item, jnp.int32(q_tiles)), lax.rem(item, jnp.int32(q_tiles))
-            b, h = lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads))
+            b, h, q_tile = place_of(item, q_tiles, heads)
             return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
 
         def over_items(one: Any, first: Any) -> None:
@@ -257,16 +257,9 @@ def forward_kernel(
             logits = products
             if not options.plain:
                 logits, _ = biased_and_capped(products, options, array_refs, place)
-            if masked is None:
-                # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
-                logits = lax.cond(
-                    visit < steps.masked,
-                    lambda logits: jnp.where(visible(options, array_refs, place), logits, -jnp.inf),
-                    lambda logits: logits,
-                    logits,
-                )
-            elif masked:
-                logits = jnp.where(visible(options, array_refs, place), logits, -jnp.inf)
+            # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
+            needs_mask = visit < steps.masked if masked is None else masked
+            logits = masked_logits(logits, needs_mask, options, array_refs, place)
             largest = jnp.maximum(m, logits.max(axis=1) * options.multiplier)
             # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
             shift = jnp.where(largest == -jnp.inf, 0.0, largest) if guarded else largest

@@ -154,14 +154,7 @@ class Place:
             start, low, high = self.rows() - (self.kv_start + offset), lowest, highest
         else:
             start, low, high = self.columns() - (self.q_start + offset), -highest, -lowest
-        parts = []
-        if low > -FAR:
-            parts.append(constants >= start + jnp.int32(min(low, FAR)))
-        if high < FAR:
-            parts.append(constants <= start + jnp.int32(max(high, -FAR)))
-        if not parts:
-            return constants >= 0
-        return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+        return _in_band(start, constants, low, high)
 
     def below(self, kv_length: int) -> Any:
         """Where the key is one of the first ``kv_length``."""
@@ -221,6 +214,17 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
     for part in parts[1:]:
         result = result & part
     return result
+
+
+def masked_logits(logits: Any, masked: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
+    """Logits with −∞ where the mask hides; ``masked``, a bool or a scalar on the device, says if the tile needs it."""
+
+    def hidden(logits: Any) -> Any:
+        return jnp.where(visible(options, arrays, place), logits, -jnp.inf)
+
+    if isinstance(masked, bool):
+        return hidden(logits) if masked else logits
+    return lax.cond(masked, hidden, lambda logits: logits, logits)
 
 
 def _in_band(rows: Any, columns: Any, lowest: int | None, highest: int | None) -> Any:

@@ -248,6 +248,21 @@ def visits(walk: Walk, mask: Mask | None = None, transposed: bool = False) -> np
     return walk.counts()[1]
 
 
+def place_of(item: Any, row_tiles: int, heads: int) -> tuple[Any, Any, Any]:
+    """Batch element, head and row of tiles of a work item, ``(batch · heads + head) · row_tiles + row tile``."""
+    matrix, row_tile = lax.div(item, jnp.int32(row_tiles)), lax.rem(item, jnp.int32(row_tiles))
+    return lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads)), row_tile
+
+
+def hidden_zero(step: Any, item: Any) -> Any:
+    """0, which the compiler cannot know: ``item`` comes from memory, and no call has 2³⁰ steps or items.
+
+    An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 32
+    slices, were hoisted out of the loop otherwise, and registers spilled for them (280 bytes at head_dim 256).
+    """
+    return lax.shift_right_logical(step + item, jnp.int32(30))
+
+
 ITEM_OVERHEAD = 1.5
 """What a work item costs beside its visits, in visits: its first scores, which nothing overlaps, and its output."""
 
