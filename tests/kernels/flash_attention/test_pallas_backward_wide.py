@@ -1,5 +1,6 @@
 """The backward kernels for wide heads, interpreted on the CPU, against the oracle."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,61 +12,20 @@ import pytest
 from tests.kernels.flash_attention.conformance import cotangents, example_mask, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     BLOCK,
     WideBackwardParams,
     WideBackwardPlan,
     wide_key_value_kernel,
-    wide_query_kernel,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import d_query_of, d_query_shape
-from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, prepare_scores, transposed
-from tilewright.kernels.flash_attention.pallas_gpu_walk import Extent, plan_walk, program_order, visits
-from tilewright.kernels.flash_attention.xla_backward import row_terms
 from tilewright.ops.execution.numerics import violations
 
 DETERMINISTIC = WideBackwardParams()
 FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)
-
-
-def rows_aligned(array: Any) -> Any:
-    return jnp.pad(array, [(0, 0), (0, -array.shape[1] % 8), (0, 0), (0, 0)])
-
-
-def backward(inputs: AttentionInputs, results: Any, cotangents: Any, params: WideBackwardParams) -> dict[str, Any]:
-    batch, q_length, heads, head_dim = inputs.query.shape
-    kv_length, kv_heads, _ = inputs.value.shape[1:]
-    delta, exponent = row_terms(inputs, *results, *cotangents)
-    query, key, value, d_out = (rows_aligned(x) for x in (inputs.query, inputs.key, inputs.value, cotangents[0]))
-    q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
-    options, arrays = prepare_scores(inputs, q_padded, kv_padded)
-    rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
-    shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
-    statistics = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
-    extent = Extent(kv_length, q_length, params.block_k, params.block_q)
-    walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
-    order = program_order(visits(walk, inputs.mask, True), batch * kv_heads, 1)
-    sums = None
-    if not params.deterministic:
-        sums = jax.new_ref(jnp.zeros(d_query_shape(params.block_q, batch, heads, q_length, head_dim), jnp.float32))
-    d_key, d_value = wide_key_value_kernel(
-        query, key, value, d_out, statistics, sums, jnp.asarray(order), tables, transposed(arrays),
-        options=options, walk=walk, params=params,
-    )  # fmt: skip
-    if sums is not None:
-        d_query = (d_query_of(jax.freeze(sums), params.block_q, head_dim) * options.scale).astype(query.dtype)
-    else:
-        extent = Extent(q_length, kv_length, params.query_rows, params.block_k)
-        walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
-        order = program_order(visits(walk, inputs.mask, False), batch * heads, 1)
-        d_query = wide_query_kernel(
-            query, key, value, d_out, statistics, jnp.asarray(order), tables, arrays,
-            options=options, walk=walk, params=params,
-        )  # fmt: skip
-    return {"query": d_query[:, :q_length], "key": d_key[:, :kv_length], "value": d_value[:, :kv_length]}
+BACKEND = PallasGpuFlashAttention()
 
 
 def run(case: AttentionCase, *configs: WideBackwardParams, mask_object: bool = False) -> None:
@@ -79,11 +39,11 @@ def run(case: AttentionCase, *configs: WideBackwardParams, mask_object: bool = F
     exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
     results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
     for params in configs:
-        program = jax.jit(lambda inputs, results, d, params=params: backward(inputs, results, d, params))
+        program = jax.jit(functools.partial(BACKEND.backward, params=params))
         got = program(inputs, results, (d_out, d_lse))
         found = {
-            name: violations(array, exact.gradients[name], low.gradients[name], case.tolerance_factor)
-            for name, array in got.items()
+            name: violations(got[name], reference, low.gradients[name], case.tolerance_factor)
+            for name, reference in exact.gradients.items()
         }
         assert not any(found.values()), (params, {name: what for name, what in found.items() if what})
 
@@ -171,7 +131,7 @@ def test_keys_that_no_query_sees_have_zeros():
     d_out, d_lse = cotangents(inputs)
     results = oracle(inputs, d_out, d_lse).results
     results = results["out"].astype(inputs.query.dtype), results["lse"]
-    got = jax.jit(lambda *args: backward(*args, FUSED))(inputs, results, (d_out, d_lse))
+    got = jax.jit(functools.partial(BACKEND.backward, params=FUSED))(inputs, results, (d_out, d_lse))
     assert not np.asarray(got["key"])[:, 40:].any()
     assert not np.asarray(got["value"])[:, 40:].any()
 
