@@ -93,13 +93,22 @@ def varying_as(results: Any, operands: Any) -> Any:
     Pallas says of what a kernel computes that all devices have the same, and the gradients of what they share would
     not be summed.
     """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
+    return vary_over(varying_axes(operands), results)
 
-    def vary(result: Any) -> Any:
-        missing = tuple(axes - jax.typeof(result).manual_axis_type.varying)
-        return jax.lax.pcast(result, missing, to="varying") if missing else result
 
-    return jax.tree.map(vary, results) if axes else results
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which any leaf varies; empty outside of ``shard_map``."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
+
+
+def vary_over(axes: frozenset[str], tree: Any) -> Any:
+    """The tree with every leaf varying over ``axes``, as what goes around a loop in ``shard_map`` must alike."""
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree) if axes else tree
 
 
 def placed(operands: Any, specs: Any, mesh: Any) -> Any:

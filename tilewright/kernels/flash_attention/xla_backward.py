@@ -17,12 +17,11 @@ from tilewright.kernels.flash_attention.xla_tiles import (
     pad_scores,
     read,
     schedule,
-    vary_over,
-    varying_axes,
     visit,
     write,
 )
 from tilewright.kernels.masks import Index
+from tilewright.kernels.sharding import vary_over, varying_axes
 
 
 def attention_backward(

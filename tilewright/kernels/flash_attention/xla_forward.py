@@ -17,12 +17,11 @@ from tilewright.kernels.flash_attention.xla_tiles import (
     over_steps,
     read,
     schedule,
-    vary_over,
-    varying_axes,
     visit,
     write,
 )
 from tilewright.kernels.masks import Index
+from tilewright.kernels.sharding import vary_over, varying_axes
 
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 type RowState = tuple[Any, Any, Any]

@@ -317,21 +317,6 @@ def _pad(array: Any, axis: int, padding: int, fill: float = 0.0) -> Any:
     return jnp.pad(array, [(0, padding if k == axis else 0) for k in range(array.ndim)], constant_values=fill)
 
 
-def varying_axes(tree: Any) -> frozenset[str]:
-    """The manual mesh axes over which any leaf varies; empty outside of ``shard_map``."""
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
-
-
-def vary_over(axes: frozenset[str], tree: Any) -> Any:
-    """The tree with every leaf varying over ``axes``, as what goes around a loop in ``shard_map`` must alike."""
-
-    def cast(leaf: Any) -> Any:
-        missing = tuple(sorted(axes - varying_axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree) if axes else tree
-
-
 def over_steps(tiling: Tiling, one: Callable[[Index, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
     """``one(step, carry) -> (carry, results)`` for every step; results come back as ``[batch, kv_heads, ...]``."""
     if tiling.steps == 1:
