@@ -23,11 +23,11 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
 )
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_forward import (
-    CACHED_KEYS_AND_VALUES,
     SHARED_MEMORY,
     ForwardPlan,
     HopperForwardParams,
     forward_kernel,
+    heads_at_once,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
     BackwardParams,
@@ -208,9 +208,8 @@ class PallasGpuFlashAttention(Implementation):
 
     def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
         dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
-        scores = problem.batch, problem.heads, problem.q_length, problem.kv_length
         try:
-            plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, scores, params))
+            plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
         except ValueError as error:
             return [str(error)]
         return []
@@ -304,11 +303,11 @@ class PallasGpuFlashAttention(Implementation):
         else:
             extent = Extent(q_length, kv_length, query_rows, block_k)
             walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
-            at_once = max(CACHED_KEYS_AND_VALUES // (kv_length * sum(dims) * inputs.key.dtype.itemsize), 1) * group
-            order = program_order(visits(walk), batch * heads, at_once)
+            queue = visits(walk)
+            order = program_order(queue, batch * heads, heads_at_once(kv_length, sum(dims), key.dtype, group))
             work: Any = jnp.asarray(order)
             if isinstance(params, HopperBackwardParams):
-                work = program_lists(order, visits(walk), min(processors, len(order)))
+                work = program_lists(order, queue, min(processors, len(order)))
             d_query = kernel(*operands, work, tables, arrays, options=options, walk=walk)
         return {
             "query": d_query[:, :q_length, :, :head_dim],
@@ -323,6 +322,5 @@ def _adds_bias(problem: AttentionProblem) -> bool:
     """Whether gradients of a bias, one for each batch element and head that share it, are too many to be kept."""
     if problem.bias is None:
         return False
-    scores = problem.batch, problem.heads, problem.q_length, problem.kv_length
-    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, scores, True)
+    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
     return apart.shared and apart.bytes > SEPARATE_BYTES

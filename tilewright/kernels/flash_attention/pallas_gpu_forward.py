@@ -146,6 +146,13 @@ def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
     return most > 0, None if most > 1 else False
 
 
+def heads_at_once(kv_length: int, dims: int, dtype: Any, group: int) -> int:
+    """Query heads that are worked on at a time: ``group`` for each one whose keys and values, ``dims`` wide together,
+    find room in the cache."""
+    per_head = kv_length * dims * np.dtype(dtype).itemsize
+    return max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+
+
 def forward_kernel(
     query: Any,
     key: Any,
@@ -181,15 +188,16 @@ def forward_kernel(
     # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
     in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
-    per_head = kv_length * (head_dim + value_dim) * dtype.itemsize
-    queue = visits(walk), batch * heads, max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
-    item_at, order = None, program_order(*queue)
-    starts = None
+    queue = visits(walk), batch * heads, heads_at_once(kv_length, head_dim + value_dim, dtype, group)
+    item_at: Any = None
+    starts: Any = None
+    order: Any = None
     if params.persistent:
-        starts, order = program_lists(order, queue[0], programs)
+        starts, order = program_lists(program_order(*queue), queue[0], programs)
     else:
         item_at = item_by_arithmetic(*queue)
-    operands = (query, key, value, sinks, starts, None if item_at else order, tables, arrays)
+        order = None if item_at else program_order(*queue)
+    operands = (query, key, value, sinks, starts, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:

@@ -1,8 +1,8 @@
 """Which tiles of the score matrix a program of a Hopper kernel visits, and in which order.
 
 A walk is seen from one side: its *rows* are the queries and its *columns* the keys in the forward pass and for dQ; for
-dK and dV it is the other way round. The order of tiles is free, so those that need a mask come first and the rest need
-none: two loops, no branch inside either.
+dK and dV it is the other way round. The order of tiles is free, so those that need a mask come first: a kernel tells by
+a visit's number whether it needs one, in a branch or in a loop for either kind.
 """
 
 import dataclasses
@@ -241,7 +241,7 @@ def plan_walk(
     return TableWalk(extent, band, classes.shape[0], classes.shape[1], transposed), (counts, entries)
 
 
-def visits(walk: Walk, mask: Mask | None = None, transposed: bool = False) -> np.ndarray:
+def visits(walk: Walk) -> np.ndarray:
     """Visits of each row of tiles as far as static bands tell, ``[row_tiles]``: what longest-first order goes by."""
     if isinstance(walk, TableWalk):
         walk = BandWalk(walk.extent, walk.band, True, True)

@@ -57,6 +57,11 @@ class AttentionProblem:
         )
 
     @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads, queries and keys."""
+        return self.batch, self.heads, self.q_length, self.kv_length
+
+    @property
     def groups(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
