@@ -1,7 +1,8 @@
 """Attention on an accelerator beside its peers: forward, and backward alone, in TFLOP/s of device time.
 
-Every implementation's results are compared with the float32 oracle, on two heads at full length, before it is timed;
-a wrong one is recorded as wrong. Implementations take turns within a case. ``python -m benchmarks.attention``
+Everything is compiled first, in threads; then one call after the other runs with the device to itself. Results are
+compared with the float32 oracle, on two heads at full length, before anything is timed; a wrong one is recorded as
+wrong. Implementations take turns within a case. ``python -m benchmarks.attention``
 """
 
 import argparse
@@ -11,6 +12,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention_peers import (
-    OURS,
+    DIRECTIONS,
     Arrays,
     Call,
     CannotServeError,
@@ -34,22 +36,24 @@ from benchmarks.attention_peers import (
     Operands,
     Peer,
     Prepared,
-    TorchPeer,
+    Program,
     peers,
 )
-from benchmarks.common import RESULTS, device_name, environment
+from benchmarks.attention_report import PUBLISHED, plot, table, title
+from benchmarks.common import RESULTS, device_name, environment, usable_cores
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import BACKWARD_FLOPS, FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.ops.execution.numerics import violations
 from tilewright.ops.execution.timing import sample_ms
 
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-
-LONGEST_SAMPLE_MS = 150.0
+LONGEST_SAMPLE_MS = 75.0
 """Slow calls are queued fewer times, so that one slow peer does not take the time of all."""
 
-FEWEST_CALLS = 3
+FEWEST_CALLS = 2
+
+ORACLE_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""The oracle runs four times: trying out tiles for its matrix products takes longer than cuBLAS with its defaults."""
 
 _BASE = AttentionCase("", batch=4, q_length=4096, heads=16, head_dim=128, dtype="bfloat16", causal=True)
 
@@ -89,36 +93,6 @@ SMOKE_CASES = _named(
 
 GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "smoke": SMOKE_CASES}
 
-PUBLISHED: dict[str, Any] = {
-    "implementation": "FlashAttention-4 (CuTe, sm90)",
-    "device": "NVIDIA H100 80GB HBM3",
-    "date": "2026-11-21",
-    "note": "measured on another day, not in this run; a bf16 8192³ matrix product ran at 700 TFLOP/s then",
-    "unit": "TFLOP/s",
-    "forward": {
-        "full_4k_d128": 662,
-        "causal_4k_d128": 635,
-        "causal_16k_d128": 639,
-        "full_16k_d128": 690,
-        "causal_gqa_8k_d128": 664,
-        "causal_1k_d128": 373,
-        "full_4k_d64": 513,
-        "causal_4k_d64": 470,
-        "causal_4k_d256": 696,
-    },
-    "backward": {
-        "full_4k_d128": 620,
-        "causal_4k_d128": 530,
-        "causal_16k_d128": 610,
-        "full_16k_d128": 628,
-        "causal_gqa_8k_d128": 551,
-        "causal_1k_d128": 309,
-        "full_4k_d64": 523,
-        "causal_4k_d64": 467,
-        "causal_4k_d256": 296,
-    },
-}
-
 VERSIONS_OF = (
     "tilewright", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "ejkernel",
     "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas",
@@ -127,14 +101,22 @@ VERSIONS_OF = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """How a run measures: ``device_time`` "cupti" sums the kernels of a call, "wall" trusts queued calls alone."""
+    """How a run measures: ``device_time`` "cupti" sums the kernels of a call, "wall" trusts queued calls alone.
+
+    Attributes:
+      pause: seconds for which the device idles before each turn; a card that has reached its power limit runs the
+        next implementation up to a tenth slower.
+    """
 
     rounds: int
     calls: int
     device_time: str
     jobs: int
+    pause: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.pause < 0:
+            raise ValueError(f"{self.pause=} must not be negative")
         if self.rounds < 1 or self.calls < 1 or self.jobs < 1:
             raise ValueError(f"{self.rounds=}, {self.calls=} and {self.jobs=} must be positive")
         if self.device_time not in ("cupti", "wall"):
@@ -159,92 +141,127 @@ def forward_flops(operands: Operands) -> float:
     return 2.0 * batch * heads * visible * (case.head_dim + (case.value_dim or case.head_dim))
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "direction"))
-def _oracle(inputs: Any, d_out: jax.Array, dtype: Any, direction: Direction) -> dict[str, jax.Array]:
-    # Exact in float32, where a GPU rounds operands by default; in the inputs' dtype as the device does it.
-    with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
-        if direction == "forward":
-            return {"out": attention_reference(inputs, dtype)[0]}
-        return reference_gradients(inputs, d_out, None, dtype)
-
-
 class Oracle:
     """What the results must be, on the heads that share one key head, of one batch element: first and last."""
 
-    def __init__(self, operands: Operands) -> None:
-        case = operands.case
-        batch, heads = case.batch, case.heads
-        kv_heads = case.kv_heads or heads
+    def __init__(self, case: AttentionCase) -> None:
+        kv_heads = case.kv_heads or case.heads
         places = [(0, 0)]
         # Dropout counts from the first head of the first element; the oracle takes its slice for the whole.
-        if not case.dropout_prob and (batch, kv_heads) != (1, 1):
-            places.append((batch - 1, kv_heads - 1))
-        self.operands, self.places, self.group = operands, places, heads // kv_heads
-        self.expected: dict[Direction, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        if not case.dropout_prob and (case.batch, kv_heads) != (1, 1):
+            places.append((case.batch - 1, kv_heads - 1))
+        self.case, self.places, self.group = case, places, case.heads // kv_heads
+        self.expected: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def part(self, name: str, array: jax.Array, place: tuple[int, int]) -> jax.Array:
-        """What of an input, a result or a gradient belongs to the place."""
+    def part(self, name: str, array: jax.Array, place: Any) -> jax.Array:
+        """What of an input, a result or a gradient belongs to the place; the place may be traced."""
         element, kv_head = place
-        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
-        if name == "softmax_aux":
-            return array[heads]
-        if name == "bias":
-            rows = slice(element, element + 1) if array.shape[0] > 1 else slice(None)
-            return array[rows, heads if array.shape[1] > 1 else slice(None)]
-        if name in ("key", "value"):
-            heads = slice(kv_head, kv_head + 1)
-        return array[element : element + 1, :, heads]
+        axes = {"softmax_aux": (None, 0), "bias": (0, 1)}.get(name, (0, 2))
+        group = 1 if name in ("key", "value") else self.group
+        for axis, start, size in zip(axes, (element, kv_head * group), (1, group), strict=True):
+            if axis is not None and not (name == "bias" and array.shape[axis] == 1):
+                array = jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+        return array
 
-    def compute(self, direction: Direction) -> None:
-        """Results in float32 and in the inputs' dtype, on the host."""
-        case = self.operands.case
-        found = []
-        for place in self.places:
-            floats: dict[str, Any] = {
-                name: self.part(name, array, place) for name, array in self.operands.floats.items()
-            }
-            boundaries = self.operands.extras.get("boundaries")
-            args, kwargs = FlashAttention().prepare(
-                **floats,
-                causal=case.causal,
-                sliding_window=case.sliding_window,
-                logits_soft_cap=case.logits_soft_cap,
-                cum_seqlens_q=boundaries,
-                cum_seqlens_k=boundaries,
-                dropout_prob=case.dropout_prob,
-                dropout_seed=self.operands.dropout_seed,
-            )
+    def compile(self, shapes: Operands, directions: Sequence[Direction], dtype: str) -> Callable[..., Any]:
+        """The program of one place, computed in the dtype; as a peer's, it runs nothing."""
+
+        def results(floats: Arrays, extras: Arrays, cotangent: jax.Array, place: Any) -> Arrays:
+            parts: dict[str, Any] = {name: self.part(name, array, place) for name, array in floats.items()}
+            args, kwargs = FlashAttention().prepare(**parts, **shapes.options(extras))
             inputs = FlashAttention().inputs(*args, **kwargs)
-            d_out = self.part("cotangent", self.operands.cotangent, place)
-            exact, low = (_oracle(inputs, d_out, t, direction) for t in (jnp.dtype("float32"), jnp.dtype(case.dtype)))
-            found.append((jax.device_get(exact), jax.device_get(low)))
-        self.expected[direction] = found
+            found: dict[str, jax.Array] = {}
+            # Exact in float32, where a GPU rounds operands by default; in the inputs' dtype as the device does it.
+            with jax.default_matmul_precision("highest" if dtype == "float32" else None):
+                if "forward" in directions:
+                    found["out"] = attention_reference(inputs, dtype)[0]
+                if "backward" in directions:
+                    d_out = self.part("cotangent", cotangent, place)
+                    found |= reference_gradients(inputs, d_out, None, dtype)
+            return found
 
-    def violations(self, direction: Direction, results: Arrays) -> list[str]:
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = jax.jit(results).lower(shapes.floats, shapes.extras, shapes.cotangent, (index, index))
+        return lowered.compile(compiler_options=ORACLE_OPTIONS)
+
+    def compute(self, operands: Operands, exact: Callable[..., Any], low: Callable[..., Any]) -> None:
+        """Results in float32 and in the inputs' dtype, on the host."""
+        for place in self.places:
+            index = tuple(jnp.asarray(i, jnp.int32) for i in place)
+            args = (operands.floats, operands.extras, operands.cotangent, index)
+            self.expected.append((jax.device_get(exact(*args)), jax.device_get(low(*args))))
+
+    def violations(self, results: Arrays) -> list[str]:
         """How results break the numerics policy; empty if they agree."""
         said = []
         for name, array in results.items():
             if not bool(jnp.all(jnp.isfinite(array))):
                 said.append(f"{name}: not finite everywhere")
-        for place, (exact, low) in zip(self.places, self.expected[direction], strict=True):
+        for place, (exact, low) in zip(self.places, self.expected, strict=True):
             for name in exact.keys() & results.keys():
                 # A parameter's gradient is a sum over the batch, of which a place is one element.
-                if name in ("bias", "softmax_aux") and self.operands.case.batch > 1:
+                if name in ("bias", "softmax_aux") and self.case.batch > 1:
                     continue
                 got = self.part(name, results[name], place).reshape(exact[name].shape)
-                factor = self.operands.case.tolerance_factor
+                factor = self.case.tolerance_factor
                 said += [f"{name} at {place}: {what}" for what in violations(got, exact[name], low[name], factor)]
         return said
 
 
-def attempt(peer: Peer, operands: Operands, direction: Direction) -> Prepared | dict[str, Any]:
-    """The prepared call, or why there is none."""
+type Pending[T] = concurrent.futures.Future[tuple[T, float]]
+"""What a thread compiles, and its seconds; what could not be compiled raises where it is asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compilation:
+    """The programs of one case: what draws its arrays, the oracle's in float32 and in their dtype, and the peers'."""
+
+    case: AttentionCase
+    directions: Sequence[Direction]
+    oracle: Oracle
+    draw: Pending[Callable[[], Operands]]
+    references: Mapping[str, Pending[Callable[..., Any]]]
+    programs: Mapping[Direction, Mapping[str, Pending[Program]]]
+
+
+def compile_cases(
+    cases: Iterable[AttentionCase], chosen: Sequence[Peer], directions: Sequence[Direction], jobs: int
+) -> list[Compilation]:
+    """Everything that the cases need; nothing compiles any more, and nothing has run, when it returns."""
+
+    def timed[T](function: Callable[..., T], *args: Any) -> tuple[T, float]:
+        start = time.perf_counter()
+        return function(*args), time.perf_counter() - start
+
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for case in cases:
+            shapes, oracle = Operands.shapes(case), Oracle(case)
+            draw = pool.submit(timed, shapes.compile)
+            references = {
+                dtype: pool.submit(timed, oracle.compile, shapes, directions, dtype)
+                for dtype in {"float32", case.dtype}
+            }
+            programs = {
+                direction: {peer.name: pool.submit(timed, peer.compile, shapes, direction) for peer in chosen}
+                for direction in directions
+            }
+            found.append(Compilation(case, directions, oracle, draw, references, programs))
+    return found
+
+
+def first_run(pending: Pending[Program], operands: Operands, oracle: Oracle) -> Prepared | dict[str, Any]:
+    """The compiled call, if its results are right, or why it is not to be timed."""
     try:
-        return peer.prepare(operands, direction)
+        program, seconds = pending.result()
+        prepared = program(operands)
+        prepared.details["compile_s"] = seconds
+        wrong = oracle.violations(prepared.results)
     except CannotServeError as error:
         return {"status": "cannot", "message": str(error)}
     except Exception as error:  # the failure of one peer is a result, whatever it is; the others are still measured
         return failure(error)
+    return {"status": "wrong", "violations": wrong, **prepared.details} if wrong else prepared
 
 
 def failure(error: Exception) -> dict[str, Any]:
@@ -285,7 +302,10 @@ def device_ms(call: Call, calls: int) -> list[float]:
 
 
 def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, Any]]:
-    """Raw samples of every call, taken in turn, every second round backwards; why there are none of one that fails."""
+    """Raw samples of every call, taken in turn, every second round backwards; why there are none of one that fails.
+
+    The device idles before each turn, in which a call is measured by both clocks, one after the other.
+    """
     found: dict[str, dict[str, Any]] = {}
     running = dict(named)
 
@@ -304,6 +324,7 @@ def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, An
 
     def sample(name: str, call: Call) -> None:
         mine = found[name]
+        time.sleep(method.pause)
         if method.device_time == "cupti" and "device_error" not in mine:
             try:
                 mine["device_ms"].append(device_ms(call, mine["calls"]))
@@ -337,14 +358,15 @@ def rates(flops: float, samples: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_case(case: AttentionCase, chosen: Sequence[Peer], directions: Iterable[Direction], method: Method) -> list[Any]:
+def run_case(compiled: Compilation, method: Method) -> list[Any]:
     """One record per direction."""
-    operands = Operands.of(case)
-    oracle = Oracle(operands)
-    cells = []
-    for direction in directions:
-        start = time.perf_counter()
-        prepared = prepare(operands, oracle, chosen, direction, method.jobs)
+    start = time.perf_counter()
+    exact, low = (compiled.references[dtype].result()[0] for dtype in ("float32", compiled.case.dtype))
+    operands, oracle, cells = compiled.draw.result()[0](), compiled.oracle, []
+    oracle.compute(operands, exact, low)
+    for direction in compiled.directions:
+        pending = compiled.programs[direction]
+        prepared = {name: first_run(pending[name], operands, oracle) for name in pending}
         calls = {name: found.call for name, found in prepared.items() if isinstance(found, Prepared)}
         details = {name: found.details for name, found in prepared.items() if isinstance(found, Prepared)}
         said = {name: found for name, found in prepared.items() if isinstance(found, dict)}
@@ -354,46 +376,19 @@ def run_case(case: AttentionCase, chosen: Sequence[Peer], directions: Iterable[D
         timed = {name: rates(flops, samples) | details[name] for name, samples in measure(calls, method).items()}
         cells.append(
             {
-                "case": case.name,
+                "case": compiled.case.name,
                 "direction": direction,
-                "sizes": changed_fields(case),
+                "sizes": changed_fields(compiled.case),
                 "flops": flops,
                 "preparation_s": preparation,
                 "measurement_s": time.perf_counter() - start - preparation,
-                "implementations": {peer.name: timed.get(peer.name) or said[peer.name] for peer in chosen},
+                "implementations": {name: timed.get(name) or said[name] for name in pending},
             }
         )
         calls.clear()
         gc.collect()
+        start = time.perf_counter()
     return cells
-
-
-def prepare(
-    operands: Operands, oracle: Oracle, chosen: Sequence[Peer], direction: Direction, jobs: int
-) -> dict[str, Prepared | dict[str, Any]]:
-    """By peer the compiled call, if its results are right, or why it is not to be timed."""
-    # Compilation in threads: most of it is outside Python. PyTorch's choice of a backend is the process's.
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        expected = pool.submit(oracle.compute, direction)
-        threaded = {
-            peer.name: pool.submit(attempt, peer, operands, direction)
-            for peer in chosen
-            if not isinstance(peer, TorchPeer)
-        }
-    expected.result()
-    found: dict[str, Prepared | dict[str, Any]] = {}
-    for peer in chosen:
-        name = peer.name
-        mine = threaded[name].result() if name in threaded else attempt(peer, operands, direction)
-        if isinstance(mine, Prepared):
-            try:
-                wrong = oracle.violations(direction, mine.results)
-            except Exception as error:  # as in attempt: results that cannot be compared, or read
-                mine = failure(error)
-            else:
-                mine = {"status": "wrong", "violations": wrong, **mine.details} if wrong else mine
-        found[name] = mine
-    return found
 
 
 def changed_fields(case: AttentionCase) -> dict[str, Any]:
@@ -434,89 +429,6 @@ def yardstick(method: Method, size: int = 8192) -> dict[str, Any]:
     return {"size": size, **rates(2.0 * size**3, measure({"": call}, method)[""])}
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """A line per cell: TFLOP/s of each implementation, and ours over the best peer's."""
-    names = list(dict.fromkeys(name for cell in cells for name in cell["implementations"]))
-    lines = [f"{'case':20} {'':8} " + " ".join(f"{name:>13}" for name in names) + f" {'ours/best':>10} {'FA4*':>6}"]
-    for cell in cells:
-        found = cell["implementations"]
-        shown = []
-        for name in names:
-            mine = found.get(name, {"status": "–"})
-            shown.append(f"{mine['tflops']:.3g}" if mine["status"] == "timed" else mine["status"])
-        ratio = ours_over_best(cell)
-        published = PUBLISHED[cell["direction"]].get(cell["case"])
-        lines.append(
-            f"{cell['case']:20} {cell['direction']:8} "
-            + " ".join(f"{text:>13}" for text in shown)
-            + f" {'' if ratio is None else f'{ratio:.3f}':>10} {published or '':>6}"
-        )
-    return "\n".join([*lines, f"* {PUBLISHED['implementation']}, {PUBLISHED['date']}: {PUBLISHED['note']}"])
-
-
-def ours_over_best(cell: Mapping[str, Any]) -> float | None:
-    timed = {name: found["tflops"] for name, found in cell["implementations"].items() if found["status"] == "timed"}
-    ours = timed.pop(OURS, None)
-    return ours / max(timed.values()) if ours and timed else None
-
-
-def plot(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Grouped bars, a panel per group of cases and direction; a line over a group is the published figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # an accelerator's machine has no display
-    import matplotlib.pyplot as plt
-
-    named = list(dict.fromkeys(name for cell in cells for name in cell["implementations"]))
-    names = [n for n in named if any(c["implementations"].get(n, {}).get("status") == "timed" for c in cells)]
-    panels = []
-    for group, cases in GROUPS.items():
-        for direction in DIRECTIONS:
-            mine = [cell for cell in cells if cell["case"] in cases and cell["direction"] == direction]
-            if mine:
-                panels.append((f"{group} cases, {direction}", mine))
-    if not panels or not names:
-        return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(15, 3.6 * len(panels)), squeeze=False, layout="constrained")
-    colours = {name: matplotlib.colormaps["tab10"](index) for index, name in enumerate(names)}
-    width = 0.84 / len(names)
-    for axis, (heading, mine) in zip(axes[:, 0], panels, strict=True):
-        for place, cell in enumerate(mine):
-            for index, name in enumerate(names):
-                found = cell["implementations"].get(name, {"status": ""})
-                if found["status"] == "timed":
-                    x = place + (index - (len(names) - 1) / 2) * width
-                    axis.bar(x, found["tflops"], 0.94 * width, color=colours[name])
-                    axis.text(
-                        x, found["tflops"], f" {found['tflops']:.3g}", rotation=90, ha="center", va="bottom", size=7
-                    )
-            published = PUBLISHED[cell["direction"]].get(cell["case"])
-            if published:
-                axis.hlines(published, place - 0.45, place + 0.45, colors="black", linestyles="dashed", linewidth=1)
-        axis.set_title(heading, loc="left", size=10)
-        axis.set_ylabel("TFLOP/s")
-        axis.set_xticks(range(len(mine)), [cell["case"].replace("_", " ") for cell in mine], size=8)
-        axis.set_xlim(-0.6, len(mine) - 0.4)
-        axis.margins(y=0.18)
-        axis.spines[["top", "right"]].set_visible(False)
-    handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-    labels = list(names)
-    if any("hopper" in heading for heading, _ in panels):
-        handles.append(plt.Line2D([], [], color="black", linestyle="dashed", linewidth=1))
-        labels.append(f"{PUBLISHED['implementation']}, {PUBLISHED['date']}, not in this run")
-    figure.suptitle(title, size=11)
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def title(run: Mapping[str, Any]) -> str:
-    """Of the plot of a run."""
-    environment, method = run["environment"], run["method"]
-    return f"Attention on {environment['device']}, {environment['time'][:10]}: TFLOP/s of {method['device_time']} time"
-
-
 class Record:
     """The file of results, written anew after every case: what was measured survives what comes after."""
 
@@ -532,6 +444,10 @@ class Record:
         replaced = {(cell["case"], cell["direction"]) for cell in new}
         self.cells = [cell for cell in self.cells if (cell["case"], cell["direction"]) not in replaced] + new
         self.write()
+
+    def compiled(self, seconds: float) -> None:
+        """Adds to the time that this run has spent on compilation."""
+        self.runs[-1]["compilation_s"] = self.runs[-1].get("compilation_s", 0.0) + seconds
 
     def failed(self, case: str, error: Exception) -> None:
         """Notes that a case has no cells of this run, and why."""
@@ -581,16 +497,55 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--peers", default=",".join(usual), help="of " + ", ".join(peers(None)))
     parser.add_argument("--platform", help="the platform of ours; the best by default")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=20, help="queued calls in a sample; slow ones are fewer")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--calls", type=int, default=10, help="queued calls in a sample; slow ones are fewer")
     parser.add_argument("--device-time", choices=("cupti", "wall"), help="cupti on a GPU by default")
-    parser.add_argument("--jobs", type=int, default=4, help="compilations at once")
+    parser.add_argument("--pause", type=float, default=0.05, help="idle seconds before each turn")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="compilations at once")
+    parser.add_argument("--ahead", type=int, help="cases compiled before the first of them runs; all by default")
     parser.add_argument("--seconds", type=float, help="start no case after this many seconds")
     parser.add_argument("--keep", action="store_true", help="keep the cells in --out that this run does not measure")
     parser.add_argument("--out", type=Path, help="the record; results/<device>/attention.json by default")
     parser.add_argument("--plot", type=Path, help="the plot; beside the record by default")
     parser.add_argument("--only-plot", action="store_true", help="measure nothing, plot the record in --out")
     return parser.parse_args(argv)
+
+
+def run_group(
+    cases: Sequence[AttentionCase],
+    chosen: Sequence[Peer],
+    directions: Sequence[Direction],
+    method: Method,
+    record: Record,
+    end: float,
+) -> None:
+    """Compiles the cases, then measures one after the other; starts nothing after ``end`` on the monotonic clock."""
+    start = time.monotonic()
+    if start >= end:
+        print(f"{', '.join(case.name for case in cases)}: not started, the time is over", flush=True)
+        return
+    compiled = compile_cases(cases, chosen, directions, method.jobs)
+    record.compiled(time.monotonic() - start)
+    print(f"{len(compiled)} cases compiled in {time.monotonic() - start:.0f} s", flush=True)
+    while compiled:
+        compilation = compiled.pop(0)  # what is done with gives its memory back
+        name = compilation.case.name
+        if time.monotonic() >= end:
+            print(f"{name}: not started, the time is over", flush=True)
+            continue
+        try:
+            cells = run_case(compilation, method)
+        except Exception as error:  # such as an oracle that does not fit beside the rest: the other cases do
+            print(f"{name} failed: {failure(error)['message']}", flush=True)
+            record.failed(name, error)
+            continue
+        record.add(cells)
+        print("\n".join(table(cells).splitlines()[:-1]), flush=True)
+        for cell in cells:
+            for peer, found in cell["implementations"].items():
+                said = "; ".join(found.get("violations", [])) or found.get("message")
+                if found["status"] in ("wrong", "failed"):
+                    print(f"  {peer} {cell['direction']} {found['status']}: {said}"[:600], flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -602,7 +557,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = chosen.plot or out.with_suffix(".png")
     if chosen.only_plot:
         known = json.loads(out.read_text())
-        plot(known["cells"], where, title(known["runs"][-1]))
+        plot(known["cells"], where, title(known["runs"][-1]), GROUPS)
         return
     cases = chosen_cases(chosen.cases)
     selected, absent = chosen_peers(chosen.peers, chosen.platform)
@@ -612,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directions = [direction for direction in DIRECTIONS if direction in asked]
     gpu = jax.default_backend() == "gpu"
     device_time = chosen.device_time or ("cupti" if gpu else "wall")
-    method = Method(chosen.rounds, chosen.calls, device_time, chosen.jobs)
+    method = Method(chosen.rounds, chosen.calls, device_time, chosen.jobs, chosen.pause)
     run: dict[str, Any] = {
         "environment": environment(),
         "versions": versions(),
@@ -622,30 +577,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "yardstick": yardstick(method) if gpu else None,
     }
     record = Record(out, run, keep=chosen.keep)
-    for case in cases:
-        if chosen.seconds is not None and time.monotonic() - start > chosen.seconds:
-            print(f"{case.name}: not started, {chosen.seconds:.0f} s are over")
-            continue
-        try:
-            cells = run_case(case, selected, directions, method)
-        except Exception as error:  # such as an oracle that does not fit beside the rest: the other cases do
-            print(f"{case.name} failed: {failure(error)['message']}", flush=True)
-            record.failed(case.name, error)
-            continue
-        record.add(cells)
-        print("\n".join(table(cells).splitlines()[:-1]), flush=True)
-        for cell in cells:
-            for name, found in cell["implementations"].items():
-                said = "; ".join(found.get("violations", [])) or found.get("message")
-                if found["status"] in ("wrong", "failed"):
-                    print(f"  {name} {cell['direction']} {found['status']}: {said}"[:600], flush=True)
+    end = math.inf if chosen.seconds is None else start + chosen.seconds
+    for group in itertools.batched(cases, chosen.ahead or len(cases)):
+        run_group(group, selected, directions, method, record, end)
     print(table(record.cells))
     yard = run["yardstick"]
     if yard:
         print(f"bf16 8192³ matrix product: {yard['tflops']:.0f} TFLOP/s" if "tflops" in yard else yard["message"])
     print(f"written to {out}{f'; not installed: {absent}' if absent else ''}", flush=True)
     try:
-        plot(record.cells, where, title(run))
+        plot(record.cells, where, title(run), GROUPS)
     except ImportError as error:  # an accelerator's machine may lack it
         print(f"no plot: {error}; --only-plot makes one elsewhere")
 

@@ -10,13 +10,13 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.modules import flash_attention
@@ -25,8 +25,12 @@ from tilewright.ops import find_labels_in_lowered
 type Direction = Literal["forward", "backward"]
 type Arrays = Mapping[str, jax.Array]
 
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
 DOCUMENTS = (0.11, 0.5, 0.76, 1.0)
 """Where the documents of a packed case end, as parts of its length: the row is full, and no length is even."""
+
+DROPOUT_SEED = 20261121
 
 _PLAIN = frozenset({"name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal"})
 
@@ -37,7 +41,7 @@ class CannotServeError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
-    """The arrays of one case: ``floats`` have gradients; ``extras`` are boundaries of documents, if there are any."""
+    """The arrays of one case, or their shapes: ``floats`` have gradients; ``extras`` are boundaries of documents."""
 
     case: AttentionCase
     floats: Arrays
@@ -46,17 +50,60 @@ class Operands:
     cotangent: jax.Array
 
     @classmethod
-    def of(cls, case: AttentionCase, seed: int = 0) -> "Operands":
-        (query, key, value), kwargs = case.arguments(seed)
-        floats = {"query": query, "key": key, "value": value}
-        floats |= {name: kwargs[name] for name in ("bias", "softmax_aux") if name in kwargs}
-        extras = {}
-        if case.packed:
-            boundaries = [0, *(round(part * case.q_length) for part in DOCUMENTS)]
-            extras["boundaries"] = jnp.asarray(boundaries, jnp.int32)
-        shape = (*query.shape[:-1], value.shape[-1])
-        draw = np.random.default_rng(seed + 1).standard_normal(shape, np.float32)
-        return cls(case, floats, extras, kwargs.get("dropout_seed"), jnp.asarray(draw, query.dtype))
+    def shapes(cls, case: AttentionCase) -> "Operands":
+        """``jax.ShapeDtypeStruct`` for each array."""
+        batch, heads, q_length, kv_length = case.score_shape
+        kv_heads, value_dim = case.kv_heads or heads, case.value_dim or case.head_dim
+        sizes: dict[str, tuple[int, ...]] = {
+            "query": (batch, q_length, heads, case.head_dim),
+            "key": (batch, kv_length, kv_heads, case.head_dim),
+            "value": (batch, kv_length, kv_heads, value_dim),
+        }
+        if case.bias is not None:
+            full = zip("bhqk", case.score_shape, strict=True)
+            sizes["bias"] = tuple(size if name in case.bias else 1 for name, size in full)
+        if case.sinks:
+            sizes["softmax_aux"] = (heads, case.sinks)
+        dtype = jnp.dtype(case.dtype)
+        floats: Any = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in sizes.items()}
+        extras: Any = {"boundaries": jax.ShapeDtypeStruct((len(DOCUMENTS) + 1,), jnp.int32)} if case.packed else {}
+        cotangent: Any = jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype)
+        return cls(case, floats, extras, DROPOUT_SEED if case.dropout_prob else None, cotangent)
+
+    def compile(self) -> Callable[[], "Operands"]:
+        """Of shapes: what draws the arrays; on the device, for half a gigabyte of them takes a host seconds."""
+        wanted: dict[str, Any] = {**self.floats, "cotangent": self.cotangent}
+
+        def normal(seed: jax.Array) -> dict[str, jax.Array]:
+            # The default generator takes XLA ten times as long to compile.
+            keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(wanted))
+            drawn = zip(keys, wanted.items(), strict=True)
+            return {name: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype) for key, (name, x) in drawn}
+
+        compiled = jax.jit(normal).lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+        def draw() -> Operands:
+            floats, extras = compiled(jnp.asarray(0, jnp.int32)), {}
+            if "boundaries" in self.extras:
+                boundaries = [0, *(round(part * self.case.q_length) for part in DOCUMENTS)]
+                extras["boundaries"] = jnp.asarray(boundaries, jnp.int32)
+            cotangent = floats.pop("cotangent")
+            return dataclasses.replace(self, floats=floats, extras=extras, cotangent=cotangent)
+
+        return draw
+
+    def options(self, extras: Arrays) -> dict[str, Any]:
+        """The keyword arguments of ``flash_attention`` beside its floats; extras may be traced."""
+        case, boundaries = self.case, extras.get("boundaries")
+        return {
+            "causal": case.causal,
+            "sliding_window": case.sliding_window,
+            "logits_soft_cap": case.logits_soft_cap,
+            "cum_seqlens_q": boundaries,
+            "cum_seqlens_k": boundaries,
+            "dropout_prob": case.dropout_prob,
+            "dropout_seed": self.dropout_seed,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +127,10 @@ class Prepared:
     details: dict[str, Any]
 
 
+type Program = Callable[[Operands], Prepared]
+"""What has been compiled: on a case's arrays it runs for the first time."""
+
+
 class Peer(abc.ABC):
     """One implementation of attention.
 
@@ -96,17 +147,20 @@ class Peer(abc.ABC):
     without_gradient: frozenset[str]
 
     @abc.abstractmethod
-    def prepare(self, operands: Operands, direction: Direction) -> Prepared:
-        """Compiles the call and runs it once."""
+    def compile(self, shapes: Operands, direction: Direction) -> Program:
+        """Compiles the call without running anything: safe in threads, where first runs are not.
 
-    def check(self, operands: Operands, direction: Direction) -> None:
+        cuDNN captures a graph when a plan is first run, and fails if another thread uses the device meanwhile.
+        """
+
+    def check(self, shapes: Operands, direction: Direction) -> None:
         """Raises CannotServeError where an option, or a gradient, is missing."""
-        case = operands.case
+        case = shapes.case
         changed = {f.name for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
         missing = sorted(changed - _PLAIN - self.features)
         if missing:
             raise CannotServeError(f"has no {', '.join(missing)}")
-        ungraded = sorted(set(operands.floats) & self.without_gradient)
+        ungraded = sorted(set(shapes.floats) & self.without_gradient)
         if direction == "backward" and ungraded:
             raise CannotServeError(f"has no gradient of {', '.join(ungraded)}")
 
@@ -126,32 +180,40 @@ class JaxPeer(Peer):
     without_gradient: frozenset[str] = frozenset()
     dense_mask: bool = False
 
-    def prepare(self, operands: Operands, direction: Direction) -> Prepared:
-        self.check(operands, direction)
-        attention = functools.partial(self.attention, operands)
-        extras = dict(operands.extras)
-        details: dict[str, Any] = {}
-        if self.dense_mask and "boundaries" in extras:
-            extras = {"mask": documents_mask(extras["boundaries"], operands.case.q_length)}
-            details["packed"] = "as a dense mask"
-        jitted: Any
+    def compile(self, shapes: Operands, direction: Direction) -> Program:
+        self.check(shapes, direction)
+        attention = functools.partial(self.attention, shapes)
+        extras = jax.eval_shape(self._extras, shapes.extras, shapes.cotangent)
+        details: dict[str, Any] = {"packed": "as a dense mask"} if "mask" in extras else {}
+        lowered: Any
         if direction == "forward":
-            jitted = jax.jit(attention)
-            args: tuple[Any, ...] = (operands.floats, extras)
+            lowered = jax.jit(attention).lower(shapes.floats, extras)
         else:
             # What jax.vjp returns is a pytree of residuals, so that it can leave one program and enter another.
-            linearise = jax.jit(lambda floats, extras: jax.vjp(lambda x: attention(x, extras), floats)[1])
-            jitted = jax.jit(lambda pull, cotangent: pull(cotangent)[0])
-            args = (linearise(operands.floats, extras), operands.cotangent)
-        lowered = jitted.lower(*args)
+            forward = jax.jit(lambda floats, extras: jax.vjp(lambda x: attention(x, extras), floats)[1])
+            lowered_forward = forward.lower(shapes.floats, extras)
+            linearise = lowered_forward.compile()
+            # A second trace may give a tree that is not equal to the compiled program's.
+            pull = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered_forward.out_info)
+            lowered = jax.jit(lambda pull, cotangent: pull(cotangent)[0]).lower(pull, shapes.cotangent)
         compiled = lowered.compile()
-        results = jax.block_until_ready(compiled(*args))
         labels = find_labels_in_lowered(lowered)
         if labels:
             details["labels"] = labels
-        if direction == "forward":
-            results = {"out": results}
-        return Prepared(Call(compiled, args), results, details)
+
+        def first_run(operands: Operands) -> Prepared:
+            args: tuple[Any, ...] = (operands.floats, self._extras(operands.extras, operands.cotangent))
+            if direction == "backward":
+                args = (linearise(*args), operands.cotangent)
+            results = jax.block_until_ready(compiled(*args))
+            return Prepared(Call(compiled, args), {"out": results} if direction == "forward" else results, details)
+
+        return first_run
+
+    def _extras(self, extras: Arrays, cotangent: jax.Array) -> Arrays:
+        if self.dense_mask and "boundaries" in extras:
+            return {"mask": documents_mask(extras["boundaries"], cotangent.shape[1])}
+        return extras
 
 
 def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
@@ -161,18 +223,7 @@ def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
 
 
 def _ours(platform: str | None, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
-    case, boundaries = operands.case, extras.get("boundaries")
-    return flash_attention(  # type: ignore[return-value]
-        **floats,
-        causal=case.causal,
-        sliding_window=case.sliding_window,
-        logits_soft_cap=case.logits_soft_cap,
-        cum_seqlens_q=boundaries,
-        cum_seqlens_k=boundaries,
-        dropout_prob=case.dropout_prob,
-        dropout_seed=operands.dropout_seed,
-        platform=platform,
-    )
+    return flash_attention(**floats, **operands.options(extras), platform=platform)  # type: ignore[return-value]
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"], operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
@@ -198,15 +249,20 @@ def _tokamax(operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
     )
 
 
+_TOKAMAX = threading.Lock()
+"""Its stand-ins must all be there before any thread imports it."""
+
+
 def _tokamax_module() -> Any:
-    # tokamax imports xprof's kernel statistics for benchmarks of its own, and asks for hundreds of megabytes with it.
-    if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
-        for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None  # type: ignore[attr-defined]
-    # It warns of each call that its tables do not hold; its heuristics serve those.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return importlib.import_module("tokamax")
+    with _TOKAMAX:
+        # It imports xprof's kernel statistics for benchmarks of its own, and asks for hundreds of megabytes with it.
+        if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
+            for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
+                sys.modules[name] = types.ModuleType(name)
+            sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None  # type: ignore[attr-defined]
+        # It warns of each call that its tables do not hold; its heuristics serve those.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        return importlib.import_module("tokamax")
 
 
 def _ejkernel(operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
@@ -237,8 +293,11 @@ class TorchPeer(Peer):
 
     NAMES: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
-    def prepare(self, operands: Operands, direction: Direction) -> Prepared:
-        self.check(operands, direction)
+    def compile(self, shapes: Operands, direction: Direction) -> Program:
+        self.check(shapes, direction)
+        return functools.partial(self._first_run, direction)
+
+    def _first_run(self, direction: Direction, operands: Operands) -> Prepared:
         # PyTorch wants heads before lengths; a transposed view costs nothing. It shares the memory of the jax arrays.
         cotangent = _to_torch(operands.cotangent).transpose(1, 2)
         leaves = {name: _to_torch(operands.floats[name]) for name in self.NAMES}

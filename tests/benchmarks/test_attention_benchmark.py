@@ -1,5 +1,6 @@
 """The attention benchmark end to end on small cases: what it writes, not how fast anything is."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from benchmarks import attention
 from benchmarks.attention import OWN_CASES, SMOKE_CASES, Method, Operands, Oracle, forward_flops, main, rates
-from benchmarks.attention_peers import OURS, Call, JaxPeer, Peer, peers
+from benchmarks.attention_peers import DIRECTIONS, OURS, Call, Direction, JaxPeer, Peer, peers
+from benchmarks.attention_report import plot, table
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES
 
 METHOD = Method(rounds=2, calls=2, device_time="wall", jobs=1)
@@ -21,8 +23,14 @@ METHOD = Method(rounds=2, calls=2, device_time="wall", jobs=1)
 
 def run(folder: Path, *extra: str) -> dict[str, Any]:
     out = folder / "attention.json"
-    main(["--rounds", "2", "--calls", "2", "--device-time", "wall", "--jobs", "1", "--out", str(out), *extra])
+    method = ["--rounds", "2", "--calls", "2", "--device-time", "wall", "--jobs", "2", "--pause", "0"]
+    main([*method, "--out", str(out), *extra])
     return json.loads(out.read_text())
+
+
+def run_smoke(chosen: list[Peer], *directions: Direction) -> list[dict[str, Any]]:
+    (compiled,) = attention.compile_cases([SMOKE_CASES["smoke_causal"]], chosen, directions, jobs=2)
+    return attention.run_case(compiled, METHOD)
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +40,14 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (name, direction) for name in names.split(",") for direction in ("forward", "backward")
     ]
     assert found["runs"][0]["versions"]["jax"] == jax.__version__
-    assert found["runs"][0]["method"] == {"rounds": 2, "calls": 2, "device_time": "wall", "jobs": 1}
+    assert found["runs"][0]["method"] == {
+        "rounds": 2,
+        "calls": 2,
+        "device_time": "wall",
+        "jobs": 2,
+        "pause": 0.0,
+    }
+    assert found["runs"][0]["compilation_s"] > 0.0
     for cell in found["cells"]:
         ours = cell["implementations"][OURS]
         assert (ours["status"], ours["clock"]) == ("timed", "wall"), ours
@@ -68,9 +83,49 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return right.at[-1, :, -1].multiply(1.01)
 
     wrong: list[Peer] = [JaxPeer("nearly", nearly)]
-    for cell in attention.run_case(SMOKE_CASES["smoke_causal"], wrong, attention.DIRECTIONS, METHOD):
+    for cell in run_smoke(wrong, *DIRECTIONS):
         assert cell["implementations"]["nearly"]["status"] == "wrong"
         assert "(1, 1)" in cell["implementations"]["nearly"]["violations"][0]
+
+
+@pytest.mark.parametrize("name", [*SMOKE_CASES, "d192_v128_4k", "dropout_4k"])
+def test_shapes_are_those_of_the_case(name: str) -> None:
+    case = dataclasses.replace((SMOKE_CASES | OWN_CASES)[name], q_length=8)
+    args, kwargs = case.arguments()
+    wanted = dict(zip(("query", "key", "value"), args, strict=True))
+    wanted |= {name: kwargs[name] for name in ("bias", "softmax_aux") if name in kwargs}
+    shapes = Operands.shapes(case)
+    for found in (shapes, shapes.compile()()):
+        assert {n: (x.shape, x.dtype) for n, x in found.floats.items()} == {
+            n: (x.shape, x.dtype) for n, x in wanted.items()
+        }
+        assert ("boundaries" in found.extras) == case.packed
+        assert found.cotangent.shape == (*args[0].shape[:-1], args[2].shape[-1])
+        assert (found.dropout_seed is None) == ("dropout_seed" not in kwargs)
+
+
+def test_nothing_runs_before_everything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    made = attention.run_case
+
+    def run_case(compiled: attention.Compilation, method: Method) -> list[Any]:
+        events.append(f"run {compiled.case.name}")
+        return made(compiled, method)
+
+    def tracing(operands: Operands, floats: Any, extras: Any) -> jax.Array:
+        assert all(isinstance(x, jax.core.Tracer) for x in floats.values())
+        events.append("trace")
+        return jax.nn.dot_product_attention(**floats, is_causal=True, implementation="xla")
+
+    monkeypatch.setattr(attention, "run_case", run_case)
+    monkeypatch.setattr(attention, "peers", lambda platform: {"traced": JaxPeer("traced", tracing)})
+    names = "smoke_causal,smoke_bias_sinks"
+    run(tmp_path, "--cases", names, "--peers", "traced")
+    # A forward call, and the forward half of the backward's; the second case has options that the peer lacks.
+    assert events == ["trace", "trace", "run smoke_causal", "run smoke_bias_sinks"]
+    events.clear()
+    run(tmp_path, "--cases", names, "--peers", "traced", "--ahead", "1", "--seconds", "0")
+    assert events == []
 
 
 def test_what_fails_is_recorded_and_the_rest_is_measured() -> None:
@@ -85,12 +140,12 @@ def test_what_fails_is_recorded_and_the_rest_is_measured() -> None:
         JaxPeer("shapes", of_another_shape),
         peers(None)["xla"],
     ]
-    (cell,) = attention.run_case(SMOKE_CASES["smoke_causal"], chosen, ["forward"], METHOD)
+    (cell,) = run_smoke(chosen, "forward")
     found = cell["implementations"]
     assert found["raises"] == {"status": "failed", "message": "ZeroDivisionError: no such option"}
     assert found["shapes"]["status"] == "failed"
     assert found["xla"]["status"] == "timed"
-    assert "failed" in attention.table([cell])
+    assert "failed" in table([cell])
 
 
 def test_a_call_that_fails_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +184,14 @@ def test_device_time_of_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_case_that_fails_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Operands.of
+    made = Oracle.compile
 
-    def of(case: Any, seed: int = 0) -> Operands:
-        if case.name == "smoke_causal":
+    def compile_oracle(oracle: Oracle, *args: Any) -> Any:
+        if oracle.case.name == "smoke_causal":
             raise MemoryError("out of memory")
-        return made(case, seed)
+        return made(oracle, *args)
 
-    monkeypatch.setattr(Operands, "of", of)
+    monkeypatch.setattr(Oracle, "compile", compile_oracle)
     found = run(tmp_path, "--cases", "smoke_causal,smoke_bias_sinks", "--peers", OURS, "--directions", "forward")
     assert [cell["case"] for cell in found["cells"]] == ["smoke_bias_sinks"]
     assert found["runs"][0]["failed"] == {"smoke_causal": "MemoryError: out of memory"}
@@ -172,8 +227,8 @@ def test_flops_count_what_is_visible(name: str, pairs: float) -> None:
 
 def test_dropout_is_judged_where_the_oracle_counts_alike() -> None:
     case = OWN_CASES["dropout_4k"]
-    assert Oracle(Operands(case, {}, {}, 0, jnp.zeros(()))).places == [(0, 0)]
-    assert len(Oracle(Operands(OWN_CASES["d96_4k"], {}, {}, None, jnp.zeros(()))).places) == 2
+    assert Oracle(case).places == [(0, 0)]
+    assert len(Oracle(OWN_CASES["d96_4k"]).places) == 2
 
 
 def test_names_that_do_not_exist() -> None:
@@ -200,8 +255,8 @@ def test_plot_of_every_panel(tmp_path: Path) -> None:
             },
         }
         for name in [*HOPPER_CASES, *OWN_CASES]
-        for direction in attention.DIRECTIONS
+        for direction in DIRECTIONS
     ]
-    attention.plot(cells, tmp_path / "plot.png", "Synthetic")
+    plot(cells, tmp_path / "plot.png", "Synthetic", attention.GROUPS)
     assert (tmp_path / "plot.png").stat().st_size > 50_000
-    assert len(attention.table(cells).splitlines()) == len(cells) + 2
+    assert len(table(cells).splitlines()) == len(cells) + 2
