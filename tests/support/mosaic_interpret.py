@@ -1,7 +1,8 @@
 """Mosaic GPU kernels on the CPU: JAX's interpreter, with what Hopper kernels need and it lacks (JAX 0.11.2 to 0.12).
 
 Added: accumulators with an initial value (`pl.run_state`), wgmma with its first operand in registers, wgmma that is
-asynchronous to the race detector, TMA reductions and predicated TMA stores, and named barriers of any thread count.
+asynchronous to the race detector, TMA reductions and predicated TMA stores, reads of reshaped references, and named
+barriers of any thread count.
 What the interpreter does not model: blocks run one after another (or one cluster at a time), so what one block does
 to another's global memory is no race here; the order of TMA reductions is that of the grid.
 """
@@ -88,6 +89,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield interpreter, "_interpret_wgmma_ref_p", _interpret_wgmma
     yield interpreter, "_interpret_copy_gmem_to_smem_p", _interpret_load
     yield interpreter, "_interpret_copy_smem_to_gmem_p", _interpret_tma_store
+    yield gpu_callbacks, "_get", _get
     yield gpu_callbacks, "wgmma_accumulator_deref", _read_accumulator
     yield gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem
     yield gpu_callbacks, "_named_barrier", _named_barrier
@@ -362,6 +364,17 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any, list[Any]], tuple[Any, list[Any]]]
 
 
 # --- Callbacks: what the threads of the interpreted kernel call while it runs
+
+_jax_get = gpu_callbacks._get
+
+
+def _get(token: Any, location: Any, thread: Any, key: Any, transforms: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Reads what is there, and then reshapes it: JAX's interpreter has no reads of a reshaped reference."""
+    *others, last = transforms or (None,)
+    if not isinstance(last, state_types.ReshapeTransform):
+        return _jax_get(token, location, thread, key, transforms, *rest, **kwargs)
+    token, value = _jax_get(token, location, thread, key, tuple(others), *rest, **kwargs)
+    return token, np.reshape(value, last.shape)
 
 
 def _key_and_access(operand: tuple[Any, Any]) -> tuple[Any, Any]:

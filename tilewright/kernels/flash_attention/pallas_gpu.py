@@ -22,6 +22,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     wide_query_kernel,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import convert_kernel, d_query_shape
 from tilewright.kernels.flash_attention.pallas_gpu_forward import (
     SHARED_MEMORY,
     ForwardPlan,
@@ -29,12 +30,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_forward import (
     forward_kernel,
     heads_at_once,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
-    BackwardParams,
-    d_query_of,
-    d_query_shape,
-    row_sums_kernel,
-)
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, row_sums_kernel
 from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, prepare_scores, transposed
 from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     Extent,
@@ -264,51 +260,63 @@ class PallasGpuFlashAttention(Implementation):
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
         processors = current_device().cores or PROCESSORS
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
-        zeros = None if params.deterministic else d_query_shape(params.block_q, batch, heads, q_length, dims[0])
-        sums, zeros = row_sums_kernel(aligned(results[0], dims[1]), d_out, q_padded, zeros)
+        out = aligned(results[0], dims[1])
+        sums: Any = jnp.zeros((batch, heads, q_length), jnp.float32)  # deterministic: the kernel for dQ subtracts them
+        sums_ref: Any = None
+        if not params.deterministic:
+            shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
+            sums, zeros = row_sums_kernel(out, d_out, q_padded, shape)
+            sums_ref = jax.new_ref(zeros)
         delta, exponent = row_terms_of(sums[..., :q_length], results[1], cotangents[1])
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
-        statistics = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
+        statistics: Any = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
         per_head = q_length * sum(dims) * inputs.key.dtype.itemsize
-        extent = Extent(kv_length, q_length, params.block_k, params.block_q)
-        walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
-        queue = visits(walk) * group
-        worked_on = per_head + (0 if params.deterministic else q_length * dims[0] * 4)
-        order = program_order(queue, batch * kv_heads, max(CACHED_QUERIES // (worked_on * group), 1))
-        sums_ref = None if zeros is None else jax.new_ref(zeros)
-        bias_ref: Any = None
-        if bias_gradient is not None:
-            bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
-        operands = (query, key, value, d_out, statistics)
-        if isinstance(params, HopperBackwardParams):
-            lists = program_lists(order, queue, min(processors, len(order)))
-            d_key, d_value = key_value_kernel(
-                *operands, sums_ref, lists, tables, transposed(arrays),
-                options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
-            )  # fmt: skip
-            query_rows, block_k = 128, 128 if max(dims) <= 64 and not options.dropout_prob else 64
-            kernel = functools.partial(query_kernel, block_k=block_k)
-        else:
-            assert isinstance(params, WideBackwardParams)
-            d_key, d_value = wide_key_value_kernel(
-                *operands, sums_ref, jnp.asarray(order), tables, transposed(arrays),
-                options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
-            )  # fmt: skip
-            query_rows, block_k = params.query_rows, params.block_k
-            kernel = functools.partial(wide_query_kernel, params=params)
-        if sums_ref is not None:
-            d_query = (d_query_of(jax.freeze(sums_ref), params.block_q, dims[0]) * options.scale).astype(query.dtype)
-        else:
+        d_query: Any = None
+        if params.deterministic:
+            statistics = jax.new_ref(statistics)
+            kernel: Any
+            if isinstance(params, HopperBackwardParams):
+                query_rows, block_k = 128, 128 if max(dims) <= 64 and not options.dropout_prob else 64
+                kernel = functools.partial(query_kernel, block_k=block_k)
+            else:
+                assert isinstance(params, WideBackwardParams)
+                query_rows, block_k = params.query_rows, params.block_k
+                kernel = functools.partial(wide_query_kernel, params=params)
             extent = Extent(q_length, kv_length, query_rows, block_k)
             walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+            at_once = heads_at_once(kv_length, sum(dims), inputs.key.dtype, group)
             queue = visits(walk)
-            order = program_order(queue, batch * heads, heads_at_once(kv_length, sum(dims), key.dtype, group))
+            order = program_order(queue, batch * heads, at_once)
             work: Any = jnp.asarray(order)
             if isinstance(params, HopperBackwardParams):
                 work = program_lists(order, queue, min(processors, len(order)))
-            d_query = kernel(*operands, work, tables, arrays, options=options, walk=walk)
+            d_query = kernel(
+                query, key, value, d_out, out, statistics, work, tables, arrays, options=options, walk=walk
+            )
+        extent = Extent(kv_length, q_length, params.block_k, params.block_q)
+        walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+        queue = visits(walk) * group
+        worked_on = per_head + (0 if params.deterministic else q_length * dims[0] * 4)
+        order = program_order(queue, batch * kv_heads, max(CACHED_QUERIES // (worked_on * group), 1))
+        bias_ref: Any = None
+        if bias_gradient is not None:
+            bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
+        work = program_lists(order, queue, min(processors, len(order)))
+        kernel = key_value_kernel
+        if isinstance(params, WideBackwardParams):
+            work, kernel = jnp.asarray(order), wide_key_value_kernel
+        d_key, d_value = kernel(
+            query, key, value, d_out, statistics, sums_ref, work, tables, transposed(arrays),
+            options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
+        )  # fmt: skip
+        if params.deterministic:
+            delta = -jax.freeze(statistics)[:, :, 1, :q_length]
+        else:
+            d_query = convert_kernel(
+                jax.freeze(sums_ref), query.shape, query.dtype, block_q=params.block_q, scale=options.scale
+            )
         return {
             "query": d_query[:, :q_length, :, :head_dim],
             "key": d_key[:, :kv_length, :, :head_dim],

@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, products_of_rows
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     COMPILER_PARAMS,
     ROWS,
@@ -158,7 +159,7 @@ class BackwardPlan:
         rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
         if self.bias_gradient is not None:
             rings += self.bias_gradient.staging_bytes(CONSUMERS)
-        return rings + 1024 + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
+        return rings + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
 
 
 def over_items(lists: tuple[Any, Any], one: Any) -> None:
@@ -518,12 +519,18 @@ class QueryPlan:
     def output(self) -> RingPlan:
         return RingPlan((ROWS, self.head_dim), self.dtype, CONSUMERS, 1)
 
+    @property
+    def out_steps(self) -> int:
+        """Loads that bring an item's rows of ``out``, which pass through the ring of the values."""
+        return CONSUMERS * ROWS // self.block_k
+
 
 def query_kernel(
     query: Any,
     key: Any,
     value: Any,
     d_out: Any,
+    out: Any,
     statistics: Any,
     lists: tuple[np.ndarray, np.ndarray],
     tables: Any,
@@ -533,7 +540,12 @@ def query_kernel(
     walk: Walk,
     block_k: int,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries."""
+    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries.
+
+    Args:
+      statistics: as ``key_value_kernel`` wants them, a reference. Of the second row only the gradient of lse is there:
+        the row sums of ``d_out · out`` are subtracted here, where d_out is at hand.
+    """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -541,11 +553,11 @@ def query_kernel(
     plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     shape = (ROWS, block_k)
-    operands = (query, key, value, d_out, statistics, operands_of(lists), tables, arrays)
+    operands = (query, key, value, d_out, out, statistics, operands_of(lists), tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
+        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
         dq_ref, *scratch = refs[len(leaves) :]
@@ -554,23 +566,43 @@ def query_kernel(
         )
         warpgroup = lax.axis_index("warpgroup")
 
+        def out_step(turn: Any, first: Any, number: Any) -> Any:
+            """Where a load is in the ring of the values, which has brought ``first`` tiles of these."""
+            return first + turn * plan.out_steps + number
+
         def gradients(turn: Any, item: Any, first: Any) -> Any:
             b, h, q_tile = place_of(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
 
+            def completed(d_lse: Any, shift: Any) -> Any:
+                """The gradient of lse less the row sums; 0 for a row that sees nothing."""
+                steps_of_out = [out_step(turn, first, i) for i in range(plan.out_steps)]
+                for step in steps_of_out:
+                    v_ring.load_from_shared(step)
+                if plan.out_steps == 1:
+                    outs = v_ring.smem.at[v_ring.slot(steps_of_out[0]), own]
+                else:
+                    outs = v_ring.smem.at[v_ring.slot(out_step(turn, first, warpgroup))]
+                width = (plan.rings[4].swizzle or 0) // dtype.itemsize
+                difference = d_lse - products_of_rows(outs, do_ring.smem.at[0, own], value_dim, width)
+                difference = jnp.where(shift == -jnp.inf, 0.0, difference)
+                plgpu.commit_smem()  # threads have read what TMA writes next
+                for step in steps_of_out:
+                    v_ring.release(step)
+                stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)][...] = difference
+                return difference
+
             def accumulate(dq: Any) -> Any:
                 stat_ring.load_from_shared(turn)
-                lse, delta = (
-                    lax.broadcast_in_dim(plgpu.load(stat_ring.smem.at[0, row, own], layout=TILE.reduce(1)), shape, [0])
-                    for row in range(2)
-                )
-                q_ring.load_from_shared(turn)
                 do_ring.load_from_shared(turn)
+                rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=TILE.reduce(1)) for row in range(2)]
+                lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], completed(rows[1], rows[0])))
+                q_ring.load_from_shared(turn)
 
                 def one(number: Any, _: Any) -> None:
-                    step = first + number
+                    step, v_step = first + number, out_step(turn + 1, first, number)
                     zero = hidden_zero(step, item)
                     q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
                     place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
@@ -578,8 +610,8 @@ def query_kernel(
                     def of_scores(scores: Any, d_probabilities: Any) -> Any:
                         k_ring.load_from_shared(step)
                         plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
-                        v_ring.load_from_shared(step)
-                        plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(step, transposed=True))
+                        v_ring.load_from_shared(v_step)
+                        plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(v_step, transposed=True))
                         logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=1), None
                         if not options.plain:
                             logits, tanh = biased_and_capped(logits, options, array_refs, place)
@@ -588,7 +620,7 @@ def query_kernel(
                         logits = masked_logits(logits, masked, options, array_refs, place)
                         p = jnp.exp2(logits)
                         dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
-                        v_ring.release(step)
+                        v_ring.release(v_step)
                         if options.dropout_prob:
                             keep = kept(options, array_refs, place)
                             dp = jnp.where(keep, dp * (1 / (1 - options.dropout_prob)), 0.0)
@@ -622,18 +654,17 @@ def query_kernel(
             steps = walk.steps(table_refs, b, h, q_tile)
             kv_head = lax.div(h, jnp.int32(group))
             rows = pl.ds(q_tile * block_q, block_q)
+            for i in range(plan.out_steps):
+                part = pl.ds(q_tile * block_q + i * block_k, block_k)
+                v_ring.load_from_dram(out_step(turn, first, i), out_ref.at[b, part, h])
             stat_ring.load_from_dram(turn, stat_ref.at[b, h, :, rows])
+            do_ring.load_from_dram(turn, do_ref.at[b, rows, h])
             q_ring.load_from_dram(turn, q_ref.at[b, rows, h])
 
             def one(number: Any, carry: Any) -> None:
                 columns = pl.ds(steps.tile(number) * block_k, block_k)
                 k_ring.load_from_dram(first + number, k_ref.at[b, columns, kv_head])
-
-                @pl.when(number == 0)
-                def _() -> None:
-                    do_ring.load_from_dram(turn, do_ref.at[b, rows, h])
-
-                v_ring.load_from_dram(first + number, v_ref.at[b, columns, kv_head])
+                v_ring.load_from_dram(out_step(turn + 1, first, number), v_ref.at[b, columns, kv_head])
 
             lax.fori_loop(0, steps.total, one, None)
             return first + steps.total

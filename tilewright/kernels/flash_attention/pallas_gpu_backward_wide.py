@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP, BackwardParams
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, products_of_rows
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     COMPILER_PARAMS,
     ROWS,
@@ -651,6 +652,7 @@ def wide_query_kernel(
     key: Any,
     value: Any,
     d_out: Any,
+    out: Any,
     statistics: Any,
     order: Any,
     tables: Any,
@@ -660,7 +662,7 @@ def wide_query_kernel(
     walk: Walk,
     params: WideBackwardParams,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``wide_key_value_kernel``.
+    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``query_kernel``.
 
     Each of two warpgroups holds 64 rows of dQ. The walk has rows of ``query_rows`` and columns of ``block_k``.
     """
@@ -673,16 +675,21 @@ def wide_query_kernel(
     # What else is done to a tile takes the registers that a second tile in flight would need.
     light = options.plain and not options.dropout_prob
     accumulator = plgpu.ACC(_SHAPE, jnp.float32)
-    leaves, structure = jax.tree.flatten((query, key, value, d_out, statistics, order, tables, arrays))
+    leaves, structure = jax.tree.flatten((query, key, value, d_out, out, statistics, order, tables, arrays))
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
+        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
         dq_ref, *scratch = refs[len(leaves) :]
         q_ring, do_ring, k_ring, v_ring = (
             ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.query_rings)
         )
+        # The rows of ``out`` come first, by a ring that has both stages at once where they fit.
+        if head_dim == value_dim:
+            out_ring, k_ring = k_ring, dataclasses.replace(k_ring, offset=CONSUMERS)
+        else:
+            out_ring, v_ring = v_ring, dataclasses.replace(v_ring, offset=CONSUMERS)
         warpgroup = lax.axis_index("warpgroup")
 
         def current_item() -> Any:
@@ -709,6 +716,25 @@ def wide_query_kernel(
             def spread(x: Any) -> Any:
                 return lax.broadcast_in_dim(x, _SHAPE, [0])
 
+            def complete_statistics() -> None:
+                """Stores the gradient of lse less the row sums of this warpgroup."""
+                do_ring.load_from_shared(warpgroup)
+                width = (plan.query_rings[1].swizzle or 0) // dtype.itemsize
+                for i in range(CONSUMERS):
+                    out_ring.load_from_shared(i)
+
+                    def store(i: int = i) -> None:
+                        b, h, q_start, _ = program(item)
+                        outs, d_outs = out_ring.smem.at[out_ring.slot(i)], do_ring.smem.at[i]
+                        row_sums = products_of_rows(outs, d_outs, value_dim, width)
+                        difference = jnp.where(statistic(0, item) == -jnp.inf, 0.0, statistic(1, item) - row_sums)
+                        stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)][...] = difference
+
+                    pl.when(warpgroup == i)(store)
+                    plgpu.commit_smem()  # threads have read what TMA writes next
+                    out_ring.release(i)
+
+            complete_statistics()
             # Read again in each step where registers are short.
             of_rows = (statistic(0, item) * options.multiplier, statistic(1, item)) if light else None
 
@@ -790,7 +816,6 @@ def wide_query_kernel(
                     return following.astype(dtype)
 
                 q_ring.load_from_shared(warpgroup)
-                do_ring.load_from_shared(warpgroup)
                 if not light:
                     lax.fori_loop(0, steps.total, lambda step, _: one(step, _, needs_mask(step)), None)
                     return dq[...]
@@ -827,9 +852,10 @@ def wide_query_kernel(
             def load(step: Any, _: Any) -> None:
                 columns = pl.ds(steps.tile(step) * BLOCK, BLOCK)
                 k_ring.load_from_dram(step, k_ref.at[b, columns, kv_head])
-                pl.when(step == 0)(functools.partial(load_rows, do_ring, do_ref))
                 v_ring.load_from_dram(step, v_ref.at[b, columns, kv_head])
 
+            load_rows(do_ring, do_ref)
+            load_rows(out_ring, out_ref)
             load_rows(q_ring, q_ref)
             lax.fori_loop(0, steps.total, load, None)
 

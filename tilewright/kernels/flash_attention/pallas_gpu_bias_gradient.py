@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import ROW, STRIP
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
 from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, Place
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 

@@ -122,25 +122,27 @@ class Ring:
 
     ``step`` counts loads over the whole life of the kernel, so a persistent kernel goes on counting from tile to tile:
     the barriers' phases do, too. Every load must be consumed, and every consumer must release every step exactly once.
+    ``offset`` is the number of loads that went before step 0: of something else, through the same ring.
     """
 
     plan: RingPlan
     smem: Ref
     full: Ref
     empty: Ref
+    offset: int = 0
 
     def slot(self, step: Step) -> Step:
         """Index of the stage that holds ``step``."""
         if isinstance(step, int):
-            return step % self.plan.num_stages
-        return lax.rem(step, jnp.asarray(self.plan.num_stages, step.dtype))
+            return (step + self.offset) % self.plan.num_stages
+        return lax.rem(step + self.offset, jnp.asarray(self.plan.num_stages, step.dtype))
 
     def _wait_released(self, step: Step) -> None:
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
     def _wait_empty(self, step: Step) -> None:
         # The first round fills slots that nobody has to release.
-        _when(step >= self.plan.num_stages, functools.partial(self._wait_released, step))
+        _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
 
     def load_from_dram(self, step: Step, source_ref: Ref, *, layout: Any = None) -> jax.Array | None:
         """Producer: starts the load of a tile, an already sliced reference in device memory.
@@ -206,4 +208,4 @@ class Ring:
         """
         for behind in reversed(range(self.plan.num_stages)):
             step = last_step - behind
-            _when(step >= 0, functools.partial(self._wait_released, step))
+            _when(step + self.offset >= 0, functools.partial(self._wait_released, step))
