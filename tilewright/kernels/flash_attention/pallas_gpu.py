@@ -22,7 +22,12 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     wide_query_kernel,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import convert_kernel, d_query_shape
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
+    EARLY_DIM,
+    EarlyConversions,
+    convert_kernel,
+    d_query_shape,
+)
 from tilewright.kernels.flash_attention.pallas_gpu_forward import (
     SHARED_MEMORY,
     ForwardPlan,
@@ -31,7 +36,13 @@ from tilewright.kernels.flash_attention.pallas_gpu_forward import (
     heads_at_once,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, row_sums_kernel
-from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, prepare_scores, transposed
+from tilewright.kernels.flash_attention.pallas_gpu_scores import (
+    LOG2E,
+    ScoreArrays,
+    ScoreOptions,
+    prepare_scores,
+    transposed,
+)
 from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     Extent,
     plan_walk,
@@ -41,9 +52,9 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     visits,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms_of, sinks_gradient
+from tilewright.kernels.flash_attention.xla_backward import empty_backward, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
-from tilewright.kernels.masks import AndMask
+from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -258,65 +269,62 @@ class PallasGpuFlashAttention(Implementation):
         query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
         value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
-        processors = current_device().cores or PROCESSORS
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
         out = aligned(results[0], dims[1])
-        sums: Any = jnp.zeros((batch, heads, q_length), jnp.float32)  # deterministic: the kernel for dQ subtracts them
-        sums_ref: Any = None
-        if not params.deterministic:
-            shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
-            sums, zeros = row_sums_kernel(out, d_out, q_padded, shape)
-            sums_ref = jax.new_ref(zeros)
-        delta, exponent = row_terms_of(sums[..., :q_length], results[1], cotangents[1])
+        lse = results[1].astype(jnp.float32)
+        sees_nothing = lse == -jnp.inf
+        exponent = jnp.where(sees_nothing, jnp.inf, lse)
+        d_lse = (
+            jnp.zeros_like(lse)
+            if cotangents[1] is None
+            else jnp.where(sees_nothing, 0.0, cotangents[1].astype(jnp.float32))
+        )
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
-        statistics: Any = jnp.stack([shift, jnp.pad(-delta, rows)], axis=2)
-        per_head = q_length * sum(dims) * inputs.key.dtype.itemsize
-        group = heads // kv_heads
+        # Short of the row sums, which the first kernel subtracts.
+        statistics = jax.new_ref(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2))
+        operands = query, key, value, d_out
         d_query: Any = None
+        sums_ref: Any = None
         if params.deterministic:
-            statistics = jax.new_ref(statistics)
-            kernel: Any
-            if isinstance(params, HopperBackwardParams):
-                query_rows, block_k = 128, 128 if max(dims) <= 64 and not options.dropout_prob else 64
-                kernel = functools.partial(query_kernel, block_k=block_k)
-            else:
-                assert isinstance(params, WideBackwardParams)
-                query_rows, block_k = params.query_rows, params.block_k
-                kernel = functools.partial(wide_query_kernel, params=params)
-            extent = Extent(q_length, kv_length, query_rows, block_k)
-            walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
-            at_once = heads_at_once(kv_length, sum(dims), inputs.key.dtype, group)
-            queue = visits(walk)
-            order = program_order(queue, batch * heads, at_once)
-            work: Any = jnp.asarray(order)
-            if isinstance(params, HopperBackwardParams):
-                work = program_lists(order, queue, min(processors, len(order)))
-            d_query = kernel(
-                query, key, value, d_out, out, statistics, work, tables, arrays, options=options, walk=walk
-            )
+            d_query = _query_gradient(operands, out, statistics, arrays, inputs.mask, options, params)
+        else:
+            shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
+            zeros, counters = row_sums_kernel(out, d_out, statistics, shape)
+            sums_ref = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+        group = heads // kv_heads
         queue = visits(walk) * group
-        worked_on = per_head + (0 if params.deterministic else q_length * dims[0] * 4)
-        order = program_order(queue, batch * kv_heads, max(CACHED_QUERIES // (worked_on * group), 1))
+        worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
+        worked_on += 0 if params.deterministic else q_length * dims[0] * 4
+        # Only unlike rows of tiles gain by being sorted over several heads; a group's heads are walked one by one.
+        at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
+        order = program_order(queue, batch * kv_heads, at_once)
         bias_ref: Any = None
         if bias_gradient is not None:
             bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
-        work = program_lists(order, queue, min(processors, len(order)))
-        kernel = key_value_kernel
-        if isinstance(params, WideBackwardParams):
-            work, kernel = jnp.asarray(order), wide_key_value_kernel
-        d_key, d_value = kernel(
-            query, key, value, d_out, statistics, sums_ref, work, tables, transposed(arrays),
+        early: Any = None
+        kernel: Any
+        if isinstance(params, HopperBackwardParams):
+            lists = program_lists(order, queue, min(current_device().cores or PROCESSORS, len(order)))
+            if not params.deterministic and dims[0] <= EARLY_DIM and q_padded == kv_padded:
+                early = EarlyConversions.plan(lists, queue, q_length // params.block_k)
+            kernel = functools.partial(
+                key_value_kernel, lists=lists, early=early, counters=None if early is None else jax.new_ref(counters)
+            )
+        else:
+            kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
+        d_key, d_value, *converted = kernel(
+            *operands, statistics, sums_ref, tables=tables, arrays=transposed(arrays),
             options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
         )  # fmt: skip
-        if params.deterministic:
-            delta = -jax.freeze(statistics)[:, :, 1, :q_length]
-        else:
+        if sums_ref is not None:
             d_query = convert_kernel(
-                jax.freeze(sums_ref), query.shape, query.dtype, block_q=params.block_q, scale=options.scale
-            )
+                jax.freeze(sums_ref), query.shape, query.dtype, None if early is None else (early, *converted),
+                block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
+            )  # fmt: skip
+        delta = -jax.freeze(statistics)[:, :, 1, :q_length]
         return {
             "query": d_query[:, :q_length, :, :head_dim],
             "key": d_key[:, :kv_length, :, :head_dim],
@@ -324,6 +332,38 @@ class PallasGpuFlashAttention(Implementation):
             "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }
+
+
+def _query_gradient(
+    operands: tuple[Any, Any, Any, Any],
+    out: Any,
+    statistics: Any,
+    arrays: ScoreArrays,
+    mask: Mask | None,
+    options: ScoreOptions,
+    params: BackwardParams,
+) -> Any:
+    """dQ by a kernel of its own, which completes the statistics for the one for dK and dV."""
+    query, key, value, _ = operands
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads, value_dim = value.shape[1:]
+    kernel: Any
+    if isinstance(params, HopperBackwardParams):
+        query_rows, block_k = 128, 128 if max(head_dim, value_dim) <= 64 and not options.dropout_prob else 64
+        kernel = functools.partial(query_kernel, block_k=block_k)
+    else:
+        assert isinstance(params, WideBackwardParams)
+        query_rows, block_k = params.query_rows, params.block_k
+        kernel = functools.partial(wide_query_kernel, params=params)
+    extent = Extent(q_length, kv_length, query_rows, block_k)
+    walk, tables = plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+    queue = visits(walk)
+    at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
+    order = program_order(queue, batch * heads, at_once)
+    work: Any = jnp.asarray(order)
+    if isinstance(params, HopperBackwardParams):
+        work = program_lists(order, queue, min(current_device().cores or PROCESSORS, len(order)))
+    return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
 
 
 def _adds_bias(problem: AttentionProblem) -> bool:

@@ -20,8 +20,17 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, products_of_rows
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
+    COUNTER,
+    EARLY_DIM,
+    EARLY_TILES,
+    PIECE,
+    ROW,
+    STRIP,
+    EarlyConversions,
+    sums_of,
+)
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, completed, sums_of_products
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     COMPILER_PARAMS,
     ROWS,
@@ -108,6 +117,11 @@ class BackwardPlan:
         )
 
     @property
+    def count(self) -> RingPlan:
+        """What has been counted of the head whose dQ is to be converted."""
+        return RingPlan((ROW // 2,), jnp.float32, 1, 1)
+
+    @property
     def rings(self) -> tuple[RingPlan, ...]:
         rings = self.keys, self.values, self.queries, self.d_outs, self.statistics
         return rings if self.params.deterministic else (*rings, self.d_scores)
@@ -157,6 +171,8 @@ class BackwardPlan:
     @property
     def shared_bytes(self) -> int:
         rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
+        if self.head_dim <= EARLY_DIM and not self.params.deterministic:
+            rings += self.count.shared_bytes
         if self.bias_gradient is not None:
             rings += self.bias_gradient.staging_bytes(CONSUMERS)
         return rings + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
@@ -204,10 +220,15 @@ def key_value_kernel(
     params: HopperBackwardParams,
     d_bias: Any = None,
     bias_gradient: BiasGradient | None = None,
-) -> tuple[Any, Any]:
+    early: EarlyConversions | None = None,
+    counters: Any = None,
+) -> tuple[Any, ...]:
     """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None.
 
+    With ``early`` also dQ itself, and for each work item whether its rows of it are there, int32.
+
     Args:
+      counters: with ``early``, a reference to float32 zeros, ``[batch, heads, *COUNTER]``.
       d_bias: a reference to zeros as ``bias_gradient`` wants them. If ``added``, results have whole tiles of keys.
       lists: of ``program_lists``, over tiles of keys.
       statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
@@ -225,18 +246,25 @@ def key_value_kernel(
     of_columns = TILE.reduce(0)
     rows_of_step = block_q * head_dim // ROW
     ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
-    operands = (query, key, value, d_out, statistics, d_query, d_bias, operands_of(lists), tables, arrays)
+    tasks = None if early is None else (jnp.asarray(early.items), counters)
+    operands = (query, key, value, d_out, statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
+    rings = plan.rings if early is None else (*plan.rings, plan.count)
+    rows = kv_tiles * block_k if bias_gradient is not None and bias_gradient.added else kv_length
+    out_type = [jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in (head_dim, value_dim)]
+    if early is not None:
+        out_type += [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lists[1].shape, jnp.int32)]
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, list_refs, table_refs, array_refs = (
+        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, list_refs, task_refs, table_refs, array_refs = (
             jax.tree.unflatten(structure, refs[: len(leaves)])
         )
-        dk_ref, dv_ref, *scratch = refs[len(leaves) :]
-        k_ring, v_ring, q_ring, do_ring, stat_ring, *ds_rings = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
-        )
-        outputs = scratch[3 * len(plan.rings) : 3 * len(plan.rings) + len(plan.outputs)]
+        scratch = refs[len(leaves) + len(out_type) :]
+        dk_ref, dv_ref, *converted_refs = refs[len(leaves) : len(leaves) + len(out_type)]
+        bound: list[Any] = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(rings)]
+        # Not all kernels have the last two.
+        k_ring, v_ring, q_ring, do_ring, stat_ring, ds_ring, count_ring = [*bound, None, None][:7]
+        outputs = scratch[3 * len(rings) : 3 * len(rings) + len(plan.outputs)]
         staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
 
@@ -379,7 +407,7 @@ def key_value_kernel(
                         if ahead:
                             issue_scores(scores, step + 1)
                         if fused:
-                            ds_rings[0].copy_to_shared(step, [ds for _, ds in parts], rows=own)
+                            ds_ring.copy_to_shared(step, [ds for _, ds in parts], rows=own)
                         else:
                             plgpu.commit_smem()
                         # Behind a fence: statistics were read by threads, and TMA writes the slot by another way.
@@ -413,10 +441,30 @@ def key_value_kernel(
                 plgpu.copy_smem_to_gmem(output.at[warpgroup], target.at[b, rows, kv_head])
             return last
 
+        def convert(item: Any, number: Any) -> None:
+            """One piece of the rows of dQ that an item stands for."""
+            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            pieces, steps = jnp.int32(head_dim // PIECE), jnp.int32(EARLY_TILES)
+            step, piece = lax.div(number, pieces), lax.rem(number, pieces)
+            head, rows = kv_head * group + lax.div(step, steps), kv_tile * EARLY_TILES + lax.rem(step, steps)
+            target = converted_refs[0].at[b, pl.ds(rows * ROWS, ROWS), head, pl.ds(piece * PIECE, PIECE)]
+            target[...] = (sums_of(dq_ref, b, head, rows, block_q, head_dim, piece) * options.scale).astype(dtype)
+
         def d_queries(turn: Any, item: Any, first: Any) -> Any:
-            b, _, _ = place_of(item, kv_tiles, kv_heads)
-            ds_ring = ds_rings[0]
+            b, kv_head, _ = place_of(item, kv_tiles, kv_heads)
+            pieces: Any = 0
+            if early is not None:
+                task = task_refs[0][list_refs[0][lax.axis_index("program")] + turn]
+                asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
+                other, other_head, _ = place_of(asked, kv_tiles, kv_heads)
+                count_ring.load_from_dram(turn, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
             k_ring.load_from_shared(turn)
+            if early is not None:
+                count_ring.load_from_shared(turn)
+                complete = count_ring.smem[0, 0] == kv_tiles
+                count_ring.release(turn)
+                converted_refs[1][asked] = complete.astype(jnp.int32)
+                pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
                 zero = hidden_zero(step, item)
@@ -442,9 +490,18 @@ def key_value_kernel(
                     dq_ref.at[b, head, pl.ds(q_tile * rows_of_step, rows_of_step)],
                     reduction_op="add",
                 )
+                if early is not None:
+                    pl.when(step - first < pieces)(lambda: convert(asked, step - first))
 
             last = over_steps(item, first, one)
             k_ring.release(turn)
+            if early is not None:
+                lax.fori_loop(last - first, pieces, lambda number, _: convert(asked, number), None)
+                plgpu.wait_smem_to_gmem(0)  # the sums, not only what they are read from: now they may be counted
+                ones = staging.at[0, pl.ds(0, ROWS)]
+                ones[...] = plgpu.layout_cast(jnp.ones((ROWS, STRIP), jnp.float32), TILE)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(ones.reshape(COUNTER), task_refs[1].at[b, kv_head], reduction_op="add")
             return last
 
         def load(turn: Any, item: Any, first: Any) -> Any:
@@ -470,20 +527,15 @@ def key_value_kernel(
             functools.partial(play, list_refs, load, plan.registers[-1], "decrease")
         )
 
-    scratch: list[Any] = [part for ring in plan.rings for part in ring.scratch()]
+    scratch: list[Any] = [part for ring in rings for part in ring.scratch()]
     scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
-    rows = kv_length
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(CONSUMERS))
-        rows = kv_tiles * block_k
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
     kernel = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, rows, kv_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, rows, kv_heads, value_dim), dtype),
-        ),
+        out_type=tuple(out_type),
         scratch_types=scratch,
         grid=(len(lists[0]) - 1,),
         grid_names=("program",),
@@ -576,8 +628,8 @@ def query_kernel(
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
 
-            def completed(d_lse: Any, shift: Any) -> Any:
-                """The gradient of lse less the row sums; 0 for a row that sees nothing."""
+            def complete(shift: Any, d_lse: Any) -> Any:
+                """The second statistic of this warpgroup's rows, which is stored for the kernel for dK and dV."""
                 steps_of_out = [out_step(turn, first, i) for i in range(plan.out_steps)]
                 for step in steps_of_out:
                     v_ring.load_from_shared(step)
@@ -585,20 +637,19 @@ def query_kernel(
                     outs = v_ring.smem.at[v_ring.slot(steps_of_out[0]), own]
                 else:
                     outs = v_ring.smem.at[v_ring.slot(out_step(turn, first, warpgroup))]
-                width = (plan.rings[4].swizzle or 0) // dtype.itemsize
-                difference = d_lse - products_of_rows(outs, do_ring.smem.at[0, own], value_dim, width)
-                difference = jnp.where(shift == -jnp.inf, 0.0, difference)
+                sums = sums_of_products(outs, do_ring.smem.at[0, own], do_ring.plan)
+                minus_delta = completed(shift, d_lse, sums)
                 plgpu.commit_smem()  # threads have read what TMA writes next
                 for step in steps_of_out:
                     v_ring.release(step)
-                stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)][...] = difference
-                return difference
+                stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)][...] = minus_delta
+                return minus_delta
 
             def accumulate(dq: Any) -> Any:
                 stat_ring.load_from_shared(turn)
                 do_ring.load_from_shared(turn)
                 rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=TILE.reduce(1)) for row in range(2)]
-                lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], completed(rows[1], rows[0])))
+                lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], complete(*rows)))
                 q_ring.load_from_shared(turn)
 
                 def one(number: Any, _: Any) -> None:

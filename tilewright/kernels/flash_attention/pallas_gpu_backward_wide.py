@@ -18,7 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, products_of_rows
+from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
+    BackwardParams,
+    completed,
+    statistic_of_rows,
+    sums_of_products,
+)
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     COMPILER_PARAMS,
     ROWS,
@@ -711,7 +716,7 @@ def wide_query_kernel(
             def statistic(row: int, item: Any) -> Any:
                 b, h, q_start, _ = program(item)
                 rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
-                return plgpu.load(stat_ref.at[b, h, row, rows], layout=TILE.reduce(1), optimized=False)
+                return statistic_of_rows(stat_ref, b, h, row, rows)
 
             def spread(x: Any) -> Any:
                 return lax.broadcast_in_dim(x, _SHAPE, [0])
@@ -719,16 +724,15 @@ def wide_query_kernel(
             def complete_statistics() -> None:
                 """Stores the gradient of lse less the row sums of this warpgroup."""
                 do_ring.load_from_shared(warpgroup)
-                width = (plan.query_rings[1].swizzle or 0) // dtype.itemsize
                 for i in range(CONSUMERS):
                     out_ring.load_from_shared(i)
 
                     def store(i: int = i) -> None:
                         b, h, q_start, _ = program(item)
-                        outs, d_outs = out_ring.smem.at[out_ring.slot(i)], do_ring.smem.at[i]
-                        row_sums = products_of_rows(outs, d_outs, value_dim, width)
-                        difference = jnp.where(statistic(0, item) == -jnp.inf, 0.0, statistic(1, item) - row_sums)
-                        stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)][...] = difference
+                        outs = out_ring.smem.at[out_ring.slot(i)]
+                        sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan)
+                        minus_delta = completed(statistic(0, item), statistic(1, item), sums)
+                        stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)][...] = minus_delta
 
                     pl.when(warpgroup == i)(store)
                     plgpu.commit_smem()  # threads have read what TMA writes next

@@ -1,4 +1,4 @@
-"""Before the backward kernels on Hopper: row sums of ``out · d_out``, and zeros to add dQ up in.
+"""Before dQ is added up by the backward kernels on Hopper: row sums of ``out · d_out``, and zeros to add to.
 
 Both take one pass: zeros are stored while ``out`` and ``d_out`` are read.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import COUNTER, ROW
 from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
@@ -38,33 +38,38 @@ class BackwardParams(abc.ABC):
         """Keys per work item of the kernel for dK and dV."""
 
 
-def products_of_rows(out: Any, d_out: Any, value_dim: int, width: int) -> Any:
-    """``[64]`` sums over ``out · d_out``, views of shared memory, in parts of ``width`` columns: fewer registers."""
+def sums_of_products(out: Any, d_out: Any, plan: RingPlan) -> Any:
+    """``[64]`` sums over ``out · d_out``, two tiles in shared memory as ``plan`` has them."""
+    width = (plan.swizzle or 0) // plan.dtype.itemsize
     products: Any = None
-    for column in range(0, value_dim, width):
+    for column in range(0, plan.tile[1], width):  # in parts, for the registers
         columns = pl.ds(column, width)
         parts = [plgpu.load(ref.at[:, columns], layout=TILE).astype(jnp.float32) for ref in (out, d_out)]
         products = parts[0] * parts[1] if products is None else products + parts[0] * parts[1]
     return products.sum(axis=1)
 
 
-def row_sums_kernel(out: Any, d_out: Any, q_padded: int, zeros: tuple[int, int, int, int]) -> tuple[Any, Any]:
-    """``(sums, zeros)``: float32 ``[batch, heads, q_padded]`` and an array of zeros of the given shape.
+def completed(shift: Any, d_lse: Any, sums: Any) -> Any:
+    """The second statistic: the gradient of lse less the row sums; 0 where a row sees nothing, with ``shift`` = −∞."""
+    return jnp.where(shift == -jnp.inf, 0.0, d_lse - sums)
+
+
+def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int, int, int]) -> tuple[Any, Any]:
+    """Completes the statistics; returns float32 zeros of the given shape, and ``COUNTER`` zeros for each head.
 
     Args:
-      out, d_out: ``[batch, q_length, heads, value_dim]``; rows beyond the length sum to 0.
-      q_padded: a multiple of 64.
+      out, d_out: ``[batch, q_length, heads, value_dim]``.
+      statistics: a reference, as ``query_kernel`` wants it.
       zeros: ``[batch, heads, rows, 256]``, the shape of the sums of dQ.
     """
-    batch, _, heads, value_dim = out.shape
-    tiles = q_padded // ROWS
+    batch, q_length, heads, value_dim = out.shape
+    tiles = -(-q_length // ROWS)
     tile = RingPlan((ROWS, value_dim), out.dtype, 1, 1)
-    width = (tile.swizzle or 0) // out.dtype.itemsize
     share = -(-zeros[2] // tiles // ZEROS[0]) * ZEROS[0]
 
     def body(
-        out_ref: Any, d_out_ref: Any, sums_ref: Any, zeros_ref: Any,
-        out_smem: Any, d_out_smem: Any, sums_smem: Any, zeros_smem: Any, loaded: Any,
+        out_ref: Any, d_out_ref: Any, stat_ref: Any, zeros_ref: Any, counters_ref: Any,
+        out_smem: Any, d_out_smem: Any, zeros_smem: Any, loaded: Any,
     ) -> None:  # fmt: skip
         program = lax.axis_index("program")
         head, rest = lax.rem(program, jnp.int32(heads)), lax.div(program, jnp.int32(heads))
@@ -76,27 +81,35 @@ def row_sums_kernel(out: Any, d_out: Any, q_padded: int, zeros: tuple[int, int, 
         plgpu.commit_smem()
         for row in range(0, share, ZEROS[0]):
             plgpu.copy_smem_to_gmem(zeros_smem, zeros_ref.at[b, head, pl.ds(number * share + row, ZEROS[0])])
+
+        @pl.when(number == 0)
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(zeros_smem.at[pl.ds(0, COUNTER[0])], counters_ref.at[b, head])
+
         plgpu.barrier_wait(loaded)
-        sums_smem[...] = products_of_rows(out_smem, d_out_smem, value_dim, width)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sums_smem, sums_ref.at[b, head, rows])
+        sums = sums_of_products(out_smem, d_out_smem, tile)
+        shift, d_lse = (statistic_of_rows(stat_ref, b, head, row, rows) for row in range(2))
+        stat_ref.at[b, head, 1, rows][...] = completed(shift, d_lse, sums)
         plgpu.wait_smem_to_gmem(0)
 
-    sums, cleared = plgpu.kernel(
+    return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((batch, heads, q_padded), jnp.float32),
             jax.ShapeDtypeStruct(zeros, jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, *COUNTER), jnp.float32),
         ),
         scratch_types=[
             plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
             plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
-            plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM(ZEROS, jnp.float32),
             plgpu.Barrier(num_arrivals=2),
         ],
         grid=(batch * heads * tiles,),
         grid_names=("program",),
         compiler_params=COMPILER_PARAMS,
-    )(out, d_out)
-    return sums, cleared
+    )(out, d_out, statistics)
+
+
+def statistic_of_rows(stat_ref: Any, batch: Any, head: Any, row: int, rows: Any) -> Any:
+    """One of the two statistics of 64 rows, for the rows of a tile of scores."""
+    return plgpu.load(stat_ref.at[batch, head, row, rows], layout=TILE.reduce(1), optimized=False)

@@ -83,11 +83,6 @@ def row_terms(
     """
     dtype = accumulation_dtype(inputs.query.dtype)
     products = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1)
-    return row_terms_of(products, lse, d_lse)
-
-
-def row_terms_of(products: Array, lse: Array, d_lse: Array | None) -> tuple[Array, Array]:
-    """``row_terms`` from the row sums of ``out · d_out``, ``[batch, heads, q_length]``."""
     dtype = products.dtype
     delta, lse = products, lse.astype(dtype)
     if d_lse is not None:
