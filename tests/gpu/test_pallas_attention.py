@@ -55,6 +55,7 @@ LONG = {
     "narrow": long_case(1408, head_dim=64, causal=True),
     "wide": long_case(1280, head_dim=256, causal=True),
     "full": long_case(2048),
+    "converted_early": long_case(1024, batch=8, heads=16, kv_heads=8, head_dim=64, causal=True),
     "grouped": long_case(1024, heads=4, kv_heads=2, causal=True),
     "one_kv_head": long_case(1024, 1300, heads=4, kv_heads=1, head_dim=64),
     "ragged": long_case(1399, 1277, head_dim=64, dtype="float16", causal=True),
