@@ -15,7 +15,7 @@ JOBS ?= 2
 PROFILE ?= ci
 PYTEST_ARGS ?=
 
-.PHONY: help install test lint types unit aot test-gpu demo bench table format clean
+.PHONY: help install test lint types unit aot test-gpu memcheck demo bench table format clean
 
 help:
 	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
@@ -25,6 +25,7 @@ help:
 	@echo 'make unit      the tests alone'
 	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
+	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     the capability table of README.md, anew'
 	@echo 'make format    ruff format and the fixes ruff can make'
@@ -84,6 +85,11 @@ test-gpu:
 	@if ! compgen -G 'tests/gpu/test_*.py' >/dev/null; then echo 'there are no tests in tests/gpu yet'; exit 0; fi; \
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} \
 	  TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu $(PYTEST_ARGS)
+
+memcheck:
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu/test_memory_access.py $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py
