@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tilewright.ops.core.arrays import explicit_sharding
@@ -109,6 +111,21 @@ def vary_over(axes: frozenset[str], tree: Any) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree) if axes else tree
+
+
+def unvarying(array: jax.Array) -> jax.Array:
+    """The array with a type that varies over no axis: for a reference that a kernel changes, which has to have one.
+
+    What follows from it has to be given back its type, as ``varying_as`` does for all that a kernel computes.
+    """
+    return _unvarying_p.bind(array) if varying_axes(array) else array
+
+
+_unvarying_p = Primitive("tilewright_unvarying")
+_unvarying_p.def_impl(lambda array: array)
+_unvarying_p.def_abstract_eval(lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)()))
+mlir.register_lowering(_unvarying_p, lambda _, array: [array])
+batching.primitive_batchers[_unvarying_p] = lambda arrays, axes: (_unvarying_p.bind(*arrays), *axes)
 
 
 def placed(operands: Any, specs: Any, mesh: Any) -> Any:

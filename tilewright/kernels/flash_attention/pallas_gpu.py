@@ -56,6 +56,7 @@ from tilewright.kernels.flash_attention.xla_backward import empty_backward, sink
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.sharding import unvarying
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -274,15 +275,12 @@ class PallasGpuFlashAttention(Implementation):
         lse = results[1].astype(jnp.float32)
         sees_nothing = lse == -jnp.inf
         exponent = jnp.where(sees_nothing, jnp.inf, lse)
-        d_lse = (
-            jnp.zeros_like(lse)
-            if cotangents[1] is None
-            else jnp.where(sees_nothing, 0.0, cotangents[1].astype(jnp.float32))
-        )
+        d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
+        d_lse = jnp.where(sees_nothing, 0.0, d_lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Short of the row sums, which the first kernel subtracts.
-        statistics = jax.new_ref(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2))
+        statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
         operands = query, key, value, d_out
         d_query: Any = None
         sums_ref: Any = None

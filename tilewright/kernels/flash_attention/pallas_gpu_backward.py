@@ -457,6 +457,7 @@ def key_value_kernel(
                 task = task_refs[0][list_refs[0][lax.axis_index("program")] + turn]
                 asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
                 other, other_head, _ = place_of(asked, kv_tiles, kv_heads)
+                # Through shared memory: all threads must see one value, whatever other programs add meanwhile.
                 count_ring.load_from_dram(turn, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
             k_ring.load_from_shared(turn)
             if early is not None:
