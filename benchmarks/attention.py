@@ -312,7 +312,7 @@ def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, An
     def step(name: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # as in attempt
+        except Exception as error:  # as in first_run
             found[name] = failure(error)
             del running[name]
 
