@@ -38,6 +38,17 @@ ROWS = 64
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 """Of all kernels: barriers are placed by hand, and a row is reduced inside of one warp, which takes no scratch."""
 
+_plgpu_store: Any = getattr(plgpu, "store", None)
+
+
+def store_to_global(target: Any, value: Any) -> None:
+    """Stores registers to global memory as they lie, also where a store does not fill whole sectors."""
+    if _plgpu_store is None:  # jax 0.11, which takes every store so
+        target[...] = value
+    else:
+        _plgpu_store(target, value, optimized=False)
+
+
 LANE_COLUMNS = 6
 """The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""
 
