@@ -167,7 +167,8 @@ class PallasGpuFlashAttention(Implementation):
                     WideBackwardParams(False, 2, 1, 32, 2),
                     WideBackwardParams(False, 2, 2, 32, 2),
                 ]
-                if problem.bias is not None:  # beside its gradient at head_dim 256, none of the others that add up dQ
+                # Beside the gradient of a bias at head_dim 256, none of the others that add up dQ fits.
+                if problem.bias is not None and not problem.dropout:
                     wide.append(WideBackwardParams(False, 2, 1, 32, 1))
                 if _adds_bias(problem):
                     wide = sorted(wide, key=lambda params: params.deterministic)
@@ -207,7 +208,7 @@ class PallasGpuFlashAttention(Implementation):
             tiles = [
                 (block_q, 64, persistent, ping_pong)
                 for block_q, _, persistent, ping_pong in tiles
-                if of_arrays is None or not (persistent and ping_pong)
+                if of_arrays is None or not persistent
             ]
         return [
             HopperForwardParams(block_q, block_k, 2, persistent, ping_pong)
@@ -347,7 +348,9 @@ def _query_gradient(
     kv_length, kv_heads, value_dim = value.shape[1:]
     kernel: Any
     if isinstance(params, HopperBackwardParams):
-        query_rows, block_k = 128, 128 if max(head_dim, value_dim) <= 64 and not options.dropout_prob else 64
+        query_rows, block_k = 128, 64
+        if max(head_dim, value_dim) <= 64 and options.soft_cap is None and not options.dropout_prob:
+            block_k = 128
         kernel = functools.partial(query_kernel, block_k=block_k)
     else:
         assert isinstance(params, WideBackwardParams)
