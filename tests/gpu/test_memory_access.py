@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import cotangents
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.utils.device import current_device
@@ -35,9 +34,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_bounds(name: str):
-    arrays, kwargs = CASES[name].arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = inputs_of(CASES[name])
     problem, device = AttentionProblem.of(inputs), current_device()
     d = cotangents(inputs)
     for config in BACKEND.candidates(problem, device, "forward")[:2]:

@@ -15,11 +15,11 @@ from tests.kernels.flash_attention.conformance import (
     ConformanceCase,
     cotangents,
     describe,
+    inputs_of,
     oracle,
 )
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
@@ -77,12 +77,6 @@ EVERY_CONFIG = list(LONG)[:4]
 RUNS = 50
 
 
-def prepared(case: AttentionCase, seed: int = 0) -> AttentionInputs:
-    arrays, kwargs = case.arguments(seed)
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return FlashAttention().inputs(*args, **kwargs)
-
-
 def configs(name: str, inputs: AttentionInputs, direction: Direction) -> list[Any]:
     """Those to be run: the heuristic and, where there are two of them, a config that repeats and one that need not."""
     found = list(BACKEND.candidates(AttentionProblem.of(inputs), current_device(), direction))
@@ -109,7 +103,7 @@ def test_at_real_lengths(name: str):
     """Against the oracle with a fresh seed, and in further runs of one input bit for bit or within rounding."""
     seed = secrets.randbits(30)
     case = LONG[name]
-    inputs = prepared(case, seed)
+    inputs = inputs_of(case, seed)
     d_out, d_lse = cotangents(inputs, seed)
     exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
     for params in configs(name, inputs, "forward"):

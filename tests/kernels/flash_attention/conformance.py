@@ -163,6 +163,13 @@ def oracle(inputs: AttentionInputs, d_out: Any, d_lse: Any, dtype: Any = None) -
     return Judged({"out": out, "lse": lse}, gradients)
 
 
+def inputs_of(case: AttentionCase, seed: int = 0) -> AttentionInputs:
+    """What a backend gets of a case."""
+    arrays, kwargs = case.arguments(seed)
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    return FlashAttention().inputs(*args, **kwargs)
+
+
 def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.Array]:
     """Random ``(d_out, d_lse)``."""
     draw = np.random.default_rng(seed)

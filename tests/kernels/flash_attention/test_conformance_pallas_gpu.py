@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import Conformance, cotangents, oracle
+from tests.kernels.flash_attention.conformance import Conformance, cotangents, inputs_of, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -30,9 +30,7 @@ class TestConformance(Conformance):
 
 def run(case: AttentionCase, forward: HopperForwardParams, backward: BackwardParams) -> None:
     """Compares one config of each direction with the oracle."""
-    arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = inputs_of(case)
     d_out, d_lse = cotangents(inputs)
     backend = PallasGpuFlashAttention()
     results = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
@@ -91,8 +89,6 @@ def test_a_config_that_does_not_fit_is_refused():
 
 def test_nothing_is_seen_where_a_tile_is_empty():
     case = AttentionCase("", 1, 300, 300, heads=1, head_dim=64, dtype="bfloat16", packed=True, causal=True)
-    arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = inputs_of(case)
     out, lse = jax.jit(lambda inputs: PallasGpuFlashAttention().forward(inputs, FORWARD[0]))(inputs)
     assert np.array_equal(np.isneginf(np.asarray(lse))[0, 0], ~np.asarray(out).any(axis=(2, 3))[0])

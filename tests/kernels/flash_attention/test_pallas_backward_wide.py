@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import cotangents, example_mask, oracle
+from tests.kernels.flash_attention.conformance import cotangents, example_mask, inputs_of, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -125,9 +125,7 @@ def test_races(params: WideBackwardParams, options: dict[str, Any]):
 
 
 def test_keys_that_no_query_sees_have_zeros():
-    arrays, kwargs = wide(40, 130, heads=1, causal=True).arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = inputs_of(wide(40, 130, heads=1, causal=True))
     d_out, d_lse = cotangents(inputs)
     results = oracle(inputs, d_out, d_lse).results
     results = results["out"].astype(inputs.query.dtype), results["lse"]

@@ -11,12 +11,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.flash_attention.conformance import cotangents, oracle
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of, oracle
 from tests.kernels.flash_attention.test_pallas_transforms import H100, check, with_gradients
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import SEPARATE_BYTES, PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
@@ -42,12 +40,6 @@ def interpreted() -> Iterator[None]:
 
 def case(q_length: int = 70, kv_length: int = 150, **options: Any) -> AttentionCase:
     return AttentionCase("", q_length=q_length, kv_length=kv_length, **SIZES | options)
-
-
-def inputs_of(case: AttentionCase) -> AttentionInputs:
-    arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return FlashAttention().inputs(*args, **kwargs)
 
 
 def run(case: AttentionCase, *configs: Any, bias_dtype: str | None = None) -> None:

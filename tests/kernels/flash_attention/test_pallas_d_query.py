@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import cotangents, oracle
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention import pallas_gpu
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
     ROW,
@@ -85,9 +84,7 @@ SIZES: dict[str, Any] = {"head_dim": 64, "dtype": "bfloat16"}
     ids=["full", "causal with a ragged end", "shared key heads"],
 )
 def test_rows_converted_early(case: AttentionCase, block_q: int):
-    arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = inputs_of(case)
     d_out, d_lse = cotangents(inputs)
     exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
     results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.kernels.flash_attention.conformance import inputs_of
 from tests.kernels.kv_buffer.schedule import check_schedules
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -34,15 +34,8 @@ CASES = {
 }
 
 
-def inputs_of(case: AttentionCase) -> tuple[AttentionInputs, AttentionProblem]:
-    arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
-    return inputs, AttentionProblem.of(inputs)
-
-
 def candidates(case: AttentionCase, direction: Direction) -> list[Any]:
-    _, problem = inputs_of(case)
+    problem = AttentionProblem.of(inputs_of(case))
     if BACKEND.not_supported_reasons(problem, H100, direction):
         return []
     return list(BACKEND.candidates(problem, H100, direction))
@@ -54,7 +47,7 @@ def named(direction: Direction) -> list[Any]:
 
 
 def check_forward(case: AttentionCase, params: HopperForwardParams, max_programs: int | None = 4) -> None:
-    inputs, _ = inputs_of(case)
+    inputs = inputs_of(case)
     check_schedules(lambda inputs: BACKEND.forward(inputs, params), inputs, max_programs=max_programs)
 
 
@@ -72,7 +65,7 @@ def test_persistent_programs_of_several_items(ping_pong: bool) -> None:
 
 @pytest.mark.parametrize(("name", "params"), named("backward"))
 def test_backward(name: str, params: Any) -> None:
-    inputs, _ = inputs_of(CASES[name])
+    inputs = inputs_of(CASES[name])
     query, value = inputs.query, inputs.value
     d_out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
     lse = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)

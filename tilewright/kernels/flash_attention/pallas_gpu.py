@@ -23,7 +23,6 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
 )
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
-    EARLY_DIM,
     EarlyConversions,
     convert_kernel,
     d_query_shape,
@@ -52,7 +51,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     visits,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla_backward import empty_backward, sinks_gradient
+from tilewright.kernels.flash_attention.xla_backward import empty_backward, of_rows_that_see, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
@@ -91,6 +90,11 @@ def aligned(array: Any, dim: int) -> Any:
     """``[batch, length, heads, ...]`` with zeros to a whole number of ``ALIGNED_ROWS`` and ``dim`` at the end."""
     widths = [(0, 0), (0, -array.shape[1] % ALIGNED_ROWS), (0, 0), (0, dim - array.shape[3])]
     return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
+
+
+def processors() -> int:
+    """Multiprocessors of the device that is compiled for."""
+    return current_device().cores or PROCESSORS
 
 
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
@@ -249,7 +253,7 @@ class PallasGpuFlashAttention(Implementation):
             options=options,
             walk=walk,
             params=params,
-            processors=current_device().cores or PROCESSORS,
+            processors=processors(),
         )
         return out[:, :q_length, :, :value_dim], lse[..., :q_length]
 
@@ -267,17 +271,15 @@ class PallasGpuFlashAttention(Implementation):
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         dims = padded_dim(head_dim), padded_dim(value_dim)
         bias_gradient = bias_gradient_of(inputs.bias, (batch, heads, q_length, kv_length), params)
-        plan_of(params, *dims, inputs.query.dtype, bias_gradient)
+        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient)
         query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
         value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
         out = aligned(results[0], dims[1])
         lse = results[1].astype(jnp.float32)
-        sees_nothing = lse == -jnp.inf
-        exponent = jnp.where(sees_nothing, jnp.inf, lse)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        d_lse = jnp.where(sees_nothing, 0.0, d_lse)
+        d_lse, exponent = of_rows_that_see(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Short of the row sums, which the first kernel subtracts.
@@ -306,8 +308,8 @@ class PallasGpuFlashAttention(Implementation):
         early: Any = None
         kernel: Any
         if isinstance(params, HopperBackwardParams):
-            lists = program_lists(order, queue, min(current_device().cores or PROCESSORS, len(order)))
-            if not params.deterministic and dims[0] <= EARLY_DIM and q_padded == kv_padded:
+            lists = program_lists(order, queue, min(processors(), len(order)))
+            if isinstance(plan, BackwardPlan) and plan.converts and q_padded == kv_padded:
                 early = EarlyConversions.plan(lists, queue, q_length // params.block_k)
             kernel = functools.partial(
                 key_value_kernel, lists=lists, early=early, counters=None if early is None else jax.new_ref(counters)
@@ -363,7 +365,7 @@ def _query_gradient(
     order = program_order(queue, batch * heads, at_once)
     work: Any = jnp.asarray(order)
     if isinstance(params, HopperBackwardParams):
-        work = program_lists(order, queue, min(current_device().cores or PROCESSORS, len(order)))
+        work = program_lists(order, queue, min(processors(), len(order)))
     return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
 
 

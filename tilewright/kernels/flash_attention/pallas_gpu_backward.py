@@ -118,6 +118,11 @@ class BackwardPlan:
         )
 
     @property
+    def converts(self) -> bool:
+        """Whether the warpgroup for dQ may convert the sums of heads that are complete."""
+        return self.head_dim <= EARLY_DIM and not self.params.deterministic
+
+    @property
     def count(self) -> RingPlan:
         """What has been counted of the head whose dQ is to be converted."""
         return RingPlan((ROW // 2,), jnp.float32, 1, 1)
@@ -172,7 +177,7 @@ class BackwardPlan:
     @property
     def shared_bytes(self) -> int:
         rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
-        if self.head_dim <= EARLY_DIM and not self.params.deterministic:
+        if self.converts:
             rings += self.count.shared_bytes
         if self.bias_gradient is not None:
             rings += self.bias_gradient.staging_bytes(CONSUMERS)

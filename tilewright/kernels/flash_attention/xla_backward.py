@@ -82,13 +82,16 @@ def row_terms(
     A fully masked row then has the probability exp(x − inf) = 0 everywhere.
     """
     dtype = accumulation_dtype(inputs.query.dtype)
-    products = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1)
-    dtype = products.dtype
-    delta, lse = products, lse.astype(dtype)
+    delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
     if d_lse is not None:
         delta = delta - d_lse.astype(dtype)
+    return of_rows_that_see(delta, lse)
+
+
+def of_rows_that_see(term: Array, lse: Array) -> tuple[Array, Array]:
+    """What a row's gradients want, with 0 and lse = +inf for rows that see nothing, whose lse is −inf."""
     masked = lse == -jnp.inf
-    return jnp.where(masked, 0.0, delta), jnp.where(masked, jnp.inf, lse)
+    return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
 
 
 def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Array | None:
