@@ -99,7 +99,16 @@ print(*(line for line in opened if not line.endswith((".py", ".pyc", ".so"))), s
 
 
 def test_importing_loads_nothing_heavy():
-    heavy = ("msgspec", "platformdirs", "rich", "typer", "matplotlib", "scipy", "tilewright.cli")
+    heavy = (
+        "msgspec",
+        "platformdirs",
+        "rich",
+        "typer",
+        "matplotlib",
+        "scipy",
+        "tilewright.cli",
+        "tilewright.kernels.cuda_build",
+    )
     program = f"import sys, tilewright; print([name for name in {heavy} if name in sys.modules])"
     already = "import sys, jax; print(*(name for name in ('scipy',) if name in sys.modules))"
     expected = [name for name in heavy if name in run_alone(already).split()]
@@ -122,6 +131,25 @@ def test_requirements_are_those_of_the_contract():
     assert project["requires-python"] == ">=3.12"
     assert "jax>=0.11.2,<0.13" in project["dependencies"]
     assert (ROOT / ".python-version").read_text().strip() == "3.12"
+
+
+def test_the_sources_that_are_compiled_later_are_package_data():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["tilewright"]
+    packaged = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    sources = {path for kind in ("*.h", "*.hpp", "*.cuh", "*.cu") for path in PACKAGE.rglob(kind)}
+    assert sources
+    assert sources <= packaged
+
+
+def test_every_table_of_cuda_variants_can_be_found():
+    from tilewright.kernels import CUDA_TABLES
+    from tilewright.kernels.cuda_build import VariantTable
+    from tilewright.ops.utils.serialize import resolve
+
+    for name, where in CUDA_TABLES.items():
+        table = resolve(where)
+        assert isinstance(table, VariantTable)
+        assert table.name == name
 
 
 def test_the_command_line_knows_every_op():

@@ -25,3 +25,18 @@ class UnsupportedError(TilewrightError):
 
 class NoConfigError(TilewrightError):
     """The caches hold no config for a call and the policy forbids finding one."""
+
+
+class BuildError(TilewrightError):
+    """CUDA sources could not be compiled or what was compiled may not be used.
+
+    ``output`` is what the compiler printed; empty where it was not the compiler that failed.
+    """
+
+    def __init__(self, message: str, output: str = ""):
+        self.message = message
+        self.output = output
+        super().__init__(f"{message}\n{output}".rstrip())
+
+    def __reduce__(self):
+        return type(self), (self.message, self.output)

@@ -94,7 +94,7 @@ def run_program(*arguments, cwd=None, **environment):
 
 def test_version_and_help():
     assert invoke("--version").strip() == f"tilewright {__version__}"
-    for command in ("info", "tune", "bench", "explain", "cache"):
+    for command in ("info", "tune", "bench", "explain", "build", "cache"):
         assert command in invoke("--help")
         assert "Usage" in invoke(command, "--help")
 
@@ -103,7 +103,7 @@ def test_info_names_device_versions_and_backends():
     import jax
 
     text = invoke("info")
-    for word in (jax.__version__, "flash_attention", "xla", "yes", "persistent cache"):
+    for word in (jax.__version__, "flash_attention", "xla", "yes", "persistent cache", "CUDA compiler"):
         assert word in text
 
 

@@ -8,6 +8,7 @@ import jax
 from tilewright import __version__
 from tilewright.cli.output import stdout, table
 from tilewright.kernels import OPS, kernel
+from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 from tilewright.kernels.portfolio import implementation_name
 from tilewright.ops import PersistentCache
 from tilewright.ops.utils.device import current_device
@@ -36,6 +37,8 @@ def inventory() -> Iterator[tuple[str, str]]:
     yield "device", f"{device.name}{capability}, {jax.local_device_count()} of kind {device.kind}"
     yield "cache key's device", device.fingerprint
     yield from ((f"toolchain: {name}", version) for name, version in toolchain_fingerprint().items())
+    compiler = find_compiler()
+    yield "CUDA compiler", "; ".join(missing(None)) or (compiler.identity if compiler else "")
     cache = PersistentCache()
     yield "persistent cache", f"{cache.path} ({len(cache)} entries)"
 

@@ -203,10 +203,18 @@ def user_call(target: str, shapes: str | None) -> NamedCall:
 
 
 def import_function(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules in the working directory are found."""
+    """The function that ``module:function`` names."""
+    found = import_named(target, "function")
+    if not callable(found):
+        raise typer.BadParameter("{} has no function {!r}".format(*target.split(":", 1)))
+    return found
+
+
+def import_named(target: str, what: str) -> Any:
+    """What ``module:name`` names, ``None`` if the module has no such; modules in the working directory are found."""
     module_name, _, path = target.partition(":")
     if not module_name or not path:
-        raise typer.BadParameter(f"{target!r} is not of the form module:function")
+        raise typer.BadParameter(f"{target!r} is not of the form module:{what}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -215,8 +223,6 @@ def import_function(target: str) -> Callable[..., Any]:
         raise typer.BadParameter(f"cannot import {module_name!r}: {error}") from error
     for name in path.split("."):
         found = getattr(found, name, None)
-    if not callable(found):
-        raise typer.BadParameter(f"{module_name} has no function {path!r}")
     return found
 
 

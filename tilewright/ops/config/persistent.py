@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.folders import absolute, cache_folder, make_folder
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
 
 logger = logging.getLogger(__name__)
@@ -97,15 +98,7 @@ class PersistentCache:
     @functools.cached_property
     def path(self) -> Path:
         """The folder of the entries."""
-        given = self._given
-        if given is None:
-            root = os.environ.get("TILEWRIGHT_CACHE_DIR")
-            if not root:
-                import platformdirs
-
-                root = platformdirs.user_cache_dir("tilewright")
-            given = os.path.join(root, "configs")
-        return Path(os.path.abspath(os.path.expanduser(given)))
+        return cache_folder("configs") if self._given is None else absolute(self._given)
 
     @property
     def version(self) -> int:
@@ -212,8 +205,7 @@ class PersistentCache:
           OSError: the file cannot be written.
         """
         documents = self._documents()
-        target = Path(os.path.abspath(os.path.expanduser(file)))
-        _replace_file(target, json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
+        _replace_file(absolute(file), json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
         return len(documents)
 
     def import_(self, file: str | os.PathLike[str], *, overwrite: bool = False) -> int:
@@ -307,7 +299,7 @@ class PersistentCache:
             logger.warning("%s is not written: %d bytes are more than %d", name, len(data), ENTRY_LIMIT)
             return False
         try:
-            _make_directory(self.path)
+            make_folder(self.path)
             self._writes += 1
             if self._writes % 256 == 1:
                 self._sweep(TEMPORARY_LIFETIME_S)
@@ -452,13 +444,6 @@ def _check_comes_back(cfg: Any, data: Any, found: Mapping[str, type]) -> None:
     equal = again == cfg or '"$float":"nan"' in text  # a NaN differs from itself
     if '"$array":' in text or type(again) is not type(cfg) or tagged(again) != data or not equal:
         raise TypeError(f"{cfg!r} would come back from JSON as {again!r}")
-
-
-def _make_directory(path: Path) -> None:
-    if not path.is_dir():
-        _make_directory(path.parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
 
 
 def _read(path: str | os.PathLike[str], limit: int) -> bytes:

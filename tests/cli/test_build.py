@@ -1,0 +1,149 @@
+"""``tilewright build``, with a stand-in for nvcc."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support import fake_nvcc
+from tilewright.cli import main
+from tilewright.cli.app import app
+
+TABLE = """
+from pathlib import Path
+from tests.support.fake_nvcc import sample_table
+
+TABLE = sample_table(Path(__file__).parent)
+OTHER = 3
+"""
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """The stand-in, a cache of the test's own, and a module ``mine`` with a table in the working directory."""
+    if fake_nvcc.HOST_COMPILER is None:
+        pytest.skip(fake_nvcc.NEEDED)
+    made = fake_nvcc.install(tmp_path / "cuda")
+    for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "mine.py").write_text(TABLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield made
+    sys.modules.pop("mine", None)
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(app, ["build", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_build_then_list(nvcc, tmp_path):
+    built = invoke("--arch", "90a", "--table", "mine:TABLE", "--jobs", "1").output
+    assert f"2 of 2 built now, 0 were there, in {tmp_path / 'cache' / 'cuda'}" in built
+    assert "in 0 s" in built
+    again = invoke("--arch", "90a", "--arch", "80", "--table", "mine:TABLE").output
+    assert "1 of 3 built now, 2 were there" in again
+    assert "already" in again
+
+    listed = invoke("--arch", "70", "--arch", "90", "--table", "mine:TABLE", "--list").output
+    assert "2 of 3 built" in listed
+    assert "no: nvcc 99.1.0 compiles for 80, 90, not for 70" in listed
+    assert len(nvcc.compilations()) == 3
+
+
+def test_one_group(nvcc):
+    assert "1 of 1 built" in invoke("--arch", "9.0", "--table", "mine:TABLE", "--group", "slow").output
+    (line,) = nvcc.compilations()
+    assert "slow.cu" in line
+
+
+def test_a_failing_compiler_is_exit_code_1_with_its_own_message(nvcc, monkeypatch):
+    monkeypatch.setenv("FAKE_NVCC_ERROR", "sample.cuh(3): error: there is no such thing")
+    result = invoke("--arch", "90", "--table", "mine:TABLE", "--group", "slow", code=1)
+    assert "sample.cuh(3): error: there is no such thing" in result.stderr
+    assert "tilewright: nvcc could not compile sample slow sm_90a (exit code 2)" in result.stderr
+    assert "0 of 1 built" in result.stdout
+
+
+def test_no_compiler_is_exit_code_1_with_the_reason(nvcc, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no nvcc" in invoke("--arch", "90", "--table", "mine:TABLE", code=1).stderr
+    assert "no: there is no nvcc" in invoke("--arch", "90", "--table", "mine:TABLE", "--list").stdout
+
+
+def test_the_generated_sources_can_be_had(nvcc, tmp_path):
+    output = invoke("--table", "mine:TABLE", "--sources", str(tmp_path / "sources")).output
+    assert "4 files of sample written" in output
+    names = sorted(path.name for path in (tmp_path / "sources" / "sample").iterdir())
+    assert names == ["dispatch.h", "fast.cu", "manifest.json", "slow.cu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "hopper", "--table", "mine:TABLE"], "hopper"),
+        (["--table", "mine:TABLE"], "no NVIDIA GPU here"),
+        (["--arch", "60", "--table", "mine:TABLE"], "60"),
+        (["--arch", "90", "--table", "mine:OTHER"], "not a VariantTable"),
+        (["--arch", "90", "--table", "mine:NONE"], "not a VariantTable"),
+        (["--arch", "90", "--table", "nonesuch:TABLE"], "nonesuch"),
+        (["--arch", "90", "--table", "nonesuch"], "nonesuch"),
+        (["--arch", "90", "--table", "mine:TABLE", "--group", "nonesuch"], "fast, slow"),
+        (["--arch", "90", "--table", "mine:TABLE", "--jobs", "0"], "--jobs"),
+        (["--table", "mine:TABLE", "--sources", "/proc/nonesuch"], "/proc/nonesuch"),
+    ],
+)
+def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, nvcc, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["build", *arguments])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert message in captured.err
+
+
+def test_a_cache_of_somebody_else_is_refused(nvcc, tmp_path, capsys):
+    (tmp_path / "cache" / "cuda").mkdir(parents=True)
+    os.chmod(tmp_path / "cache" / "cuda", 0o777)
+    with pytest.raises(SystemExit) as ended:
+        main(["build", "--arch", "90", "--table", "mine:TABLE", "--list"])
+    assert ended.value.code == 2
+    assert "writable by others" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_keeps_what_was_finished(number, nvcc, tmp_path):
+    # A shell without job control has what runs in its background ignore the signal, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heed}; from tilewright.cli import main; main()"
+    arguments = ["build", "--arch", "90", "--table", "mine:TABLE", "--jobs", "1"]
+    script = nvcc.folder / "bin" / "nvcc"
+    script.write_text(script.read_text().replace('sleep "', 'case "$*" in *slow.cu*) exec sleep 100;; esac; sleep "'))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for _ in range(1200):
+            if len(nvcc.compilations()) == 2 or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
+    assert "1 of 2 built now" in output
+    (kept,) = (tmp_path / "cache" / "cuda").iterdir()
+    assert kept.name.startswith("sample-fast-")

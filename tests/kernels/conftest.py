@@ -1,0 +1,26 @@
+"""Fixtures of all tests of kernels."""
+
+import os
+
+import pytest
+
+from tilewright.kernels.cuda_build import BuildCache
+from tilewright.ops.core.types import Device
+from tilewright.ops.utils import device as devices
+
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
+
+
+@pytest.fixture(scope="session")
+def real_cache(tmp_path_factory: pytest.TempPathFactory) -> BuildCache:
+    """One cache for all of pytest's processes, of which the second waits for what the first one builds."""
+    base = tmp_path_factory.getbasetemp()
+    return BuildCache((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "real_builds")
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Selection takes every device for an H100."""
+    for name in ("_device", "_device_of_mesh"):
+        monkeypatch.setattr(devices, name, lambda *_: H100)
+    return H100

@@ -1,0 +1,48 @@
+"""Kernels in CUDA C++: a header with a table of variants becomes a kernel; it knows no op (see docs/cuda.md).
+
+Not loaded by ``import tilewright``.
+"""
+
+from tilewright.kernels.cuda_build.build import Group, GroupDone, GroupStarted, build, find, groups_of
+from tilewright.kernels.cuda_build.cache import BuildCache
+from tilewright.kernels.cuda_build.kernel import CudaKernel
+from tilewright.kernels.cuda_build.requirements import (
+    AnyOf,
+    Compare,
+    DeviceField,
+    Fact,
+    Field,
+    MultipleOf,
+    Predicate,
+    Values,
+    one_of,
+)
+from tilewright.kernels.cuda_build.sources import generate
+from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.kernels.cuda_build.toolchain import CURAND, HeaderPackage, cutlass
+
+__all__ = [
+    "CURAND",
+    "AnyOf",
+    "BuildCache",
+    "Compare",
+    "CudaKernel",
+    "DeviceField",
+    "Fact",
+    "Field",
+    "Group",
+    "GroupDone",
+    "GroupStarted",
+    "HeaderPackage",
+    "MultipleOf",
+    "Predicate",
+    "Values",
+    "Variant",
+    "VariantTable",
+    "build",
+    "cutlass",
+    "find",
+    "generate",
+    "groups_of",
+    "one_of",
+]

@@ -1,0 +1,237 @@
+"""What a kernel variant asks of a call, as predicates that are read in Python and in C++ alike."""
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+DEVICE_FIELDS = ("capability", "shared_memory", "multiprocessors")
+FACT_FIELDS = ("shared_bytes", "threads", "alignment")
+
+_WORDS = MappingProxyType(
+    {
+        "<": "less than",
+        "<=": "at most",
+        ">": "more than",
+        ">=": "at least",
+        "==": "equal to",
+        "!=": "other than",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Values:
+    """What predicates are asked about.
+
+    Attributes:
+      problem: the table's fields.
+      device: every one of ``DEVICE_FIELDS``.
+      facts: every one of ``FACT_FIELDS`` of the compiled kernel; empty as long as it is not compiled.
+    """
+
+    problem: Mapping[str, int]
+    device: Mapping[str, int]
+    facts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """A field of the problem."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"a field's name must be an identifier, got name={self.name!r}")
+
+    def value(self, values: Values) -> int:
+        return values.problem[self.name]
+
+    def cpp(self) -> str:
+        return f"problem.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceField:
+    """Of a device: "capability" (90 for 9.0), "shared_memory" (bytes that a block may opt in to), "multiprocessors"."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in DEVICE_FIELDS:
+            raise ValueError(f"a device has {DEVICE_FIELDS}, got name={self.name!r}")
+
+    def value(self, values: Values) -> int:
+        return values.device[self.name]
+
+    def cpp(self) -> str:
+        return f"device.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """What the compiled kernel says of itself: "shared_bytes", "threads" of a block, "alignment"."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in FACT_FIELDS:
+            raise ValueError(f"a compiled kernel has {FACT_FIELDS}, got name={self.name!r}")
+
+    def value(self, values: Values) -> int:
+        return values.facts[self.name]
+
+    def cpp(self) -> str:
+        return f"facts.{self.name}"
+
+
+type Operand = Field | DeviceField | Fact | int
+type Operator = Literal["<", "<=", ">", ">=", "==", "!="]
+
+
+class Predicate(abc.ABC):
+    """One requirement, with the same meaning in both languages."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def operands(self) -> Iterator[Operand]:
+        """All that it reads."""
+
+    @abc.abstractmethod
+    def holds(self, values: Values) -> bool:
+        """Whether it is met."""
+
+    @abc.abstractmethod
+    def cpp(self) -> str:
+        """A C++ expression over ``problem``, ``device`` and ``facts``, in parentheses."""
+
+    @abc.abstractmethod
+    def text(self) -> str:
+        """What is required, such as "head_dim must be at most 64"."""
+
+    @property
+    def needs_facts(self) -> bool:
+        """Whether it can be told only of a compiled kernel."""
+        return any(isinstance(operand, Fact) for operand in self.operands())
+
+    def reason(self, values: Values) -> str:
+        """Why it is not met, such as "head_dim must be at most 64, got head_dim=80"."""
+        named = {each.name: each.value(values) for each in self.operands() if not isinstance(each, int)}
+        return f"{self.text()}, got {', '.join(f'{name}={value}' for name, value in named.items())}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compare(Predicate):
+    """``left operator right``."""
+
+    left: Operand
+    operator: Operator
+    right: Operand
+
+    def __post_init__(self) -> None:
+        _check_operands(self.left, self.right)
+        if self.operator not in _WORDS:
+            raise ValueError(f"the operator must be one of {list(_WORDS)}, got {self.operator!r}")
+
+    def operands(self) -> Iterator[Operand]:
+        yield from (self.left, self.right)
+
+    def holds(self, values: Values) -> bool:
+        left, right = _value(self.left, values), _value(self.right, values)
+        match self.operator:
+            case "<":
+                return left < right
+            case "<=":
+                return left <= right
+            case ">":
+                return left > right
+            case ">=":
+                return left >= right
+            case "==":
+                return left == right
+            case "!=":
+                return left != right
+
+    def cpp(self) -> str:
+        return f"({_cpp(self.left)} {self.operator} {_cpp(self.right)})"
+
+    def text(self) -> str:
+        return f"{_said(self.left)} must be {_WORDS[self.operator]} {_said(self.right)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MultipleOf(Predicate):
+    """``value`` is a multiple of ``of``; nothing is a multiple of what is not positive."""
+
+    value: Operand
+    of: Operand
+
+    def __post_init__(self) -> None:
+        _check_operands(self.value, self.of)
+
+    def operands(self) -> Iterator[Operand]:
+        yield from (self.value, self.of)
+
+    def holds(self, values: Values) -> bool:
+        of = _value(self.of, values)
+        return of > 0 and _value(self.value, values) % of == 0
+
+    def cpp(self) -> str:
+        of = _cpp(self.of)
+        return f"({of} > 0 && {_cpp(self.value)} % {of} == 0)"
+
+    def text(self) -> str:
+        return f"{_said(self.value)} must be a multiple of {_said(self.of)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class AnyOf(Predicate):
+    """At least one of several predicates."""
+
+    predicates: tuple[Predicate, ...]
+
+    def __init__(self, *predicates: Predicate) -> None:
+        if not predicates:
+            raise ValueError("AnyOf needs at least one predicate, or nothing could meet it")
+        object.__setattr__(self, "predicates", predicates)
+
+    def operands(self) -> Iterator[Operand]:
+        for predicate in self.predicates:
+            yield from predicate.operands()
+
+    def holds(self, values: Values) -> bool:
+        return any(predicate.holds(values) for predicate in self.predicates)
+
+    def cpp(self) -> str:
+        return f"({' || '.join(predicate.cpp() for predicate in self.predicates)})"
+
+    def text(self) -> str:
+        return ", or ".join(predicate.text() for predicate in self.predicates)
+
+
+def one_of(operand: Field | DeviceField, choices: Iterable[int]) -> Predicate:
+    """``operand`` is one of several numbers."""
+    return AnyOf(*(Compare(operand, "==", choice) for choice in choices))
+
+
+def _check_operands(*operands: Operand) -> None:
+    for operand in operands:
+        if isinstance(operand, int) and not -(1 << 63) < operand < 1 << 63:
+            raise ValueError(f"{operand} has no place in 64 bits")
+    if all(isinstance(operand, int) for operand in operands):
+        raise ValueError(f"numbers alone require nothing of a call, got {operands}")
+
+
+def _value(operand: Operand, values: Values) -> int:
+    return operand if isinstance(operand, int) else operand.value(values)
+
+
+def _cpp(operand: Operand) -> str:
+    return str(int(operand)) if isinstance(operand, int) else operand.cpp()
+
+
+def _said(operand: Operand) -> str:
+    return str(operand) if isinstance(operand, int) else operand.name

@@ -1,0 +1,28 @@
+"""Where Tilewright keeps files."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def cache_folder(name: str) -> Path:
+    """The folder ``name`` under ``TILEWRIGHT_CACHE_DIR``, or else under the user's cache folder; it need not exist."""
+    root = os.environ.get("TILEWRIGHT_CACHE_DIR")
+    if not root:
+        import platformdirs
+
+        root = platformdirs.user_cache_dir("tilewright")
+    return absolute(os.path.join(root, name))
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """``path`` from the root on, ``~`` expanded, symbolic links as they are."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, for their owner alone, unless they are there."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
