@@ -1,7 +1,6 @@
 """The Hopper kernels on the card: conformance, real lengths with fresh seeds, and what repeats bit for bit."""
 
-import secrets
-from collections.abc import Callable
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -9,23 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.gpu.real_lengths import check_at_real_lengths, long_case
 from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
     ConformanceCase,
-    cotangents,
     describe,
-    inputs_of,
-    oracle,
 )
-from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
 from tilewright.ops.core.types import Direction
-from tilewright.ops.execution.numerics import violations
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(
@@ -42,11 +37,6 @@ class TestPallasOnHopper(Conformance):
     @pytest.mark.parametrize("conformance_case", CASES[::3], ids=describe)
     def test_pairwise(self, conformance_case: ConformanceCase):
         super().test_pairwise(conformance_case)
-
-
-def long_case(q_length: int, kv_length: int | None = None, **options: Any) -> AttentionCase:
-    sizes = {"batch": 1, "heads": 2, "head_dim": 128, "dtype": "bfloat16"}
-    return AttentionCase("", q_length=q_length, kv_length=kv_length, **sizes | options)
 
 
 # The first four are run with every config of their head dims.
@@ -74,7 +64,6 @@ LONG = {
     "wide_segments": long_case(1024, head_dim=256, segments=True, logits_soft_cap=20.0),
 }
 EVERY_CONFIG = list(LONG)[:4]
-RUNS = 50
 
 
 def configs(name: str, inputs: AttentionInputs, direction: Direction) -> list[Any]:
@@ -86,47 +75,9 @@ def configs(name: str, inputs: AttentionInputs, direction: Direction) -> list[An
     return found[:1] if direction == "forward" else list(kinds.values())
 
 
-def differences(run: Callable[[], dict[str, jax.Array]]) -> dict[str, float]:
-    """By how much of its magnitude each result of further runs was off the first one's."""
-    first = {name: np.asarray(array, np.float32) for name, array in run().items()}
-    found = dict.fromkeys(first, 0.0)
-    for _ in range(RUNS):
-        for name, array in run().items():
-            got = np.asarray(array, np.float32)
-            if not np.array_equal(got, first[name], equal_nan=True):
-                found[name] = max(found[name], float(np.abs(got - first[name]).max() / np.abs(first[name]).max()))
-    return found
-
-
 @pytest.mark.parametrize("name", LONG)
 def test_at_real_lengths(name: str):
-    """Against the oracle with a fresh seed, and in further runs of one input bit for bit or within rounding."""
-    seed = secrets.randbits(30)
-    case = LONG[name]
-    inputs = inputs_of(case, seed)
-    d_out, d_lse = cotangents(inputs, seed)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
-    for params in configs(name, inputs, "forward"):
-        forward = jax.jit(lambda inputs, params=params: BACKEND.forward(inputs, params))
-        out, lse = forward(inputs)
-        for part, got in (("out", out), ("lse", lse)):
-            assert not violations(got, exact.results[part], low.results[part], case.tolerance_factor), (seed, params)
-        found = differences(lambda forward=forward: dict(zip(("out", "lse"), forward(inputs), strict=True)))
-        assert not any(found.values()), (seed, params, found)
-    for params in configs(name, inputs, "backward"):
-        backward = jax.jit(lambda inputs, results, d, params=params: BACKEND.backward(inputs, results, d, params))
-
-        def run(backward: Any = backward) -> dict[str, jax.Array]:
-            gradients = backward(inputs, (out, lse), (d_out, d_lse))
-            return {part: gradients[part] for part in exact.gradients}
-
-        for part, got in run().items():
-            found = violations(got, exact.gradients[part], low.gradients[part], case.tolerance_factor)
-            assert not found, (seed, params, part, found)
-        # What is added up in global memory is in whatever order programs finish.
-        added = () if params.deterministic else ("query", "bias")
-        for part, difference in differences(run).items():
-            assert difference <= (2.0**-7 if part in added else 0.0), (seed, params, part, difference)
+    check_at_real_lengths(BACKEND, LONG[name], functools.partial(configs, name))
 
 
 def test_it_is_the_default_and_differentiates():

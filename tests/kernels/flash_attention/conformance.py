@@ -179,6 +179,21 @@ def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.A
     return jnp.asarray(d_out, inputs.query.dtype), jnp.asarray(d_lse)
 
 
+def run_and_judge(backend: Implementation, case: AttentionCase, forward: Any, backward: Any) -> None:
+    """Compares one config of each direction with the oracle."""
+    inputs = inputs_of(case)
+    d_out, d_lse = cotangents(inputs)
+    results = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
+    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+    got = {"out": results[0], "lse": results[1]}
+    found = {name: check_policy(got[name], exact.results[name], low.results[name], 2.0) for name in got}
+    run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
+    gradients = run_backward(inputs, results, (d_out, d_lse))
+    for name, ref in exact.gradients.items():
+        found[name] = check_policy(gradients[name], ref, low.gradients[name], 2.0)
+    assert not any(found.values()), {name: what for name, what in found.items() if what}
+
+
 class Conformance(abc.ABC):
     """Set ``backend``; extend ``params`` if its heuristic has no small tiles."""
 

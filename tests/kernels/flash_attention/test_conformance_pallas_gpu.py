@@ -1,12 +1,13 @@
 """The conformance suite on the Hopper kernels, interpreted on the CPU."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import Conformance, cotangents, inputs_of, oracle
+from tests.kernels.flash_attention.conformance import Conformance, inputs_of, run_and_judge
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -14,8 +15,6 @@ from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttentio
 from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
 from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams
-from tilewright.ops.execution.numerics import violations
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +27,7 @@ class TestConformance(Conformance):
     backend = PallasGpuFlashAttention()
 
 
-def run(case: AttentionCase, forward: HopperForwardParams, backward: BackwardParams) -> None:
-    """Compares one config of each direction with the oracle."""
-    inputs = inputs_of(case)
-    d_out, d_lse = cotangents(inputs)
-    backend = PallasGpuFlashAttention()
-    results = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
-    got = {"out": results[0], "lse": results[1]}
-    found = {name: violations(got[name], exact.results[name], low.results[name], 2.0) for name in got}
-    run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
-    gradients = run_backward(inputs, results, (d_out, d_lse))
-    for name, ref in exact.gradients.items():
-        found[name] = violations(gradients[name], ref, low.gradients[name], 2.0)
-    assert not any(found.values()), {name: what for name, what in found.items() if what}
+run = functools.partial(run_and_judge, PallasGpuFlashAttention())
 
 
 FORWARD = [

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, oracle
-from tests.kernels.flash_attention.test_pallas_transforms import H100, check, with_gradients
+from tests.kernels.flash_attention.test_pallas_transforms import check, with_gradients
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.pallas_gpu import SEPARATE_BYTES, PallasGpuFlashAttention
@@ -23,7 +23,6 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.execution.numerics import violations
-from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
 
 BACKEND = PallasGpuFlashAttention()
@@ -162,13 +161,6 @@ def test_a_large_bias_is_added_up():
     )
     assert SEPARATE_BYTES < 64 * 2 * 1024 * 1024 * 4
     assert not BACKEND.heuristic(large, device, "backward").deterministic
-
-
-@pytest.fixture
-def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh of CPUs is taken for one of what the kernels serve."""
-    for name in ("_device", "_device_of_mesh"):
-        monkeypatch.setattr(devices, name, lambda *_: H100)
 
 
 def operands() -> list[jax.Array]:

@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.kernels.conftest import H100
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
@@ -22,17 +23,13 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import FlashAttention, flash_attention
 from tilewright.ops.core.types import Device
-from tilewright.ops.utils import device as devices
 
 LENGTH, DIM = 40, 64
-H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
 
 
 @pytest.fixture(autouse=True)
-def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(on_an_h100: Device) -> Iterator[None]:
     """Kernels are interpreted, and selection takes every CPU for an H100: a shard_map has a mesh of CPUs."""
-    for name in ("_device", "_device_of_mesh"):
-        monkeypatch.setattr(devices, name, lambda *_: H100)
     with interpret_mosaic():
         yield
 

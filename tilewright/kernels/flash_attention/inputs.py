@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
 
+from tilewright.kernels.dropout import head_keys
 from tilewright.kernels.masks import Mask
 
 
@@ -45,3 +47,14 @@ jax.tree_util.register_dataclass(
     data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin"],
     meta_fields=["options"],
 )
+
+
+def dropout_keys(inputs: AttentionInputs) -> UInt32[Array, "batch heads 2"] | None:
+    """The generator's key of every head, where anything is dropped."""
+    if inputs.dropout_seed is None or not inputs.options.dropout_prob:
+        return None
+    batch, _, heads, _ = inputs.query.shape
+    origin = (0, 0) if inputs.dropout_origin is None else inputs.dropout_origin
+    first = jnp.arange(batch, dtype=jnp.uint32)[:, None] + jnp.asarray(origin[0], jnp.uint32)
+    second = jnp.arange(heads, dtype=jnp.uint32)[None, :] + jnp.asarray(origin[1], jnp.uint32)
+    return jnp.stack(head_keys(inputs.dropout_seed, first, second), axis=-1)

@@ -1,15 +1,57 @@
-"""Folds everything that hides a key from a query into one mask."""
+"""Folds everything that hides a key from a query into one mask, and takes the static bands out of one."""
 
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention import arguments
-from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, WindowMask
+from tilewright.kernels.masks import (
+    AndMask,
+    BandMask,
+    CausalMask,
+    ExplicitMask,
+    LengthMask,
+    Mask,
+    SegmentMask,
+    WindowMask,
+)
+
+FAR = 1 << 30
+"""Beyond every difference of positions: an absent bound."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """``lowest <= key - query <= highest``, both inclusive; what all static bands of a mask leave."""
+
+    lowest: int = -FAR
+    highest: int = FAR
+
+    @property
+    def transposed(self) -> "Band":
+        return Band(-self.highest, -self.lowest)
+
+
+def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
+    """The static bands of a mask as one, and the rest of it, which they are combined with by AND."""
+    members = mask.masks if isinstance(mask, AndMask) else () if mask is None else (mask,)
+    bands = [part for part in members if isinstance(part, BandMask) and part.is_static]
+    rest = [part for part in members if not (isinstance(part, BandMask) and part.is_static)]
+    return intersection(bands), None if not rest else rest[0] if len(rest) == 1 else AndMask(tuple(rest))
+
+
+def intersection(bands: Iterable[BandMask]) -> Band:
+    """What several bands leave, whatever positions they are of."""
+    bounds = [band.difference_bounds for band in bands]
+    return Band(
+        max([-FAR, *(min(low, FAR) for low, _ in bounds if low is not None)]),
+        min([FAR, *(max(high, -FAR) for _, high in bounds if high is not None)]),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.pallas_gpu_backward import (
     BackwardPlan,
     HopperBackwardParams,
@@ -47,7 +48,6 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     plan_walk,
     program_lists,
     program_order,
-    split_mask,
     visits,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem

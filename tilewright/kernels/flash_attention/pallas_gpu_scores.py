@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float  # noqa: F401
 
-from tilewright.kernels.dropout import head_keys, keep_threshold, threefry2x32
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu_walk import FAR, Band, split_mask
+from tilewright.kernels.dropout import keep_threshold, threefry2x32
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
+from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -95,8 +95,7 @@ class ScoreOptions:
 
 def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tuple[ScoreOptions, ScoreArrays]:
     """Splits a call's options into what is static and what is read, the latter padded to whole tiles."""
-    batch, q_length, heads, _ = inputs.query.shape
-    kv_length = inputs.key.shape[1]
+    q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     band, rest = split_mask(inputs.mask)
     options = ScoreOptions(
         q_length,
@@ -117,13 +116,7 @@ def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tu
         sizes = zip(bias.shape[2:], (q_padded, kv_padded), strict=True)
         widths = [(0, 0), (0, 0), *((0, 0 if size == 1 else padded - size) for size, padded in sizes)]
         bias = jnp.pad(bias, widths) if any(width != (0, 0) for width in widths) else bias
-    keys = None
-    if inputs.dropout_seed is not None and options.dropout_prob:
-        origin = (0, 0) if inputs.dropout_origin is None else inputs.dropout_origin
-        first = jnp.arange(batch, dtype=jnp.uint32)[:, None] + jnp.asarray(origin[0], jnp.uint32)
-        second = jnp.arange(heads, dtype=jnp.uint32)[None, :] + jnp.asarray(origin[1], jnp.uint32)
-        keys = jnp.stack(head_keys(inputs.dropout_seed, first, second), axis=-1)
-    return options, ScoreArrays(rest, bias, keys)
+    return options, ScoreArrays(rest, bias, dropout_keys(inputs))
 
 
 def transposed(arrays: ScoreArrays) -> ScoreArrays:

@@ -16,34 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from tilewright.kernels.masks import AndMask, BandMask, Mask, TileClass, TileGrid
-
-FAR = 1 << 30
-"""Beyond every difference of positions: an absent bound."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Band:
-    """``lowest <= key - query <= highest``, both inclusive; what all static bands of a mask leave."""
-
-    lowest: int = -FAR
-    highest: int = FAR
-
-    @property
-    def transposed(self) -> "Band":
-        return Band(-self.highest, -self.lowest)
-
-
-def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
-    """The static bands of a mask as one, and the rest of it, which they are combined with by AND."""
-    members = mask.masks if isinstance(mask, AndMask) else () if mask is None else (mask,)
-    bands = [part.difference_bounds for part in members if isinstance(part, BandMask) and part.is_static]
-    rest = [part for part in members if not (isinstance(part, BandMask) and part.is_static)]
-    band = Band(
-        max([-FAR, *(min(low, FAR) for low, _ in bands if low is not None)]),
-        min([FAR, *(max(high, -FAR) for _, high in bands if high is not None)]),
-    )
-    return band, None if not rest else rest[0] if len(rest) == 1 else AndMask(tuple(rest))
+from tilewright.kernels.flash_attention.masking import Band, split_mask
+from tilewright.kernels.masks import Mask, TileClass, TileGrid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
