@@ -14,6 +14,14 @@ OPS: Mapping[str, str] = MappingProxyType(
 )
 """Every op by name; adding one adds its line here."""
 
+CUDA_TABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "flash_attention_forward": "tilewright.kernels.flash_attention.cuda_variants:FORWARD",
+        "flash_attention_backward": "tilewright.kernels.flash_attention.cuda_variants:BACKWARD",
+    }
+)
+"""Every table of CUDA variants by name, for ``tilewright build``; adding one adds its line here."""
+
 
 @functools.cache
 def kernel(name: str) -> PortfolioKernel:

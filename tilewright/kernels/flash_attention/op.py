@@ -41,6 +41,7 @@ class FlashAttention(PortfolioKernel):
             version="1",
             implementations=(
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
             ),
         )

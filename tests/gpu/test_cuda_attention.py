@@ -1,0 +1,175 @@
+"""Attention in CUDA C++ on a GPU: conformance, every variant that runs there, real lengths, and several devices."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.gpu.real_lengths import check_at_real_lengths, long_case
+from tests.kernels.flash_attention.conformance import (
+    CASES,
+    Conformance,
+    ConformanceCase,
+    describe,
+    inputs_of,
+    run_and_judge,
+)
+from tilewright.kernels.cuda_build.devices import capability_of
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.cuda import (
+    TABLES,
+    CudaBackwardParams,
+    CudaFlashAttention,
+    CudaForwardParams,
+)
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.registry import Implementation
+from tilewright.modules import flash_attention
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.device import current_device
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+BACKEND = CudaFlashAttention()
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+class TestCuda(Conformance):
+    backend: ClassVar[Implementation] = BACKEND
+    deterministic: ClassVar[bool] = False
+
+    @pytest.mark.parametrize("conformance_case", CASES[::2], ids=describe)
+    def test_pairwise(self, conformance_case: ConformanceCase):
+        super().test_pairwise(conformance_case)
+
+
+class TestCudaDeterministic(Conformance):
+    backend: ClassVar[Implementation] = BACKEND
+
+    @pytest.mark.parametrize("conformance_case", CASES[1::2], ids=describe)
+    def test_pairwise(self, conformance_case: ConformanceCase):
+        super().test_pairwise(conformance_case)
+
+    def params(self, problem: AttentionProblem, direction: Direction) -> CudaForwardParams | CudaBackwardParams:
+        return CudaForwardParams() if direction == "forward" else CudaBackwardParams(None, True)
+
+
+DIMS = (64, 40, 96, 128, 32, 200, 512)
+
+
+def variant_names(direction: Direction) -> list[str]:
+    capability = capability_of(current_device()) or 0
+    return [variant.name for table in TABLES[direction] for variant in table.for_capability(capability)]
+
+
+def case_for(direction: Direction, name: str) -> AttentionCase | None:
+    """A case of some hundred positions that a variant takes."""
+    params = CudaForwardParams(name) if direction == "forward" else CudaBackwardParams(name)
+    for dtype in ("bfloat16", "float16", "float32"):
+        for dim in DIMS:
+            dropout = {"dropout_prob": 0.2} if "dropout" in name else {}
+            for lengths in ((200, 330), (256, 384)):
+                case = AttentionCase(
+                    "", 2, *lengths, heads=4, kv_heads=2, head_dim=dim, dtype=dtype, causal=True, **dropout
+                )
+                problem = AttentionProblem.of(inputs_of(case))
+                if not BACKEND.config_reasons(problem, current_device(), direction, params):
+                    return case
+    return None
+
+
+@pytest.mark.parametrize("name", variant_names("forward"))
+def test_forward_variant(name: str):
+    case = case_for("forward", name)
+    if case is None:
+        pytest.skip("it is for another capability")
+    run_and_judge(BACKEND, case, CudaForwardParams(name), CudaBackwardParams())
+
+
+@pytest.mark.parametrize("name", variant_names("backward"))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_variant(name: str, deterministic: bool):
+    case = case_for("backward", name)
+    if case is None:
+        pytest.skip("it is for another capability")
+    params = CudaBackwardParams(name, deterministic)
+    problem = AttentionProblem.of(inputs_of(case))
+    if BACKEND.config_reasons(problem, current_device(), "backward", params):
+        pytest.skip("; ".join(BACKEND.config_reasons(problem, current_device(), "backward", params)))
+    run_and_judge(BACKEND, case, CudaForwardParams(), params)
+
+
+LONG = {
+    "causal": long_case(1400, batch=2, causal=True),
+    "narrow": long_case(1408, head_dim=64, causal=True),
+    "wide": long_case(1280, head_dim=256, causal=True),
+    "widest": long_case(1100, head_dim=512, causal=True),
+    "full": long_case(2048),
+    "float32": long_case(1024, dtype="float32", causal=True),
+    "float32_wide": long_case(700, dtype="float32", head_dim=256, sliding_window=100),
+    "grouped": long_case(1024, heads=4, kv_heads=2, causal=True),
+    "more_queries": long_case(1300, 700, causal=True, causal_alignment="bottom_right"),
+    "more_keys": long_case(700, 1300, dtype="float16", causal=True, causal_alignment="bottom_right"),
+    "ragged": long_case(1399, 1277, head_dim=72, dtype="float16", causal=True),
+    "window": long_case(1500, head_dim=64, causal=True, sliding_window=300),
+    "packed": long_case(1500, causal=True, packed=True),
+    "lengths": long_case(1024, batch=2, head_dim=96, lengths=True),
+    "cap": long_case(1024, logits_soft_cap=20.0, sinks=1),
+    "dropout": long_case(1024, head_dim=64, dropout_prob=0.2),
+    "mask": long_case(1024, mask="hqk"),
+    "bias": long_case(1024, bias="hqk", causal=True),
+    "values": long_case(1024, head_dim=64, value_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_at_real_lengths(name: str):
+    def configs(inputs: AttentionInputs, direction: Direction) -> list[Any]:
+        return [CudaForwardParams()] if direction == "forward" else [CudaBackwardParams(None, d) for d in (False, True)]
+
+    check_at_real_lengths(BACKEND, LONG[name], configs)
+
+
+def test_vmap_and_gradients():
+    query, key, value = (jnp.stack([jnp.asarray(a)] * 2) for a in LONG["window"].arguments()[0])
+
+    def loss(*arrays: Any) -> Any:
+        return flash_attention(*arrays, causal=True, platform="cuda").astype(jnp.float32).sum()
+
+    one = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query[0], key[0], value[0])
+    both = jax.jit(jax.grad(lambda *a: jax.vmap(loss)(*a).sum(), argnums=(0, 1, 2)))(query, key, value)
+    for a, b in zip(one[1:], both[1:], strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b[0]))
+        assert np.array_equal(np.asarray(a), np.asarray(b[1]))
+
+
+def test_inside_a_command_buffer():
+    """Many calls in a loop, which XLA may record as a graph, each on the result of the last."""
+    query, key, value = (jnp.asarray(a) for a in LONG["narrow"].arguments()[0])
+
+    def repeated(platform: str) -> Any:
+        def step(_: int, x: Any) -> Any:
+            return flash_attention(x, key, value, causal=True, platform=platform)
+
+        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(query)
+
+    got, want = (np.asarray(repeated(platform), np.float32) for platform in ("cuda", "xla"))
+    assert np.abs(got - want).max() <= 2.0**-5 * np.abs(want).max()
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+def test_on_every_device_of_a_process():
+    arrays = [jnp.asarray(a) for a in LONG["causal"].arguments()[0]]
+    run = jax.jit(lambda *a: flash_attention(*a, causal=True, platform="cuda"))
+    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)

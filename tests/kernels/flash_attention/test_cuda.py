@@ -1,0 +1,215 @@
+"""Attention in CUDA C++ as far as a CPU can prove it: compiled, loaded, asked for its facts, selected and lowered."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.flash_attention.conformance import CASES
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, library, toolchain
+from tilewright.kernels.cuda_build.devices import device_values
+from tilewright.kernels.cuda_build.table import VariantTable
+from tilewright.kernels.flash_attention import cuda
+from tilewright.kernels.flash_attention.cuda import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.cuda_variants import BACKWARD, FIELDS, FORWARD
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.masks import CausalMask
+from tilewright.kernels.portfolio import Choice
+from tilewright.modules import flash_attention
+from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.utils.serialize import from_json, to_json
+
+BACKEND = CudaFlashAttention()
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132)
+GROUPS = {"forward": (FORWARD, "bf16_aligned_plain"), "backward": (BACKWARD, "bf16_aligned_k32_dropout")}
+
+needs_nvcc = pytest.mark.skipif(
+    bool(MISSING := toolchain.missing(80, FORWARD.packages) + toolchain.missing(90, FORWARD.packages)),
+    reason="; ".join(MISSING),
+)
+
+
+def problem_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionProblem:
+    arrays = [jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype) for heads in (4, 2, 2)]
+    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+    return FlashAttention().problem(*args, **kwargs)
+
+
+@pytest.fixture
+def in_real_cache(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
+    """The backend's own kernels build there."""
+    made = {d: tuple(CudaKernel(table, real_cache) for table in cuda.TABLES[d]) for d in cuda.TABLES}
+    monkeypatch.setattr(cuda, "kernels", made.__getitem__)
+    return real_cache
+
+
+@needs_nvcc
+@pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("direction", GROUPS)
+def test_a_group_is_compiled_loaded_and_says_its_facts(direction: Direction, device: Device, in_real_cache: BuildCache):
+    table, name = GROUPS[direction]
+    known = device_values(device)
+    assert known is not None
+    group = Group(table, name, known["capability"])
+    made = library.load(group, in_real_cache, build([group], cache=in_real_cache)[group])
+    variants = [variant for variant in table.in_group(name) if variant.runs_on(known["capability"])]
+    assert list(made.facts) == [variant.name for variant in variants]
+    for variant in variants:
+        facts = made.facts[variant.name]
+        rows, columns = re.search(r"_(\d+)x(\d+)_", variant.name).groups()  # type: ignore[union-attr]
+        assert facts["threads"] == int(rows) * int(columns) // 32  # a warp has 32 × 32 logits
+        assert facts["alignment"] == 8
+        assert 0 < facts["shared_bytes"] <= known["shared_memory"]
+
+
+@needs_nvcc
+def test_workspaces(in_real_cache: BuildCache):
+    fields = cuda.problem_fields(problem_of(head_dim=32, length=100), False)
+    kernel = cuda.kernels("forward")[-1]
+    sizes = [
+        kernel.workspace(variant, {**fields, "value_dim": 200}, H100)
+        for variant in FORWARD.in_group("bf16_aligned_plain")
+    ]
+    # Only the output that is kept in global memory is kept there in float32.
+    assert sizes == [0, 0, 2 * 100 * 4 * 200 * 4]
+    (variant,) = BACKWARD.in_group("bf16_aligned_k32_dropout")
+    kernel = cuda.kernels("backward")[-1]
+    fields = {**fields, "dropout": 1}
+    terms, tiles = 2 * 2 * 4 * 100, 2 * 4 * 2  # two floats for each row, and the tiles of 64 queries
+    assert kernel.workspace(variant, {**fields, "deterministic": 1}, H100) == 4 * terms
+    assert kernel.workspace(variant, fields, H100) == 4 * (terms + tiles * 64 * 64)
+
+
+def lowered(function: Any, *arrays: Any) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def variants_in(text: str) -> list[str]:
+    return re.findall(r'variant = "(\w+)"', text)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100", "in_real_cache")
+def test_calls_are_lowered_for_cuda():
+    x = [jax.ShapeDtypeStruct((2, 128, heads, 24), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def attend(*arrays: Any) -> Any:
+        out = flash_attention(*arrays, causal=True, dropout_prob=0.1, dropout_seed=3, platform="cuda")
+        return out.astype(jnp.float32).sum()
+
+    forward = "fmha_cutlassF_bf16_aligned_64x64_rf_plain_sm80"
+    text = lowered(lambda *a: flash_attention(*a, causal=True, platform="cuda"), *x)
+    assert variants_in(text) == [forward]
+    assert "tilewright_flash_attention_forward_bf16_aligned_plain_sm_90a" in text
+    text = lowered(lambda *a: BACKEND.backward(*residuals(*a), CudaBackwardParams()), *x)
+    assert variants_in(text) == ["fmha_cutlassB_bf16_aligned_64x64_k32_dropout_sm80"]
+
+
+def residuals(*arrays: Any) -> tuple[Any, Any, Any]:
+    """Inputs with dropout, results and cotangents."""
+    args, kwargs = FlashAttention().prepare(*arrays, causal=True, dropout_prob=0.1, dropout_seed=3)
+    inputs = FlashAttention().inputs(*args, **kwargs)
+    out = arrays[0] * 2
+    return inputs, (out, jnp.zeros((2, 4, 128), jnp.float32)), (out, None)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100", "in_real_cache")
+def test_a_mapped_axis_becomes_a_part_of_the_batch():
+    x = [jax.ShapeDtypeStruct((3, 2, 128, heads, 24), jnp.bfloat16) for heads in (4, 2, 2)]
+    sinks = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    attend = lambda *a: flash_attention(*a[:3], softmax_aux=None if len(a) == 3 else a[3], platform="cuda")
+    text = lowered(jax.vmap(attend), *x)
+    assert len(variants_in(text)) == 1
+    assert "tensor<6x128x4x24xbf16>" in text
+    # What is shared stays one; a bias of which there is one for each element is copied to all of the batch.
+    text = lowered(jax.vmap(attend, in_axes=(0, None, None)), x[0], *(s.update(shape=s.shape[1:]) for s in x[1:]))
+    assert len(variants_in(text)) == 1
+    # Sinks have no batch.
+    text = lowered(jax.vmap(attend), *x, sinks)
+    assert "stablehlo.while" in text
+
+
+def test_reasons():
+    assert "compute capability" in BACKEND.not_supported_reasons(problem_of(), Device("cpu", "cpu"), "forward")[0]
+    blackwell = Device("gpu", "NVIDIA B200", (10, 0), 148)
+    assert BACKEND.not_supported_reasons(problem_of(), blackwell, "forward")
+    odd = dataclasses.replace(problem_of(), dtype=np.dtype(np.float64))
+    assert "got problem.dtype=dtype('float64')" in BACKEND.not_supported_reasons(odd, H100, "forward")[0]
+    long = dataclasses.replace(problem_of(), q_length=1 << 30)
+    assert "32 bits" in BACKEND.not_supported_reasons(long, H100, "backward")[0]
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_without_a_compiler_it_says_so_and_the_call_goes_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
+    assert BACKEND.not_supported_reasons(problem_of(jnp.float16), A100, "forward") == ["there is no nvcc"]
+    x = [jnp.zeros((1, 16, 2, 16), jnp.float32)] * 3
+    assert "stablehlo.custom_call @tilewright" not in lowered(flash_attention, *x)
+    with pytest.raises(UnsupportedError, match="there is no nvcc"):
+        lowered(lambda *a: flash_attention(*a, platform="cuda"), *x)
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=["A100", "H100"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_it_declares_every_case_of_the_conformance_suite(
+    direction: Direction, device: Device, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+    for case in CASES[::4]:
+        args, kwargs = case.prepared(seed=0)
+        problem = FlashAttention().problem(*args, **kwargs)
+        assert BACKEND.not_supported_reasons(problem, device, direction) == []
+        if 0 not in problem.score_shape:
+            found = BACKEND.candidates(problem, device, direction)
+            assert len(found) == len(set(found)) >= 2
+            for params in found:
+                assert BACKEND.config_reasons(problem, device, direction, params) == []
+                choice = Choice("cuda", None, params)
+                assert from_json(to_json(choice), Choice) == choice
+
+
+def test_a_variant_that_is_asked_for_by_name_must_exist_and_fit():
+    problem = problem_of(head_dim=128)
+    said = BACKEND.config_reasons(problem, H100, "forward", CudaForwardParams("nonesuch"))
+    assert said == ["there is no variant 'nonesuch'"]
+    narrow = CudaForwardParams("fmha_cutlassF_bf16_aligned_64x64_rf_sm80")
+    assert any("head_dim must be at most 64" in why for why in BACKEND.config_reasons(problem, H100, "forward", narrow))
+    with pytest.raises(ValueError, match="no CUDA variant 'nonesuch'"):
+        cuda.select("forward", cuda.problem_fields(problem, False), 2, H100, "nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("precision", "default", "exact"),
+    [
+        (None, None, 0),
+        (None, "highest", 1),
+        (None, "tensorfloat32", 0),
+        ("highest", None, 1),
+        ("default", "highest", 0),
+        ("F32_F32_F32", None, 1),
+        ("TF32_TF32_F32", None, 0),
+        ("TF32_TF32_F32_X3", None, 1),
+    ],
+)
+def test_precision(precision: Any, default: Any, exact: int):
+    with jax.default_matmul_precision(default):
+        fields = cuda.problem_fields(problem_of(jnp.float32, precision=precision), False)
+        assert cuda.problem_fields(problem_of(jnp.float16, precision=precision), False)["exact"] == 0
+    assert fields["exact"] == exact
+
+
+def test_fields_are_those_of_the_tables():
+    problem = dataclasses.replace(problem_of(), mask=CausalMask(3))
+    fields = cuda.problem_fields(problem, True)
+    assert tuple(fields) == FIELDS
+    assert (fields["lowest"], fields["highest"], fields["deterministic"]) == (-(1 << 30), 3, 1)
+    tables: list[VariantTable] = [table for tables in cuda.TABLES.values() for table in tables]
+    assert all(table.fields == FIELDS for table in tables)

@@ -1,0 +1,409 @@
+"""Flash attention in CUDA C++: what it serves, which of its variants a call gets, and the way to their launch."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build.kernel import CudaKernel
+from tilewright.kernels.cuda_build.table import Variant
+from tilewright.kernels.dropout import keep_threshold
+from tilewright.kernels.flash_attention import cuda_variants
+from tilewright.kernels.flash_attention.cuda_scores import MaskParts, visible_ranges
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions, dropout_keys
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
+from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+TABLES = {
+    "forward": (cuda_variants.FORWARD,),
+    "backward": (cuda_variants.BACKWARD,),
+}
+"""Of each direction, in the order in which they are asked for a variant."""
+
+DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(jnp.bfloat16): "bf16"}
+
+VECTOR_BYTES = 16
+"""Head dims are padded to a whole number of these, where no variant takes them as they are."""
+
+INT32_LIMIT = 1 << 31
+
+_EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
+"""Beginnings of the names of precisions that float32 products in TensorFloat-32 would fall short of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaForwardParams:
+    """How the forward pass runs: a variant by name, or the first that fits."""
+
+    variant: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaBackwardParams:
+    """How the backward pass runs: a variant by name, or the first that fits; and whether it repeats bit for bit."""
+
+    variant: str | None = None
+    deterministic: bool = False
+
+
+@functools.cache
+def kernels(direction: Direction) -> tuple[CudaKernel, ...]:
+    """The kernels of a direction, in the order in which they are asked."""
+    return tuple(CudaKernel(table) for table in TABLES[direction])
+
+
+def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
+    """Whether float32 operands must not be rounded before they are multiplied, as XLA reads a precision."""
+    if dtype != np.float32:
+        return False
+    precision = options.precision
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    name = getattr(precision, "name", str(precision)).upper()
+    return name in ("FLOAT32", "TENSORFLOAT32_X3") or name.startswith(_EXACT)
+
+
+def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, int]:
+    """A call as the tables' fields."""
+    parts = MaskParts.of(problem.mask)
+    return {
+        "batch": problem.batch,
+        "q_length": problem.q_length,
+        "kv_length": problem.kv_length,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "dtype": cuda_variants.DTYPES.index(DTYPES[problem.dtype]),
+        "bias": int(problem.bias is not None),
+        "rows": int(parts.has_rows),
+        "mask": int(parts.matrix is not None),
+        "soft_cap": int(problem.options.logits_soft_cap is not None),
+        "sinks": int(problem.sinks > 0),
+        "dropout": int(problem.dropout),
+        "lowest": parts.band.lowest,
+        "highest": parts.band.highest,
+        "deterministic": int(deterministic),
+        "exact": int(wants_exact_products(problem.options, problem.dtype)),
+    }
+
+
+def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str, int]]:
+    """The problem as it is, and with padded head dims if that is another one."""
+    yield dict(fields)
+    vector = VECTOR_BYTES // itemsize
+    padded = {name: -(-fields[name] // vector) * vector for name in ("head_dim", "value_dim")}
+    if any(padded[name] != fields[name] for name in padded):
+        yield {**fields, **padded}
+
+
+def each_variant(
+    direction: Direction, fields: Mapping[str, int], itemsize: int
+) -> Iterator[tuple[CudaKernel, Variant, dict[str, int]]]:
+    """Every variant with every form of the problem, in the order in which they are tried."""
+    for each in padded_fields(fields, itemsize):
+        for kernel in kernels(direction):
+            for variant in kernel.table.variants:
+                yield kernel, variant, each
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selected:
+    """A variant, its kernel, and the problem that it was selected for, whose head dims may be padded."""
+
+    kernel: CudaKernel
+    variant: Variant
+    fields: Mapping[str, int]
+
+
+def select(
+    direction: Direction, fields: Mapping[str, int], itemsize: int, device: Device, name: str | None = None
+) -> Selected:
+    """The variant that a call gets; compiled first, if it never was.
+
+    Args:
+      name: of the one variant that is wanted.
+
+    Raises:
+      UnsupportedError: none can serve the call; it says why.
+      BuildError: the compiler failed.
+    """
+    reasons: dict[str, list[str]] = {}
+    if name is None:
+        for each in padded_fields(fields, itemsize):
+            for kernel in kernels(direction):
+                found, against = kernel.select(each, device)
+                if found is not None:
+                    return Selected(kernel, found, each)
+                reasons |= against
+    else:
+        named = [found for found in each_variant(direction, fields, itemsize) if found[1].name == name]
+        if not named:
+            raise ValueError(f"flash attention has no CUDA variant {name!r} ({direction})")
+        for kernel, variant, each in named:
+            reasons[name] = kernel.variant_reasons(variant, each, device, compiled=True)
+            if not reasons[name]:
+                return Selected(kernel, variant, each)
+    raise UnsupportedError(f"flash_attention ({direction}) in CUDA C++", {n: why for n, why in reasons.items() if why})
+
+
+class CudaFlashAttention(Implementation):
+    """Serves float32, float16 and bfloat16 of any head dim on compute capability 5.0 and up, below 10.0."""
+
+    platform: ClassVar[Platform] = Platform.CUDA
+    algorithm: ClassVar[str | None] = None
+    forward_params: ClassVar[type] = CudaForwardParams
+    backward_params: ClassVar[type] = CudaBackwardParams
+
+    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+        if device.kind != "gpu" or device.capability is None:
+            return [f"needs a CUDA GPU whose compute capability is known, got {device.name} ({device.capability=})"]
+        reasons = []
+        if problem.dtype not in DTYPES:
+            reasons.append(f"computes in float32, float16 or bfloat16, got {problem.dtype=}")
+        if problem.bias is not None and problem.bias.dtype == np.float64:
+            reasons.append("a bias is added in float32, got float64")
+        widest = max(problem.head_dim, problem.value_dim) + VECTOR_BYTES
+        if problem.heads * widest >= INT32_LIMIT or max(problem.q_length, problem.kv_length) >= 1 << 29:
+            reasons.append(f"rows and lengths must be counted by 32 bits, got {problem.score_shape=}, {widest=}")
+        if reasons or 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+            return reasons
+        fields = problem_fields(problem, False)
+        against: list[str] = []
+        for each in padded_fields(fields, problem.dtype.itemsize):
+            for kernel in kernels(direction):
+                said = kernel.reasons(each, device)
+                if not said:
+                    return []
+                against += said
+        return list(dict.fromkeys(against))
+
+    def heuristic(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> CudaForwardParams | CudaBackwardParams:
+        return CudaForwardParams() if direction == "forward" else CudaBackwardParams()
+
+    def candidates(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> list[CudaForwardParams | CudaBackwardParams]:
+        """Every variant that may fit, and of the backward pass both forms."""
+        fields = problem_fields(problem, False)
+        names = dict.fromkeys(
+            variant.name
+            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize)
+            if not kernel.variant_reasons(variant, each, device)
+        )
+        if direction == "forward":
+            return [CudaForwardParams(name) for name in names]
+        return [CudaBackwardParams(), CudaBackwardParams(None, True), *(CudaBackwardParams(name) for name in names)]
+
+    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+        if params.variant is None:
+            return []
+        fields = problem_fields(problem, getattr(params, "deterministic", False))
+        said = [
+            kernel.variant_reasons(variant, each, device)
+            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize)
+            if variant.name == params.variant
+        ]
+        if not said:
+            return [f"there is no variant {params.variant!r}"]
+        return min(said, key=len)
+        return min(said, key=len)
+
+    def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
+        """``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_forward(inputs)
+        call = _Call.of(inputs, "forward", params.variant, False)
+        sinks = None
+        if inputs.softmax_aux is not None:
+            sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)
+        scores = _score_arrays(inputs, backward=False)
+        out, lse = call.run({"query": inputs.query, "key": inputs.key, "value": inputs.value, **scores, "sinks": sinks})
+        return out, lse
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        results: Results,
+        cotangents: tuple[Array, Array | None],
+        params: CudaBackwardParams,
+    ) -> dict[str, Any]:
+        """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_backward(inputs, *results, *cotangents)
+        out, lse = results
+        d_out, d_lse = cotangents
+        call = _Call.of(inputs, "backward", params.variant, params.deterministic)
+        arrays = {
+            "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out,
+            "lse": lse.astype(jnp.float32), "d_out": d_out,
+            "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
+        }  # fmt: skip
+        d_query, d_key, d_value, d_bias = call.run({**arrays, **_score_arrays(inputs, backward=True)})
+        if inputs.bias is not None:
+            # The deterministic form stores what several logits share apart from each other.
+            shared = [axis for axis, size in enumerate(inputs.bias.shape) if size != d_bias.shape[axis]]
+            d_bias = jnp.sum(d_bias, axis=tuple(shared), keepdims=True).astype(inputs.bias.dtype)
+        sinks = None
+        if inputs.softmax_aux is not None:
+            sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
+        bias = None if inputs.bias is None else d_bias
+        return {"query": d_query, "key": d_key, "value": d_value, "bias": bias, "softmax_aux": sinks}
+
+
+def _score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
+    """The arrays that tell of logits, None where the call has no such."""
+    q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
+    parts = MaskParts.of(inputs.mask)
+    q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)
+    matrix = None if parts.matrix is None else parts.matrix.materialise(q_length, kv_length).astype(jnp.uint8)
+    key_ranges = query_ranges = None
+    if inputs.mask is not None and (parts.has_rows or matrix is not None):
+        key_ranges = visible_ranges(inputs.mask, q_length, kv_length)
+        query_ranges = visible_ranges(inputs.mask, q_length, kv_length, transposed=True) if backward else None
+    return {
+        "bias": inputs.bias,
+        "q_rows": q_rows,
+        "kv_rows": kv_rows,
+        "mask": matrix,
+        "key_ranges": key_ranges,
+        "query_ranges": query_ranges,
+        "dropout_keys": dropout_keys(inputs),
+    }
+
+
+_FORWARD_INPUTS = (
+    "query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "sinks", "dropout_keys",
+)  # fmt: skip
+_BACKWARD_INPUTS = (
+    "query", "key", "value", "out", "lse", "d_out", "d_lse", "bias", "q_rows", "kv_rows", "mask",
+    "query_ranges", "dropout_keys", "key_ranges",
+)  # fmt: skip
+_ABSENT = {"lse": np.float32, "d_lse": np.float32, "bias": np.float32, "mask": np.uint8, "sinks": np.float32,
+           "dropout_keys": np.uint32}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """What a launch takes besides its arrays."""
+
+    direction: Direction
+    problem: AttentionProblem
+    variant: str | None
+    deterministic: bool
+    device: Device
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, direction: Direction, variant: str | None, deterministic: bool) -> "_Call":
+        return cls(direction, AttentionProblem.of(inputs), variant, deterministic, current_device())
+
+    def run(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The results for named arrays, all of whose first dimensions are the batch, or 1; ``sinks`` has none."""
+        names = [name for name, array in arrays.items() if array is not None]
+
+        @custom_vmap
+        def launch(*operands: Any) -> tuple[Any, ...]:
+            return self.launch(dict(zip(names, operands, strict=True)))
+
+        @launch.def_vmap
+        def _(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+            results = self._run_mapped(size, dict(zip(names, zip(operands, mapped, strict=True), strict=True)))
+            return results, (True,) * len(results)
+
+        return launch(*(arrays[name] for name in names))
+
+    def _run_mapped(self, size: int, arrays: Mapping[str, tuple[Any, bool]]) -> tuple[Any, ...]:
+        """With a mapped axis as a part of the batch."""
+        if "sinks" in arrays and arrays["sinks"][1]:  # which have no batch that could take it
+            mapped = {name: array for name, (array, is_mapped) in arrays.items() if is_mapped}
+            fixed = {name: array for name, (array, is_mapped) in arrays.items() if not is_mapped}
+            return jax.lax.map(lambda part: self.run({**fixed, **part}), mapped)
+        batch = self.problem.batch
+        folded = {}
+        for name, (array, is_mapped) in arrays.items():
+            if name == "sinks":
+                folded[name] = array
+                continue
+            own = array.shape[1:] if is_mapped else array.shape
+            # The gradient of a bias is summed over whatever shares it, which elements of a mapped axis do not.
+            apart = name == "bias" and self.direction == "backward"
+            if not is_mapped and own[0] == 1 and not apart:
+                folded[name] = array
+                continue
+            array = array if is_mapped else array[None]
+            folded[name] = jnp.broadcast_to(array, (size, batch, *own[1:])).reshape(size * batch, *own[1:])
+        bias = folded.get("bias")
+        problem = dataclasses.replace(
+            self.problem,
+            batch=size * batch,
+            bias=None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype),
+        )
+        results = dataclasses.replace(self, problem=problem).run(folded)
+        return tuple(x.reshape(size, batch, *x.shape[1:]) if x.size else jnp.zeros((size, 0), x.dtype) for x in results)
+
+    def launch(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """One call of the kernel."""
+        problem, options = self.problem, self.problem.options
+        fields = problem_fields(problem, self.deterministic)
+        chosen = select(self.direction, fields, problem.dtype.itemsize, self.device, self.variant)
+        head_dim, value_dim = chosen.fields["head_dim"], chosen.fields["value_dim"]
+        names = _FORWARD_INPUTS if self.direction == "forward" else _BACKWARD_INPUTS
+        widths = {"query": head_dim, "key": head_dim, "value": value_dim, "out": value_dim, "d_out": value_dim}
+        operands = [_widened(arrays.get(name), widths.get(name), _ABSENT.get(name, np.int32)) for name in names]
+        attributes = {
+            "scale": np.float32(options.softmax_scale),
+            "soft_cap": np.float32(options.logits_soft_cap or 0.0),
+            "keep_threshold": np.int64(keep_threshold(options.dropout_prob)),
+            "keep_scale": np.float32(1.0 / (1.0 - options.dropout_prob)),
+        }
+        results = chosen.kernel.call(
+            chosen.variant, chosen.fields, self.device, operands, self._outputs(head_dim, value_dim), attributes
+        )
+        if self.direction == "forward":
+            return results[0][..., : problem.value_dim], results[1]
+        return (
+            results[0][..., : problem.head_dim],
+            results[1][..., : problem.head_dim],
+            results[2][..., : problem.value_dim],
+            results[3],
+        )
+
+    def _outputs(self, head_dim: int, value_dim: int) -> list[jax.ShapeDtypeStruct]:
+        problem = self.problem
+        batch, heads, q_length, kv_length = problem.score_shape
+        if self.direction == "forward":
+            return [
+                jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), problem.dtype),
+                jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
+            ]
+        bias: tuple[int, ...] = (0,)
+        if problem.bias is not None:
+            bias = problem.score_shape if self.deterministic else problem.bias.shape
+        return [
+            jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, kv_length, problem.kv_heads, head_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, kv_length, problem.kv_heads, value_dim), problem.dtype),
+            jax.ShapeDtypeStruct(bias, np.float32),
+        ]
+
+
+def _widened(array: Any, dim: int | None, absent: Any) -> Any:
+    """With zeros up to ``dim`` at the end of the last axis; without elements where there is no array."""
+    if array is None:
+        return jnp.zeros((0,), absent)
+    if dim is None or array.shape[-1] == dim:
+        return array
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, dim - array.shape[-1])])

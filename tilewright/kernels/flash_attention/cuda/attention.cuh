@@ -1,0 +1,319 @@
+// What every attention kernel here shares: its arguments, which key a query sees, what is done to a logit, dropout.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "tilewright/variant.h"
+
+namespace tilewright::attention {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kRangeQueries = 64;  // rows (or columns) that one entry of `ranges` speaks of
+constexpr int kMaxGridY = 65535;
+
+// An array of rank 4, each dimension full or 1, read anywhere: strides are 0 where the dimension is 1.
+struct Broadcast {
+  const void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, column = 0;
+};
+
+// The first and the end of what `kRangeQueries` rows (or columns) may see: [batch|1, head|1, tiles, 2].
+struct Ranges {
+  const int32_t* data = nullptr;
+  int64_t batch = 0, head = 0;
+};
+
+enum class BiasType : int32_t { kNone, kFloat, kHalf, kBfloat16 };
+
+// What is done to logits, on the device. Pointers are null where the call has no such array.
+struct Scores {
+  Broadcast bias, mask;
+  BiasType bias_type = BiasType::kNone;
+  const int32_t* q_rows = nullptr;   // [batch|1, 2, q_length]: segment, position
+  const int32_t* kv_rows = nullptr;  // [batch|1, 2, kv_length]
+  Ranges key_ranges, query_ranges;   // the latter of the backward pass only
+  const uint32_t* dropout_keys = nullptr;  // [batch, heads, 2]
+  int64_t q_rows_batch = 0, kv_rows_batch = 0;
+  int32_t q_length = 0, kv_length = 0, heads = 0, group = 1;
+  int32_t lowest = 0, highest = 0;  // visible iff lowest <= key - query <= highest
+  float scale = 1, soft_cap = 0, keep_scale = 1;
+  uint32_t keep_threshold = 0;
+};
+
+__device__ inline float to_float(const void* data, int64_t index, BiasType type) {
+  switch (type) {
+    case BiasType::kHalf: return __half2float(static_cast<const __half*>(data)[index]);
+    case BiasType::kBfloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+    default: return static_cast<const float*>(data)[index];
+  }
+}
+
+// Threefry-2x32 with 20 rounds (Salmon et al., SC 2011); the definition is tilewright/kernels/dropout.py.
+__device__ inline uint2 threefry2x32(uint2 key, uint2 counter) {
+  const uint32_t schedule[3] = {key.x, key.y, key.x ^ key.y ^ 0x1BD11BDAu};
+  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  uint32_t left = counter.x + schedule[0], right = counter.y + schedule[1];
+#pragma unroll
+  for (int round = 0; round < 5; ++round) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      left += right;
+      right = left ^ __funnelshift_l(right, right, kRotations[round % 2][i]);
+    }
+    left += schedule[(round + 1) % 3];
+    right += schedule[(round + 2) % 3] + uint32_t(round + 1);
+  }
+  return make_uint2(left, right);
+}
+
+// The logits of one head of one batch element.
+struct HeadScores {
+  const Scores& scores;
+  int batch, head;
+
+  __device__ HeadScores(const Scores& all, int batch_index, int head_index)
+      : scores(all), batch(batch_index), head(head_index) {}
+
+  __device__ bool plain() const { return scores.bias_type == BiasType::kNone && scores.soft_cap == 0; }
+
+  __device__ bool by_arrays() const { return scores.q_rows != nullptr || scores.mask.data != nullptr; }
+
+  // Whether a query sees a key; both inside their lengths.
+  __device__ bool visible(int query, int key) const {
+    int64_t difference = key - query;
+    if (scores.q_rows != nullptr) {
+      const int32_t* q = scores.q_rows + batch * scores.q_rows_batch + query;
+      const int32_t* k = scores.kv_rows + batch * scores.kv_rows_batch + key;
+      if (q[0] != k[0]) return false;
+      difference = int64_t(k[scores.kv_length]) - q[scores.q_length];  // positions may be extreme: none is seen then
+    }
+    if (difference < scores.lowest || difference > scores.highest) return false;
+    if (scores.mask.data != nullptr) {
+      return static_cast<const uint8_t*>(scores.mask.data)[index(scores.mask, query, key)] != 0;
+    }
+    return true;
+  }
+
+  __device__ int64_t index(const Broadcast& array, int query, int key) const {
+    return batch * array.batch + head * array.head + query * array.row + key * array.column;
+  }
+
+  // The logit in units of log 2 from the product of a query and a key, before any mask.
+  __device__ float logit(float product, int query, int key) const {
+    float value = product * scores.scale;
+    if (scores.bias_type != BiasType::kNone) {
+      value += to_float(scores.bias.data, index(scores.bias, query, key), scores.bias_type);
+    }
+    if (scores.soft_cap != 0) value = scores.soft_cap * tanhf(value / scores.soft_cap);
+    return value * kLog2e;
+  }
+
+  // d logit / d (what goes into the cap), from the capped logit in units of log 2.
+  __device__ float cap_slope(float logit2) const {
+    if (scores.soft_cap == 0) return 1;
+    const float ratio = logit2 * (kLn2 / scores.soft_cap);
+    return 1 - ratio * ratio;
+  }
+
+  __device__ bool drops() const { return scores.dropout_keys != nullptr; }
+
+  __device__ uint2 dropout_key() const {
+    const uint32_t* key = scores.dropout_keys + 2 * (int64_t(batch) * scores.heads + head);
+    return make_uint2(key[0], key[1]);
+  }
+
+  // The keys [first, last) in which the queries [start, end) may see anything; starts on a multiple of `block`.
+  __device__ int2 keys_for(int start, int end, int block) const {
+    return range(scores.key_ranges, start, end, scores.kv_length, scores.lowest, scores.highest, block);
+  }
+
+  // The queries [first, last) that may see anything of the keys [start, end).
+  __device__ int2 queries_for(int start, int end, int block) const {
+    return range(scores.query_ranges, start, end, scores.q_length, -scores.highest, -scores.lowest, block);
+  }
+
+  // Whether the tile's every pair inside the lengths is visible by the band alone.
+  __device__ bool all_visible(int q_start, int q_end, int kv_start, int kv_end) const {
+    return !by_arrays() && kv_start - (q_end - 1) >= scores.lowest && kv_end - 1 - q_start <= scores.highest;
+  }
+
+ private:
+  __device__ int2 range(const Ranges& ranges, int start, int end, int length, int low, int high, int block) const {
+    int first = 0, last = length;
+    if (ranges.data != nullptr) {
+      const int32_t* entries = ranges.data + batch * ranges.batch + head * ranges.head;
+      first = length;
+      last = 0;
+      for (int tile = start / kRangeQueries; tile * kRangeQueries < end; ++tile) {
+        first = min(first, entries[2 * tile]);
+        last = max(last, entries[2 * tile + 1]);
+      }
+    } else if (scores.q_rows == nullptr) {
+      first = max(start + low, 0);
+      last = min(end + high, length);
+    }
+    first = max(first, 0) / block * block;
+    return make_int2(first, min(max(last, first), length));
+  }
+};
+
+// Whether an element is kept, from its head's key. Pairs of columns share a draw: see `KeepPair`.
+__device__ inline bool kept(uint2 key, uint32_t threshold, int query, int column) {
+  const uint2 words = threefry2x32(key, make_uint2(query, uint32_t(column) >> 1));
+  return ((column & 1) ? words.y : words.x) >= threshold;
+}
+
+// Draws for elements asked for in the order of their columns, one draw for both of a pair.
+struct KeepPair {
+  uint2 key, words;
+  uint32_t threshold;
+  int query = -1, pair = -1;
+
+  __device__ KeepPair(uint2 head_key, uint32_t least) : key(head_key), words(), threshold(least) {}
+
+  __device__ bool operator()(int row, int column) {
+    if (row != query || (column >> 1) != pair) {
+      query = row;
+      pair = column >> 1;
+      words = threefry2x32(key, make_uint2(row, pair));
+    }
+    return ((column & 1) ? words.y : words.x) >= threshold;
+  }
+};
+
+// The gradient of the bias, in float32; `data` is null where the call asks for none.
+struct BiasGradient {
+  float* data = nullptr;
+  Broadcast at;
+  bool shared = false;  // whether several logits share an element
+
+  __device__ void add(int batch, int head, int query, int key, float gradient) const {
+    float* element = data + batch * at.batch + head * at.head + query * at.row + key * at.column;
+    if (shared) {
+      atomicAdd(element, gradient);
+    } else {
+      *element = gradient;
+    }
+  }
+};
+
+// A warp for each row: the sums that every logit's gradient subtracts, and lse in units of log 2, +inf where nothing
+// was visible, so that no probability is left there.
+template <class Element>
+__global__ void row_terms(const Element* out, const Element* d_out, const float* lse, const float* d_lse, float2* terms,
+                          int q_length, int heads, int value_dim, int64_t rows) {
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;  // [batch, query, head]
+  if (row >= rows) return;
+  float total = 0;
+  for (int i = threadIdx.x; i < value_dim; i += 32) {
+    total += float(out[row * value_dim + i]) * float(d_out[row * value_dim + i]);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
+  if (threadIdx.x == 0) {
+    const int64_t head = row % heads, query = row / heads % q_length, batch = row / heads / q_length;
+    const int64_t at = (batch * heads + head) * q_length + query;
+    const bool seen = lse[at] != -INFINITY;
+    if (d_lse != nullptr) total -= d_lse[at];
+    terms[at] = seen ? make_float2(total, lse[at] * kLog2e) : make_float2(0, INFINITY);
+  }
+}
+
+// Host side.
+
+inline bool is_there(const Arguments& arguments, size_t index) {
+  return index < arguments.inputs.size() && input<char>(arguments, index) != nullptr;
+}
+
+inline Broadcast broadcast(const ffi::AnyBuffer& buffer) {
+  const auto shape = buffer.dimensions();
+  Broadcast array;
+  array.data = buffer.untyped_data();
+  int64_t stride = 1;
+  int64_t* strides[4] = {&array.batch, &array.head, &array.row, &array.column};
+  for (int axis = 3; axis >= 0; --axis) {
+    *strides[axis] = shape[axis] == 1 ? 0 : stride;
+    stride *= shape[axis];
+  }
+  return array;
+}
+
+// Where the arrays of `Scores` stand among a call's inputs.
+struct ScoreInputs {
+  size_t bias, q_rows, kv_rows, mask, key_ranges, query_ranges, dropout_keys;
+};
+constexpr size_t kAbsent = ~size_t{0};
+constexpr ScoreInputs kForwardInputs{3, 4, 5, 6, 7, kAbsent, 9};
+constexpr ScoreInputs kBackwardInputs{7, 8, 9, 10, 13, 11, 12};
+
+inline ffi::Error read_scores(const Problem& problem, const Arguments& arguments, const ScoreInputs& at, Scores* out) {
+  Scores scores;
+  scores.q_length = int32_t(problem.q_length);
+  scores.kv_length = int32_t(problem.kv_length);
+  scores.heads = int32_t(problem.heads);
+  scores.group = int32_t(problem.heads / problem.kv_heads);
+  scores.lowest = int32_t(problem.lowest);
+  scores.highest = int32_t(problem.highest);
+  int64_t threshold = 0;
+  TILEWRIGHT_RETURN_IF_ERROR(attribute(arguments, "scale", &scores.scale));
+  TILEWRIGHT_RETURN_IF_ERROR(attribute(arguments, "soft_cap", &scores.soft_cap));
+  TILEWRIGHT_RETURN_IF_ERROR(attribute(arguments, "keep_scale", &scores.keep_scale));
+  TILEWRIGHT_RETURN_IF_ERROR(attribute(arguments, "keep_threshold", &threshold));
+  scores.keep_threshold = uint32_t(threshold);
+  auto buffer = [&](size_t index) { return *input_buffer(arguments, index); };
+  if (is_there(arguments, at.bias)) {
+    switch (buffer(at.bias).element_type()) {
+      case ffi::DataType::F32: scores.bias_type = BiasType::kFloat; break;
+      case ffi::DataType::F16: scores.bias_type = BiasType::kHalf; break;
+      case ffi::DataType::BF16: scores.bias_type = BiasType::kBfloat16; break;
+      default: return ffi::Error::InvalidArgument("a bias must be float32, float16 or bfloat16");
+    }
+    scores.bias = broadcast(buffer(at.bias));
+  }
+  if (is_there(arguments, at.mask)) scores.mask = broadcast(buffer(at.mask));
+  if (is_there(arguments, at.q_rows)) {
+    auto q_rows = buffer(at.q_rows), kv_rows = buffer(at.kv_rows);
+    scores.q_rows = static_cast<const int32_t*>(q_rows.untyped_data());
+    scores.kv_rows = static_cast<const int32_t*>(kv_rows.untyped_data());
+    scores.q_rows_batch = q_rows.dimensions()[0] == 1 ? 0 : 2 * problem.q_length;
+    scores.kv_rows_batch = kv_rows.dimensions()[0] == 1 ? 0 : 2 * problem.kv_length;
+  }
+  for (auto [index, ranges] : {std::pair{at.key_ranges, &scores.key_ranges}, {at.query_ranges, &scores.query_ranges}}) {
+    if (!is_there(arguments, index)) continue;
+    const auto array = buffer(index);
+    const auto shape = array.dimensions();
+    ranges->data = static_cast<const int32_t*>(array.untyped_data());
+    ranges->head = shape[1] == 1 ? 0 : 2 * shape[2];
+    ranges->batch = shape[0] == 1 ? 0 : 2 * shape[2] * shape[1];
+  }
+  if (is_there(arguments, at.dropout_keys)) {
+    scores.dropout_keys = static_cast<const uint32_t*>(buffer(at.dropout_keys).untyped_data());
+  }
+  *out = scores;
+  return ffi::Error::Success();
+}
+
+// The gradient of the bias among a call's outputs, cleared: tiles that nobody sees are not visited, and shared elements
+// are added up.
+inline ffi::Error start_bias_gradient(const Problem& problem, const Arguments& arguments, size_t index,
+                                      cudaStream_t stream, BiasGradient* out) {
+  BiasGradient gradient;
+  gradient.data = output<float>(arguments, index);
+  if (gradient.data != nullptr) {
+    const ffi::AnyBuffer buffer = *output_buffer(arguments, index);
+    gradient.at = broadcast(buffer);
+    gradient.shared =
+        int64_t(buffer.element_count()) != problem.batch * problem.heads * problem.q_length * problem.kv_length;
+    TILEWRIGHT_RETURN_IF_ERROR(
+        check(cudaMemsetAsync(gradient.data, 0, buffer.size_bytes(), stream), "clearing the gradient of the bias"));
+  }
+  *out = gradient;
+  return ffi::Error::Success();
+}
+
+}  // namespace tilewright::attention

@@ -1,0 +1,332 @@
+// Forward attention for compute capability 5.0 and up from the matrix products of CUTLASS's example 41.
+//
+// A block owns `kQueries` queries of one head and walks over the keys that they may see, `kKeys` at a time. The output
+// stays in registers where the value dim is at most `kKeys`, and is otherwise rescaled in global memory.
+#pragma once
+
+#include "attention.cuh"
+#include "kernel_forward.h"
+
+namespace tilewright::attention {
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) cutlass_forward(const typename Kernel::Params p) {
+  Kernel::block(p);
+}
+
+template <class Element, class Arch, bool kAligned, int kQueries, int kKeys, int kMaxDim, bool kDropout,
+          bool kModified>  // whether logits may have a bias, a soft cap, or a mask by arrays
+struct CutlassForward {
+  using Library = AttentionKernel<Element, Arch, kAligned, kQueries, kKeys, kMaxDim, kDropout, kModified>;
+  using MM0 = typename Library::MM0;
+  using MM1 = typename Library::MM1;
+  using Storage = typename Library::SharedStorage;
+  using Logits = typename MM0::AccumLambdaIterator;
+  using Rows = cutlass::Array<float, kQueries>;
+
+  static constexpr int kThreads = Library::kNumThreads;
+  static constexpr int kBlocks = Library::kMinBlocksPerSm;
+  static constexpr bool kInRegisters = Library::kKeepOutputInRF;
+  static constexpr bool kPreloadValues = Library::kPreloadV;
+  static constexpr int kRowWarps = MM0::MmaCore::WarpCount::kN;  // that share a row of logits
+
+  struct Params {
+    const Element *query, *key, *value;
+    const float* sinks;
+    Element* out;
+    float *sums, *lse;  // `sums` holds the output while it is not normalised, if it is kept in global memory
+    int32_t head_dim, value_dim, heads, kv_heads;
+    Scores scores;
+  };
+
+  static Facts facts() {
+    return {sizeof(Storage), kThreads, std::max<int64_t>(Library::kAlignmentQ, Library::kAlignmentK)};
+  }
+
+  static int64_t workspace(const Problem& problem) {
+    if (!Library::kNeedsOutputAccumulatorBuffer) return 0;
+    return problem.batch * problem.q_length * problem.heads * problem.value_dim * int64_t(sizeof(float));
+  }
+
+  static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
+    Params p;
+    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kForwardInputs, &p.scores));
+    p.query = input<Element>(arguments, 0);
+    p.key = input<Element>(arguments, 1);
+    p.value = input<Element>(arguments, 2);
+    p.sinks = input<float>(arguments, 8);
+    p.out = output<Element>(arguments, 0);
+    p.lse = output<float>(arguments, 1);
+    p.sums = static_cast<float*>(Library::kNeedsOutputAccumulatorBuffer ? arguments.workspace : (void*)p.out);
+    p.head_dim = int32_t(problem.head_dim);
+    p.value_dim = int32_t(problem.value_dim);
+    p.heads = int32_t(problem.heads);
+    p.kv_heads = int32_t(problem.kv_heads);
+    const dim3 grid((problem.q_length + kQueries - 1) / kQueries, problem.heads, problem.batch);
+    return launch<cutlass_forward<CutlassForward>>(grid, dim3(32, kThreads / 32), sizeof(Storage), stream, p);
+  }
+
+  struct Place {
+    int thread, warp, lane;
+    int query_start, queries;  // the block's
+    cutlass::MatrixCoord warp_tile;
+  };
+
+  // One tile of logits in registers: scaled, modified and masked, in units of log 2.
+  template <class Fragment>
+  static __device__ void modify(const Place& place, const HeadScores& head, int key_start, int keys, Fragment& logits) {
+    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+    const bool plain = !kModified || head.plain();
+    if (plain) logits = cutlass::multiplies<Fragment>()(head.scores.scale * kLog2e, logits);
+    const int key_end = key_start + keys, query_end = place.query_start + place.queries;
+    const bool whole = keys == kKeys && head.all_visible(place.query_start, query_end, key_start, key_end);
+    if (plain && whole) return;
+    Logits::iterateRows(
+        offset, [](int) {},
+        [&](int m, int n, int i) {
+          const int query = place.query_start + m, key = key_start + n;
+          if (n >= keys) {
+            logits[i] = -INFINITY;
+          } else if (m < place.queries) {  // the rows beyond are not stored, and have no bias or segment
+            if (!plain) logits[i] = head.logit(logits[i], query, key);
+            bool seen;
+            if constexpr (kModified) {
+              seen = whole || head.visible(query, key);
+            } else {
+              seen = key - query >= head.scores.lowest && key - query <= head.scores.highest;
+            }
+            if (!seen) logits[i] = -INFINITY;
+          }
+        },
+        [](int) {});
+  }
+
+  // The greatest logit of each row so far, in `mi`; what the output so far is to be multiplied by, in `out_rescale`.
+  template <class Fragment>
+  static __device__ void update_greatest(const Place& place, const Fragment& logits, Storage& shared) {
+    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+    float greatest;
+    Logits::iterateRows(
+        offset, [&](int) { greatest = -INFINITY; }, [&](int, int, int i) { greatest = fmaxf(greatest, logits[i]); },
+        [&](int m) {
+          auto greater = [](float a, float b) { return fmaxf(a, b); };
+          if (Logits::reduceSameRow(place.lane, greatest, greater)) {
+            shared.addition_storage[m + kQueries * place.warp_tile.column()] = greatest;
+          }
+        });
+    __syncthreads();
+    if (place.thread < kQueries) {
+      const float before = shared.mi[place.thread];
+      float now = before;
+#pragma unroll
+      for (int i = 0; i < kRowWarps; ++i) now = fmaxf(now, shared.addition_storage[place.thread + kQueries * i]);
+      const float rescale = now == -INFINITY ? 1.0f : exp2f(before - now);
+      shared.mi[place.thread] = now;
+      shared.out_rescale[place.thread] = rescale;
+      shared.s_prime[place.thread] *= rescale;
+    }
+    __syncthreads();
+  }
+
+  // Turns logits into probabilities short of their normalisation; their sums go to `addition_storage`.
+  template <class Fragment>
+  static __device__ void exponentiate(
+      const Place& place, const HeadScores& head, int key_start, Fragment& logits, Storage& shared) {
+    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+    const bool drops = kDropout && head.drops();
+    KeepPair keep(drops ? head.dropout_key() : uint2{}, head.scores.keep_threshold);
+    float greatest, total;
+    Logits::iterateRows(
+        offset,
+        [&](int m) {
+          greatest = shared.mi[m];
+          if (greatest == -INFINITY) greatest = 0;  // no key so far: all of these are -inf
+          total = 0;
+        },
+        [&](int m, int n, int i) {
+          logits[i] = exp2f(logits[i] - greatest);
+          total += logits[i];
+          if (drops && !keep(place.query_start + m, key_start + n)) logits[i] = 0;
+        },
+        [&](int m) {
+          if (Logits::reduceSameRow(place.lane, total, [](float a, float b) { return a + b; })) {
+            shared.addition_storage[m + kQueries * place.warp_tile.column()] = total;
+          }
+        });
+  }
+
+  // Adds the sums of a tile up; after the last one also stores lse, and leaves in `s_prime` what to divide by.
+  static __device__ void update_sums(const Params& p, const Place& place, float* lse, bool last, Storage& shared) {
+    if (place.thread >= kQueries) return;
+    float total = shared.s_prime[place.thread];
+#pragma unroll
+    for (int i = 0; i < kRowWarps; ++i) total += shared.addition_storage[place.thread + kQueries * i];
+    shared.s_prime[place.thread] = last ? finish_row(p, place, lse, total, shared) : total;
+  }
+
+  static __device__ float finish_row(const Params& p, const Place& place, float* lse, float total, Storage& shared) {
+    if (place.thread < place.queries) {
+      lse[place.thread] = total > 0 ? shared.mi[place.thread] * kLn2 + logf(total) : -INFINITY;
+    }
+    return (total > 0 ? total : 1.0f) / (kDropout ? p.scores.keep_scale : 1.0f);
+  }
+
+  template <bool kFirst, bool kLast>
+  static __device__ void store(const Place& place, const Params& p, Element* out, float* sums, int column,
+                               typename MM1::Mma::FragmentC const& accumulated, Storage& shared) {
+    using Default = typename MM1::DefaultEpilogue;
+    using Operation = typename MM1::DefaultConfig::EpilogueOutputOp;
+    using Target = std::conditional_t<kLast, typename MM1::OutputTileIterator, typename MM1::OutputTileIteratorAccum>;
+    using Source = typename MM1::OutputTileIteratorAccum;
+    using Normalise = cutlass::epilogue::thread::MemoryEfficientAttentionNormalize<
+        std::conditional_t<kLast, Element, float>, float, Operation::kCount, typename Operation::ElementAccumulator,
+        float, kFirst, kLast, Rows>;
+    using Epilogue = cutlass::epilogue::threadblock::EpiloguePipelined<
+        typename Default::Shape, typename MM1::Mma::Operator, Default::kPartitionsK, Target,
+        typename Default::AccumulatorFragmentIterator, typename Default::WarpTileIterator,
+        typename Default::SharedLoadIterator, Normalise, typename Default::Padding, Default::kFragmentsPerIteration,
+        true, Source>;
+    const int32_t stride = p.heads * p.value_dim;
+    const cutlass::MatrixCoord extent{place.queries, p.value_dim}, origin{0, column};
+    Source source(typename Source::Params{stride}, sums, extent, place.thread, origin);
+    Normalise normalise(shared.s_prime, shared.out_rescale);
+    Epilogue epilogue(shared.epilogue_shared_storage(), place.thread, place.warp, place.lane);
+    if constexpr (kLast) {
+      Target target(typename Target::Params{stride}, out, extent, place.thread, origin);
+      epilogue(normalise, target, accumulated, source);
+    } else {
+      epilogue(normalise, source, accumulated, source);
+    }
+  }
+
+  static __device__ void block(const Params& p) {
+    extern __shared__ __align__(128) char memory[];
+    Storage& shared = *reinterpret_cast<Storage*>(memory);
+    Place place;
+    place.lane = threadIdx.x;
+    place.warp = warp_uniform(int(threadIdx.y));
+    place.thread = threadIdx.x + 32 * threadIdx.y;
+    place.query_start = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest rows of a causal mask first
+    place.queries = min(kQueries, p.scores.q_length - place.query_start);
+    place.warp_tile = {place.warp % MM0::Mma::WarpCount::kM, place.warp / MM0::Mma::WarpCount::kM};
+    const int head_index = blockIdx.y, batch = blockIdx.z;
+    const HeadScores head(p.scores, batch, head_index);
+    const int32_t q_stride = p.heads * p.head_dim, k_stride = p.kv_heads * p.head_dim;
+    const int32_t v_stride = p.kv_heads * p.value_dim, kv_head = head_index / p.scores.group;
+    const int64_t first_row = int64_t(batch) * p.scores.q_length + place.query_start;
+    const Element* query = p.query + first_row * q_stride + head_index * p.head_dim;
+    const Element* all_keys = p.key + int64_t(batch) * p.scores.kv_length * k_stride + kv_head * p.head_dim;
+    const Element* all_values = p.value + int64_t(batch) * p.scores.kv_length * v_stride + kv_head * p.value_dim;
+    const int64_t out_offset = (first_row * p.heads + head_index) * p.value_dim;
+    float* lse = p.lse + (int64_t(batch) * p.heads + head_index) * p.scores.q_length + place.query_start;
+    const int2 range = head.keys_for(place.query_start, place.query_start + place.queries, kKeys);
+
+    if (place.thread < kQueries) {
+      const bool sink = p.sinks != nullptr;
+      shared.mi[place.thread] = sink ? p.sinks[head_index] * kLog2e : -INFINITY;
+      shared.s_prime[place.thread] = sink ? 1.0f : 0.0f;
+      shared.out_rescale[place.thread] = 1.0f;
+    }
+    typename MM1::Mma::FragmentC accumulated;
+    accumulated.clear();
+
+    for (int key_start = range.x; key_start < range.y; key_start += kKeys) {
+      const int keys = min(kKeys, range.y - key_start);
+      const bool first = key_start == range.x, last = key_start + kKeys >= range.y;
+      const Element* value = all_values + int64_t(key_start) * v_stride;
+      auto values = [&](int column) {
+        return typename MM1::Mma::IteratorB(
+            typename MM1::IteratorB::Params{typename MM1::LayoutB(v_stride)}, const_cast<Element*>(value),
+            {keys, p.value_dim}, place.thread, cutlass::MatrixCoord{0, column});
+      };
+      auto preload_values = [&](int column) {
+        auto iterator = values(column);
+        MM1::Mma::prologue(shared.after_mm0.mm1, iterator, place.thread, keys);
+      };
+      __syncthreads();  // the statistics are there, and the last tile's products have been read
+      typename MM0::IteratorA queries(
+          typename MM0::IteratorA::Params(typename MM0::MmaCore::LayoutA(q_stride)), const_cast<Element*>(query),
+          {place.queries, p.head_dim}, place.thread, cutlass::MatrixCoord{0, 0});
+      typename MM0::IteratorB keys_iterator(
+          typename MM0::IteratorB::Params(typename MM0::MmaCore::LayoutB(k_stride)),
+          const_cast<Element*>(all_keys + int64_t(key_start) * k_stride), {p.head_dim, keys}, place.thread,
+          cutlass::MatrixCoord{0, 0});
+      typename MM0::Mma::FragmentC logits;
+      logits.clear();
+      {
+        typename MM0::Mma product(shared.mm0, place.thread, place.warp, place.lane);
+        const int steps = (p.head_dim + MM0::Mma::Shape::kK - 1) / MM0::Mma::Shape::kK;
+        product(steps, logits, queries, keys_iterator, logits);
+      }
+      __syncthreads();  // the product's shared memory becomes that of the probabilities and values
+      if constexpr (kPreloadValues) {
+        preload_values(0);
+      } else {
+        MM1::Mma::drain_cp_asyncs();
+      }
+      modify(place, head, key_start, keys, logits);
+      update_greatest(place, logits, shared);
+      if (kInRegisters && !first) {
+        auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+        float rescale;
+        Logits::iterateRows(
+            offset, [&](int m) { rescale = shared.out_rescale[m]; },
+            [&](int, int, int i) { accumulated[i] *= rescale; }, [](int) {});
+      }
+      exponentiate(place, head, key_start, logits, shared);
+      MM0::B2bGemm::accumToSmem(shared.after_mm0.si, logits, place.lane, place.warp_tile);
+      __syncthreads();
+      update_sums(p, place, lse, last, shared);
+
+      const int columns = kInRegisters ? 1 : (p.value_dim + MM1::ThreadblockShape::kN - 1) / MM1::ThreadblockShape::kN;
+      for (int block_column = 0; block_column < columns; ++block_column) {
+        const int column = block_column * MM1::Mma::Shape::kN;
+        if (!kPreloadValues) __syncthreads();  // the last store used the same shared memory
+        auto iterator = values(column);
+        typename MM1::Mma product(shared.after_mm0.si.accum_ref(), shared.after_mm0.mm1.operand_B_ref(), place.thread,
+                                  place.warp, place.lane);
+        product.set_prologue_done(kPreloadValues);
+        if (!kInRegisters) accumulated.clear();
+        const int steps = (keys + MM1::Mma::Shape::kK - 1) / MM1::Mma::Shape::kK;
+        product(steps, accumulated, iterator, accumulated);
+        __syncthreads();
+        if (kPreloadValues && block_column + 1 < columns) preload_values(column + MM1::Mma::Shape::kN);
+        if constexpr (!kInRegisters) {
+          MM1::Mma::drain_cp_asyncs();
+          Element* out = p.out + out_offset;
+          float* sums = p.sums + out_offset;
+          if (first && last) {
+            store<true, true>(place, p, out, sums, column, accumulated, shared);
+          } else if (first) {
+            store<true, false>(place, p, out, sums, column, accumulated, shared);
+          } else if (last) {
+            store<false, true>(place, p, out, sums, column, accumulated, shared);
+          } else {
+            store<false, false>(place, p, out, sums, column, accumulated, shared);
+          }
+          __syncthreads();
+        }
+      }
+      __syncthreads();
+    }
+
+    if (range.x >= range.y) {  // nothing is visible
+      if (place.thread < kQueries) {
+        shared.s_prime[place.thread] = finish_row(p, place, lse, shared.s_prime[place.thread], shared);
+      }
+      if constexpr (!kInRegisters) {
+        for (int row = place.warp; row < place.queries; row += kThreads / 32) {
+          Element* out = p.out + out_offset + int64_t(row) * p.heads * p.value_dim;
+          for (int column = place.lane; column < p.value_dim; column += 32) out[column] = Element(0);
+        }
+      }
+      __syncthreads();
+    }
+    if constexpr (kInRegisters) {
+      MM1::Mma::drain_cp_asyncs();
+      store<true, true>(place, p, p.out + out_offset, p.sums + out_offset, 0, accumulated, shared);
+    }
+  }
+};
+
+}  // namespace tilewright::attention

@@ -1,0 +1,103 @@
+"""What attention kernels in CUDA C++ are told of a call's masks: a band, rows of segments and positions, a matrix."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.flash_attention.masking import Band, intersection, split_mask
+from tilewright.kernels.masks import AndMask, BandMask, LengthMask, Mask, SegmentMask, TileClass, TileGrid
+
+RANGE_TILE = 64
+"""Queries, or keys, that an entry of the ranges speaks of; ``kRangeQueries`` in ``cuda/attention.cuh``."""
+
+_LIMITS = np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskParts:
+    """A mask taken apart; its leaves may be arrays, tracers or ``ShapeDtypeStruct``.
+
+    A key is visible iff its position minus the query's is in ``band``, their segments are equal, both are inside their
+    lengths, and ``matrix`` says so. Without ``positions`` a position is an index.
+    """
+
+    band: Band
+    segments: SegmentMask | None
+    positions: BandMask | None
+    lengths: tuple[LengthMask, ...]
+    matrix: Mask | None
+
+    @classmethod
+    def of(cls, mask: Mask | None) -> "MaskParts":
+        """What fits the form of rows as that, all else as a matrix."""
+        band, rest = split_mask(mask)
+        members = rest.masks if isinstance(rest, AndMask) else () if rest is None else (rest,)
+        segments = [part for part in members if isinstance(part, SegmentMask)][:1]
+        lengths = [part for part in members if isinstance(part, LengthMask)]
+        positions = [part for part in members if isinstance(part, BandMask)][:1]
+        others = [part for part in members if not any(part is taken for taken in (*segments, *lengths, *positions))]
+        if positions:
+            if band != Band():  # of indices, beside one of positions
+                others.append(_static_band(mask))
+            band = intersection(positions)
+        return cls(
+            band,
+            segments[0] if segments else None,
+            positions[0] if positions else None,
+            tuple(lengths),
+            functools.reduce(operator.and_, others) if others else None,
+        )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything is said of single queries and keys."""
+        return self.segments is not None or self.positions is not None or bool(self.lengths)
+
+    def rows(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
+        """``[batch|1, 2, length]`` int32 of queries and of keys: segments, then positions."""
+        q_segments = kv_segments = jnp.zeros((1, 1), jnp.int32)
+        if self.segments is not None:
+            q_segments, kv_segments = self.segments.q_segment_ids, self.segments.kv_segment_ids
+        q_positions = None if self.positions is None else self.positions.q_positions
+        kv_positions = None if self.positions is None else self.positions.kv_positions
+        # Outside its length a query is beyond all keys and a key before all queries, by more than any band is wide.
+        queries = _rows(q_segments, q_positions, [part.q_lengths for part in self.lengths], q_length, _LIMITS.max)
+        keys = _rows(kv_segments, kv_positions, [part.kv_lengths for part in self.lengths], kv_length, _LIMITS.min)
+        return queries, keys
+
+
+def _static_band(mask: Mask | None) -> Mask:
+    members = mask.masks if isinstance(mask, AndMask) else (mask,)
+    return functools.reduce(operator.and_, [m for m in members if isinstance(m, BandMask) and m.is_static])
+
+
+def _rows(segments: Any, positions: Any, lengths: list[Any], length: int, outside: int) -> Any:
+    indices = jnp.arange(length, dtype=jnp.int32)[None, :]
+    positions = indices if positions is None else positions.astype(jnp.int32)
+    for each in lengths:
+        if each is not None:
+            positions = jnp.where(indices < each[:, None], positions, jnp.int32(outside))
+    batch = max(segments.shape[0], positions.shape[0])
+    shape = (batch, length)
+    return jnp.stack([jnp.broadcast_to(part.astype(jnp.int32), shape) for part in (segments, positions)], axis=1)
+
+
+def visible_ranges(mask: Mask, q_length: int, kv_length: int, *, transposed: bool = False) -> Any:
+    """``[batch|1, heads|1, tiles, 2]`` int32: the first and the end of the keys that a tile of queries may see.
+
+    Transposed, of the queries that may see a tile of keys. Empty ranges are ``(length, 0)``, so that the union of
+    several is their least and greatest.
+    """
+    classes = mask.classify(TileGrid(q_length, kv_length, RANGE_TILE, RANGE_TILE))
+    seen = jnp.asarray(classes) != TileClass.EMPTY
+    seen, length = (seen.swapaxes(2, 3), q_length) if transposed else (seen, kv_length)
+    count = seen.shape[3]
+    first = jnp.argmax(seen, axis=3) * RANGE_TILE
+    end = jnp.minimum((count - jnp.argmax(seen[..., ::-1], axis=3)) * RANGE_TILE, length)
+    anything = seen.any(axis=3)
+    ranges = jnp.stack([jnp.where(anything, first, length), jnp.where(anything, end, 0)], axis=-1)
+    return ranges.astype(jnp.int32)
