@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.attention_peers import (
     DIRECTIONS,
+    OURS,
     Arrays,
     Call,
     CannotServeError,
@@ -80,6 +81,20 @@ OWN_CASES = _named(
 )
 """What attention is used for beside the standard shapes."""
 
+CUDA_CASES = _named(
+    _BASE,
+    {
+        "float32_4k_d64": {"heads": 32, "head_dim": 64, "dtype": "float32"},
+        "float32_4k_d128": {"dtype": "float32"},
+        "float32_full_2k_d128": {"q_length": 2048, "dtype": "float32", "causal": False},
+        "d320_4k": {"batch": 2, "heads": 8, "head_dim": 320},
+        "d512_4k": {"batch": 2, "heads": 8, "head_dim": 512},
+        "d512_full_2k": {"batch": 4, "q_length": 2048, "heads": 8, "head_dim": 512, "causal": False},
+        "d72_4k": {"head_dim": 72},
+    },
+)
+"""What CUDA C++ is for: dtypes and head dims that the kernels for Hopper do not reach."""
+
 _SMALL = AttentionCase("", batch=2, q_length=96, heads=4, kv_heads=2, head_dim=16, causal=True)
 SMOKE_CASES = _named(
     _SMALL,
@@ -91,7 +106,7 @@ SMOKE_CASES = _named(
 )
 """Small enough for a CPU: whether everything runs, not how fast."""
 
-GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "smoke": SMOKE_CASES}
+GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "cuda": CUDA_CASES, "smoke": SMOKE_CASES}
 
 VERSIONS_OF = (
     "tilewright", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "ejkernel",
@@ -492,7 +507,7 @@ def chosen_peers(names: str, platform: str | None) -> tuple[list[Peer], list[str
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    usual = [name for name in peers(None) if name != "xla"]
+    usual = [name for name in peers(None) if name != "xla" and not name.startswith(f"{OURS} ")]
     parser.add_argument("--cases", default="hopper,own", help="names, or groups: " + ", ".join(GROUPS))
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--peers", default=",".join(usual), help="of " + ", ".join(peers(None)))

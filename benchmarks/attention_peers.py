@@ -32,6 +32,9 @@ DOCUMENTS = (0.11, 0.5, 0.76, 1.0)
 
 DROPOUT_SEED = 20261121
 
+OWN_PLATFORMS = ("pallas", "cuda", "xla")
+"""Ours that can be measured beside each other."""
+
 _PLAIN = frozenset({"name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal"})
 
 
@@ -391,5 +394,6 @@ def peers(platform: str | None) -> dict[str, Peer]:
             frozenset({"sliding_window", "bias", "packed"}),
             dense_mask=True,
         ),
+        *(JaxPeer(f"{OURS} {own}", functools.partial(_ours, own), everything) for own in OWN_PLATFORMS),
     ]
     return {peer.name: peer for peer in listed}

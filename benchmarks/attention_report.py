@@ -40,7 +40,9 @@ PUBLISHED: dict[str, Any] = {
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """A line per cell: TFLOP/s of each implementation, and ours over the best peer's."""
     names = list(dict.fromkeys(name for cell in cells for name in cell["implementations"]))
-    lines = [f"{'case':20} {'':8} " + " ".join(f"{name:>13}" for name in names) + f" {'ours/best':>10} {'FA4*':>6}"]
+    widths = {name: max(13, len(name)) for name in names}
+    heads = " ".join(f"{name:>{widths[name]}}" for name in names)
+    lines = [f"{'case':20} {'':8} {heads} {'ours/best':>10} {'FA4*':>6}"]
     for cell in cells:
         found = cell["implementations"]
         shown = []
@@ -51,7 +53,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
         published = PUBLISHED[cell["direction"]].get(cell["case"])
         lines.append(
             f"{cell['case']:20} {cell['direction']:8} "
-            + " ".join(f"{text:>13}" for text in shown)
+            + " ".join(f"{text:>{widths[name]}}" for name, text in zip(names, shown, strict=True))
             + f" {'' if ratio is None else f'{ratio:.3f}':>10} {published or '':>6}"
         )
     return "\n".join([*lines, f"* {PUBLISHED['implementation']}, {PUBLISHED['date']}: {PUBLISHED['note']}"])

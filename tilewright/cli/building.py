@@ -6,12 +6,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilewright.cli.output import INTERRUPTED, complain, stderr, stdout, table
+from tilewright.cli.progress import EventProgress
 from tilewright.cli.targets import import_named
 from tilewright.errors import BuildError
 from tilewright.kernels import CUDA_TABLES
@@ -91,36 +92,18 @@ def _find_table(name: str) -> VariantTable:
     return found
 
 
-class BuildProgress:
-    """A context manager whose ``on_event`` goes to ``build``; keeps what was finished.
+class BuildProgress(EventProgress):
+    """Of ``build``; keeps what was finished.
 
     Attributes:
       done: what was finished so far.
     """
 
     def __init__(self, console: "Console", total: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+        super().__init__(console, "[dim]{task.fields[running]}")
         self.done: dict[Group, GroupDone] = {}
         self._running: list[Group] = []
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("[dim]{task.fields[running]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
         self._task = self._bar.add_task("building", total=total, running="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def on_event(self, event: Any) -> None:
         """Shows one event of a build."""

@@ -1,5 +1,6 @@
 """A tuning's events as a progress bar with the best time so far, and its result as a table."""
 
+import abc
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,24 +14,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class TuningProgress:
-    """A context manager whose ``on_event`` goes to ``tilewright.tune``; keeps the calls that were finished.
+class EventProgress(abc.ABC):
+    """A progress bar as a context manager, whose ``on_event`` goes to what it shows the progress of.
 
-    Attributes:
-      calls: what was tuned so far, in order.
+    Args:
+      fields: of a task, shown after the count: templates such as ``"{task.fields[best]}"``.
     """
 
-    def __init__(self, console: "Console"):
+    def __init__(self, console: "Console", *fields: str):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.calls: list[TunedCall] = []
-        self._task: Any = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[best]}"),
-            TextColumn("[dim]{task.fields[trying]}"),
+            *map(TextColumn, fields),
             TimeElapsedColumn(),
             console=console,
         )
@@ -43,6 +41,23 @@ class TuningProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+    @abc.abstractmethod
+    def on_event(self, event: Any) -> None:
+        """Shows one event."""
+
+
+class TuningProgress(EventProgress):
+    """Of ``tilewright.tune``; keeps the calls that were finished.
+
+    Attributes:
+      calls: what was tuned so far, in order.
+    """
+
+    def __init__(self, console: "Console"):
+        super().__init__(console, "{task.fields[best]}", "[dim]{task.fields[trying]}")
+        self.calls: list[TunedCall] = []
+        self._task: Any = None
 
     def on_event(self, event: Any) -> None:
         """Shows one event of a tuning; those of selection are let pass."""
