@@ -178,16 +178,17 @@ class Oracle:
                 array = jax.lax.dynamic_slice_in_dim(array, start, size, axis)
         return array
 
-    def compile(self, shapes: Operands, directions: Sequence[Direction], dtype: str) -> Callable[..., Any]:
-        """The program of one place, computed in the dtype; as a peer's, it runs nothing."""
+    def compile(self, shapes: Operands, directions: Sequence[Direction], exact: bool) -> Callable[..., Any]:
+        """The program of one place, in float32 or as the inputs' dtype has it; as a peer's, it runs nothing."""
+        dtype = "float32" if exact else self.case.dtype
 
         def results(floats: Arrays, extras: Arrays, cotangent: jax.Array, place: Any) -> Arrays:
             parts: dict[str, Any] = {name: self.part(name, array, place) for name, array in floats.items()}
             args, kwargs = FlashAttention().prepare(**parts, **shapes.options(extras))
             inputs = FlashAttention().inputs(*args, **kwargs)
             found: dict[str, jax.Array] = {}
-            # Exact in float32, where a GPU rounds operands by default; in the inputs' dtype as the device does it.
-            with jax.default_matmul_precision("highest" if dtype == "float32" else None):
+            # A GPU rounds the operands of float32 products by default, and so do the implementations.
+            with jax.default_matmul_precision("highest" if exact else None):
                 if "forward" in directions:
                     found["out"] = attention_reference(inputs, dtype)[0]
                 if "backward" in directions:
@@ -235,7 +236,7 @@ class Compilation:
     directions: Sequence[Direction]
     oracle: Oracle
     draw: Pending[Callable[[], Operands]]
-    references: Mapping[str, Pending[Callable[..., Any]]]
+    references: Mapping[bool, Pending[Callable[..., Any]]]
     programs: Mapping[Direction, Mapping[str, Pending[Program]]]
 
 
@@ -254,8 +255,7 @@ def compile_cases(
             shapes, oracle = Operands.shapes(case), Oracle(case)
             draw = pool.submit(timed, shapes.compile)
             references = {
-                dtype: pool.submit(timed, oracle.compile, shapes, directions, dtype)
-                for dtype in {"float32", case.dtype}
+                exact: pool.submit(timed, oracle.compile, shapes, directions, exact) for exact in (True, False)
             }
             programs = {
                 direction: {peer.name: pool.submit(timed, peer.compile, shapes, direction) for peer in chosen}
@@ -376,7 +376,7 @@ def rates(flops: float, samples: dict[str, Any]) -> dict[str, Any]:
 def run_case(compiled: Compilation, method: Method) -> list[Any]:
     """One record per direction."""
     start = time.perf_counter()
-    exact, low = (compiled.references[dtype].result()[0] for dtype in ("float32", compiled.case.dtype))
+    exact, low = (compiled.references[exact].result()[0] for exact in (True, False))
     operands, oracle, cells = compiled.draw.result()[0](), compiled.oracle, []
     oracle.compute(operands, exact, low)
     for direction in compiled.directions:
