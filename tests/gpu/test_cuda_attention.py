@@ -1,5 +1,8 @@
 """Attention in CUDA C++ on a GPU: conformance, every variant that runs there, real lengths, and several devices."""
 
+import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -35,6 +38,7 @@ from tilewright.ops.utils.device import current_device
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 BACKEND = CudaFlashAttention()
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,49 +67,66 @@ class TestCudaDeterministic(Conformance):
         return CudaForwardParams() if direction == "forward" else CudaBackwardParams(None, True)
 
 
-DIMS = (64, 40, 96, 128, 32, 200, 512)
-
-
 def variant_names(direction: Direction) -> list[str]:
     capability = capability_of(current_device()) or 0
     return [variant.name for table in TABLES[direction] for variant in table.for_capability(capability)]
 
 
-def case_for(direction: Direction, name: str) -> AttentionCase | None:
-    """A case of some hundred positions that a variant takes."""
-    params = CudaForwardParams(name) if direction == "forward" else CudaBackwardParams(name)
-    for dtype in ("bfloat16", "float16", "float32"):
-        for dim in DIMS:
-            dropout = {"dropout_prob": 0.2} if "dropout" in name else {}
-            for lengths in ((200, 330), (256, 384)):
-                case = AttentionCase(
-                    "", 2, *lengths, heads=4, kv_heads=2, head_dim=dim, dtype=dtype, causal=True, **dropout
-                )
-                problem = AttentionProblem.of(inputs_of(case))
-                if not BACKEND.config_reasons(problem, current_device(), direction, params):
-                    return case
-    return None
+@functools.cache
+def problem_of(case: AttentionCase) -> AttentionProblem:
+    return AttentionProblem.of(inputs_of(case))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A case of some hundred positions, and the precision that its products have."""
+
+    case: AttentionCase
+    precision: str | None
+
+    def reasons(self, direction: Direction, params: Any) -> list[str]:
+        with jax.default_matmul_precision(self.precision):
+            return BACKEND.config_reasons(problem_of(self.case), current_device(), direction, params)
+
+    def run(self, forward: CudaForwardParams, backward: CudaBackwardParams) -> None:
+        with jax.default_matmul_precision(self.precision):
+            run_and_judge(BACKEND, self.case, forward, backward)
+
+
+def trials(name: str) -> Iterator[Trial]:
+    """What a variant of such a name may take, the most of it first."""
+    dtype = next(long for short, long in DTYPES.items() if f"_{short}_" in name)
+    options: list[dict[str, Any]] = [
+        {"dropout_prob": 0.2, "bias": "hqk", "causal": True, "sliding_window": 150},
+        {"bias": "hqk", "causal": True, "sliding_window": 150, "logits_soft_cap": 4.0},
+        {"causal": True, "sliding_window": 150},
+        {"causal": True},
+        {},
+    ]
+    for option, heads, lengths in itertools.product(options, ((4, 2), (2, 2)), ((200, 330), (256, 384))):
+        for dim, precision in itertools.product((512, 200, 128, 96, 64, 32), (None, "highest")):
+            sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": dim, "dtype": dtype}
+            yield Trial(AttentionCase("", 2, *lengths, **sizes, **option), precision)
+
+
+def trial_of(direction: Direction, name: str, params: Any) -> Trial:
+    for trial in trials(name):
+        if not trial.reasons(direction, params):
+            return trial
+    pytest.skip("it is for another device, or takes none of the cases here")
 
 
 @pytest.mark.parametrize("name", variant_names("forward"))
 def test_forward_variant(name: str):
-    case = case_for("forward", name)
-    if case is None:
-        pytest.skip("it is for another capability")
-    run_and_judge(BACKEND, case, CudaForwardParams(name), CudaBackwardParams())
+    params = CudaForwardParams(name)
+    trial_of("forward", name, params).run(params, CudaBackwardParams())
 
 
-@pytest.mark.parametrize("name", variant_names("backward"))
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", variant_names("backward"))
 def test_backward_variant(name: str, deterministic: bool):
-    case = case_for("backward", name)
-    if case is None:
-        pytest.skip("it is for another capability")
     params = CudaBackwardParams(name, deterministic)
-    problem = AttentionProblem.of(inputs_of(case))
-    if BACKEND.config_reasons(problem, current_device(), "backward", params):
-        pytest.skip("; ".join(BACKEND.config_reasons(problem, current_device(), "backward", params)))
-    run_and_judge(BACKEND, case, CudaForwardParams(), params)
+    trial_of("backward", name, params).run(CudaForwardParams(), params)
 
 
 LONG = {

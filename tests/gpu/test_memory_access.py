@@ -1,5 +1,7 @@
-"""Short runs of the Hopper kernels for `make memcheck`: ragged ends everywhere, the sanitizer watches every access."""
+"""Short runs of the kernels for Hopper and of those in CUDA C++ for `make memcheck`: ragged ends
+everywhere, the sanitizer watches every access."""
 
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -11,17 +13,21 @@ import pytest
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of
 from tilewright.kernels.flash_attention import pallas_gpu
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.cuda import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or current_device().capability != (9, 0), reason="needs a Hopper GPU"
 )
 
-BACKEND = PallasGpuFlashAttention()
+PALLAS, CUDA = PallasGpuFlashAttention(), CudaFlashAttention()
 
-SIZES: dict[str, Any] = {"heads": 2, "dtype": "bfloat16"}
+DTYPE: dict[str, Any] = {"dtype": "bfloat16"}
+SIZES: dict[str, Any] = {"heads": 2, **DTYPE}
 CASES = {
     # Enough work items for each program that the first heads are complete before the last begin.
     "converted early": AttentionCase("", 16, 500, head_dim=64, causal=True, **SIZES | {"heads": 32, "kv_heads": 16}),
@@ -34,19 +40,47 @@ CASES = {
 }
 
 
+def run(backend: Implementation, inputs: AttentionInputs, forward: Iterable[Any], backward: Iterable[Any]) -> None:
+    """Every config of both directions; the sanitizer judges, but nothing that they write may be missing either."""
+    d = cotangents(inputs)
+    for config in forward:
+        results = jax.jit(lambda inputs, config=config: backend.forward(inputs, config))(inputs)
+        assert not any(bool(jnp.isnan(array).any()) for array in results)
+    for config in backward:
+        gradients = jax.jit(lambda inputs, results, d, config=config: backend.backward(inputs, results, d, config))
+        for array in jax.tree.leaves(gradients(inputs, results, d)):
+            assert np.isfinite(np.asarray(array, np.float32)).all()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_in_bounds(name: str):
     inputs = inputs_of(CASES[name])
     problem, device = AttentionProblem.of(inputs), current_device()
-    d = cotangents(inputs)
-    for config in BACKEND.candidates(problem, device, "forward")[:2]:
-        results = jax.jit(lambda inputs, config=config: BACKEND.forward(inputs, config))(inputs)
-        assert all(bool(jnp.isfinite(array).all()) for array in results)
-    kinds = {config.deterministic: config for config in BACKEND.candidates(problem, device, "backward")[::-1]}
+    kinds = {config.deterministic: config for config in PALLAS.candidates(problem, device, "backward")[::-1]}
     with mock.patch.object(pallas_gpu, "convert_kernel", wraps=pallas_gpu.convert_kernel) as convert:
-        for config in kinds.values():
-            backward = jax.jit(lambda inputs, results, d, config=config: BACKEND.backward(inputs, results, d, config))
-            for array in jax.tree.leaves(backward(inputs, results, d)):
-                assert np.isfinite(np.asarray(array, np.float32)).all()
+        run(PALLAS, inputs, PALLAS.candidates(problem, device, "forward")[:2], kinds.values())
     if name == "converted early":
         assert convert.call_args.args[3] is not None
+
+
+CUDA_CASES = {
+    "float32, window": AttentionCase("", 2, 333, 270, heads=4, kv_heads=2, head_dim=60, causal=True, sliding_window=77),
+    "float32, d200": AttentionCase("", 1, 101, 170, heads=2, head_dim=200, logits_soft_cap=5.0),
+    "d512": AttentionCase("", 1, 130, 201, heads=2, head_dim=512, causal=True, **DTYPE),
+    "plain": AttentionCase("", 2, 333, 270, heads=2, head_dim=128, causal=True, **DTYPE),
+    "packed": AttentionCase("", 1, 500, heads=2, head_dim=64, causal=True, packed=True, **DTYPE),
+    "bias and sinks": AttentionCase("", 2, 190, 211, heads=2, head_dim=64, bias="hqk", sinks=1, **DTYPE),
+    "mask and dropout": AttentionCase("", 2, 259, heads=2, head_dim=72, mask="bhqk", dropout_prob=0.2, **DTYPE),
+    "more queries": AttentionCase(
+        "", 1, 300, 90, heads=2, head_dim=96, value_dim=40, causal=True, causal_alignment="bottom_right", **DTYPE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_cuda_in_bounds(name: str):
+    inputs = inputs_of(CUDA_CASES[name])
+    reasons = CUDA.not_supported_reasons(AttentionProblem.of(inputs), current_device(), "backward")
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    run(CUDA, inputs, [CudaForwardParams()], [CudaBackwardParams(None, form) for form in (False, True)])

@@ -44,8 +44,8 @@ def problem_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128,
 
 @pytest.fixture
 def in_real_cache(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
-    """The backend's own kernels build there."""
-    made = {d: tuple(CudaKernel(table, real_cache) for table in cuda.TABLES[d]) for d in cuda.TABLES}
+    """The backend's kernels build there, those on CUTLASS's example 41 alone: the others take minutes to compile."""
+    made = {d: (CudaKernel(cuda.TABLES[d][-1], real_cache),) for d in cuda.TABLES}
     monkeypatch.setattr(cuda, "kernels", made.__getitem__)
     return real_cache
 
@@ -112,6 +112,15 @@ def test_calls_are_lowered_for_cuda():
     assert variants_in(text) == ["fmha_cutlassB_bf16_aligned_64x64_k32_dropout_sm80"]
 
 
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100", "in_real_cache")
+def test_a_negative_scale_is_turned_into_one_of_the_query():
+    x = [jax.ShapeDtypeStruct((2, 128, heads, 24), jnp.bfloat16) for heads in (4, 2, 2)]
+    text = lowered(lambda *a: flash_attention(*a, softmax_scale=-0.5, platform="cuda"), *x)
+    assert "scale = 5.000000e-01 : f32" in text
+    assert "stablehlo.negate" in text
+
+
 def residuals(*arrays: Any) -> tuple[Any, Any, Any]:
     """Inputs with dropout, results and cotangents."""
     args, kwargs = FlashAttention().prepare(*arrays, causal=True, dropout_prob=0.1, dropout_seed=3)
@@ -139,8 +148,8 @@ def test_a_mapped_axis_becomes_a_part_of_the_batch():
 
 def test_reasons():
     assert "compute capability" in BACKEND.not_supported_reasons(problem_of(), Device("cpu", "cpu"), "forward")[0]
-    blackwell = Device("gpu", "NVIDIA B200", (10, 0), 148)
-    assert BACKEND.not_supported_reasons(problem_of(), blackwell, "forward")
+    kepler = Device("gpu", "NVIDIA K80", (3, 7), 13)
+    assert BACKEND.not_supported_reasons(problem_of(), kepler, "forward")[-1].endswith("for compute capability 3.7")
     odd = dataclasses.replace(problem_of(), dtype=np.dtype(np.float64))
     assert "got problem.dtype=dtype('float64')" in BACKEND.not_supported_reasons(odd, H100, "forward")[0]
     long = dataclasses.replace(problem_of(), q_length=1 << 30)

@@ -105,13 +105,15 @@ def test_order():
     ]
 
 
-@pytest.mark.parametrize("table", [FORWARD, BACKWARD], ids=lambda table: table.name)
+@pytest.mark.parametrize("table", [*cuda.TABLES["forward"], *cuda.TABLES["backward"]], ids=lambda table: table.name)
 def test_the_sources_are_those_of_the_golden_files(table):
     """Two files whole, all by their hashes."""
     made = generate(table)
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(made.items())}
-    whole = {FORWARD.name: "f32_notaligned.cu", BACKWARD.name: "f16_aligned_k96.cu"}[table.name]
-    files = {f"{table.name}.json": json.dumps(hashes, indent=1) + "\n", f"{table.name}_{whole}": made[whole]}
+    whole = {FORWARD.name: "f32_notaligned.cu", BACKWARD.name: "f16_aligned_k96.cu"}.get(table.name)
+    files = {f"{table.name}.json": json.dumps(hashes, indent=1) + "\n"}
+    if whole is not None:
+        files[f"{table.name}_{whole}"] = made[whole]
     for name, text in files.items():
         if os.environ.get("TILEWRIGHT_WRITE_GOLDEN"):
             (GOLDEN / name).write_text(text)

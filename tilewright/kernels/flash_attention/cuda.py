@@ -12,10 +12,11 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build.devices import capability_of
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.table import Variant
 from tilewright.kernels.dropout import keep_threshold
-from tilewright.kernels.flash_attention import cuda_variants
+from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, visible_ranges
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions, dropout_keys
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -26,8 +27,8 @@ from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
 TABLES = {
-    "forward": (cuda_variants.FORWARD,),
-    "backward": (cuda_variants.BACKWARD,),
+    "forward": (cuda_hopper_variants.FORWARD, cuda_ampere_variants.FORWARD, cuda_variants.FORWARD),
+    "backward": (cuda_hopper_variants.BACKWARD, cuda_ampere_variants.BACKWARD, cuda_variants.BACKWARD),
 }
 """Of each direction, in the order in which they are asked for a variant."""
 
@@ -159,7 +160,7 @@ def select(
 
 
 class CudaFlashAttention(Implementation):
-    """Serves float32, float16 and bfloat16 of any head dim on compute capability 5.0 and up, below 10.0."""
+    """Serves float32, float16 and bfloat16 of any head dim, and every option, on compute capability 5.0 and up."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = None
@@ -180,9 +181,13 @@ class CudaFlashAttention(Implementation):
         if reasons or 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
             return reasons
         fields = problem_fields(problem, False)
+        capability = capability_of(device) or 0
+        able = [kernel for kernel in kernels(direction) if kernel.table.for_capability(capability)]
+        if not able:
+            return [f"no variant is for compute capability {capability / 10}"]
         against: list[str] = []
         for each in padded_fields(fields, problem.dtype.itemsize):
-            for kernel in kernels(direction):
+            for kernel in able:
                 said = kernel.reasons(each, device)
                 if not said:
                     return []
@@ -226,6 +231,7 @@ class CudaFlashAttention(Implementation):
         """``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
             return empty_forward(inputs)
+        inputs = _with_positive_scale(inputs)
         call = _Call.of(inputs, "forward", params.variant, False)
         sinks = None
         if inputs.softmax_aux is not None:
@@ -246,6 +252,7 @@ class CudaFlashAttention(Implementation):
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
         d_out, d_lse = cotangents
+        turned, inputs = inputs.options.softmax_scale < 0, _with_positive_scale(inputs)
         call = _Call.of(inputs, "backward", params.variant, params.deterministic)
         arrays = {
             "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out,
@@ -261,7 +268,23 @@ class CudaFlashAttention(Implementation):
         if inputs.softmax_aux is not None:
             sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
         bias = None if inputs.bias is None else d_bias
-        return {"query": d_query, "key": d_key, "value": d_value, "bias": bias, "softmax_aux": sinks}
+        return {
+            "query": -d_query if turned else d_query,
+            "key": d_key,
+            "value": d_value,
+            "bias": bias,
+            "softmax_aux": sinks,
+        }
+
+
+def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
+    """The same logits without a negative scale: some kernels look for the greatest product before they scale it."""
+    scale = inputs.options.softmax_scale
+    if scale >= 0:
+        return inputs
+    return dataclasses.replace(
+        inputs, query=-inputs.query, options=dataclasses.replace(inputs.options, softmax_scale=-scale)
+    )
 
 
 def _score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:

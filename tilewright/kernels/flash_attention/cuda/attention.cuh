@@ -316,4 +316,15 @@ inline ffi::Error start_bias_gradient(const Problem& problem, const Arguments& a
   return ffi::Error::Success();
 }
 
+// Computes the row terms of a backward call, whose inputs 3 to 6 are out, lse, d_out and d_lse.
+template <class Element>
+ffi::Error start_row_terms(const Problem& problem, const Arguments& arguments, cudaStream_t stream, float2* terms) {
+  constexpr int kRows = 8;
+  const int64_t rows = problem.batch * problem.q_length * problem.heads;
+  return launch<row_terms<Element>>(dim3((rows + kRows - 1) / kRows), dim3(32, kRows), 0, stream,
+                                    input<Element>(arguments, 3), input<Element>(arguments, 5),
+                                    input<float>(arguments, 4), input<float>(arguments, 6), terms,
+                                    int(problem.q_length), int(problem.heads), int(problem.value_dim), rows);
+}
+
 }  // namespace tilewright::attention

@@ -53,16 +53,16 @@ struct CutlassBackward {
     const Element *query, *key, *value, *d_out;
     const float2* terms;  // [batch, heads, q_length]
     Element *d_query, *d_key, *d_value;
-    float* d_bias;
-    Broadcast d_bias_at;
+    BiasGradient d_bias;
     float *q_sums, *kv_sums;
     int32_t head_dim, value_dim, heads, kv_heads;
-    bool d_bias_shared;  // whether several logits share an element of the bias
     bool adds_up;        // whether blocks of keys add to dQ
     Scores scores;
   };
 
-  static Facts facts() { return {sizeof(Storage), kThreads, kAligned ? Library::kOptimalAlignement : Library::kMinimumAlignment}; }
+  static Facts facts() {
+    return {sizeof(Storage), kThreads, kAligned ? Library::kOptimalAlignement : Library::kMinimumAlignment};
+  }
 
   // Floats of each part of the workspace.
   struct Sizes {
@@ -109,21 +109,9 @@ struct CutlassBackward {
     p.terms = reinterpret_cast<float2*>(workspace);
     p.q_sums = workspace + parts.terms;
     p.kv_sums = p.q_sums + parts.q_sums;
-    p.d_bias_shared = false;
-    p.d_bias = output<float>(arguments, 3);
-    if (p.d_bias != nullptr) {
-      const auto d_bias = *output_buffer(arguments, 3);
-      p.d_bias_at = broadcast(d_bias);
-      p.d_bias_shared = int64_t(d_bias.element_count()) !=
-                        problem.batch * problem.heads * problem.q_length * problem.kv_length;
-      // Tiles that nobody sees are not visited, and shared elements are added up.
-      TILEWRIGHT_RETURN_IF_ERROR(check(cudaMemsetAsync(p.d_bias, 0, d_bias.size_bytes(), stream), "clearing the gradient of the bias"));
-    }
-    const int64_t rows = problem.batch * problem.q_length * problem.heads;
-    TILEWRIGHT_RETURN_IF_ERROR(launch<row_terms<Element>>(dim3((rows + 7) / 8), dim3(32, 8), 0, stream, input<Element>(arguments, 3),
-                                       p.d_out, input<float>(arguments, 4), input<float>(arguments, 6),
-                                       reinterpret_cast<float2*>(workspace), int(problem.q_length), int(problem.heads),
-                                       int(problem.value_dim), rows));
+    TILEWRIGHT_RETURN_IF_ERROR(start_bias_gradient(problem, arguments, 3, stream, &p.d_bias));
+    TILEWRIGHT_RETURN_IF_ERROR(
+        start_row_terms<Element>(problem, arguments, stream, reinterpret_cast<float2*>(workspace)));
     const dim3 by_keys(tiles(problem.kv_length, kKeys), problem.kv_heads, problem.batch);
     const dim3 by_queries(tiles(problem.q_length, kQueries), problem.heads, problem.batch);
     const dim3 threads(kThreads);
@@ -164,7 +152,8 @@ struct CutlassBackward {
   static __device__ void use_head(const Params& p, Place& place, int head) {
     place.head = head;
     place.kv_head = head / p.scores.group;
-    const int64_t q_rows = int64_t(place.batch) * p.scores.q_length, kv_rows = int64_t(place.batch) * p.scores.kv_length;
+    const int64_t q_rows = int64_t(place.batch) * p.scores.q_length;
+    const int64_t kv_rows = int64_t(place.batch) * p.scores.kv_length;
     place.query = p.query + q_rows * place.q_stride + head * p.head_dim;
     place.key = p.key + kv_rows * place.k_stride + place.kv_head * p.head_dim;
     place.value = p.value + kv_rows * place.v_stride + place.kv_head * p.value_dim;
@@ -172,7 +161,9 @@ struct CutlassBackward {
     place.terms = p.terms + (int64_t(place.batch) * p.heads + head) * p.scores.q_length;
   }
 
-  static __device__ int clipped(int start, int length, int block) { return kWhole ? block : min(block, length - start); }
+  static __device__ int clipped(int start, int length, int block) {
+    return kWhole ? block : min(block, length - start);
+  }
 
   template <class Mma>
   static __device__ cutlass::MatrixCoord tile_of_warp(int warp) {
@@ -187,7 +178,8 @@ struct CutlassBackward {
   }
 
   template <bool kLoadKeys>
-  static __device__ void preload_logits(const Params& p, const Place& place, Storage& shared, int q_start, int k_start) {
+  static __device__ void preload_logits(
+      const Params& p, const Place& place, Storage& shared, int q_start, int k_start) {
     using Mma = typename QK::Mma;
     auto keys = operand<typename Mma::IteratorA>(place.key + int64_t(k_start) * place.k_stride, place.k_stride,
                                                  p.scores.kv_length - k_start, p.head_dim, place.thread);
@@ -302,7 +294,8 @@ struct CutlassBackward {
       using Mma = typename QK::Mma;
       using Logits = typename QK::AccumLambdaIterator;
       auto keys_iterator = operand<typename Mma::IteratorA>(key, place.k_stride, keys, p.head_dim, place.thread);
-      auto queries_iterator = operand<typename Mma::IteratorB>(query, place.q_stride, p.head_dim, queries, place.thread);
+      auto queries_iterator =
+          operand<typename Mma::IteratorB>(query, place.q_stride, p.head_dim, queries, place.thread);
       Mma product(shared.mm_qk_k(), shared.mm_qk_q(), place.thread, place.warp, place.lane);
       typename Mma::FragmentC logits;
       logits.clear();
@@ -399,7 +392,7 @@ struct CutlassBackward {
       auto offset = Logits::get_lane_offset(place.lane, place.warp, dov_tile);
       auto probabilities = shared.attn_shared_storage().accum_ref();
       const bool capped = p.scores.soft_cap != 0;
-      const bool stores_bias = p.d_bias != nullptr && kPass != Pass::kQueries;
+      const bool stores_bias = p.d_bias.data != nullptr && kPass != Pass::kQueries;
       float term, lse2;
       Logits::iterateRows(
           offset,
@@ -417,7 +410,7 @@ struct CutlassBackward {
               }
               gradient = (d_probability - term) * probability;
               if (capped && probability > 0) gradient *= head.cap_slope(log2f(probability) + lse2);
-              if (stores_bias) add_to_bias(p, place, q_start + m, k_start + n, gradient);
+              if (stores_bias) p.d_bias.add(place.batch, place.head, q_start + m, k_start + n, gradient);
             }
             d_logits[i] = gradient * p.scores.scale;
           },
@@ -489,16 +482,6 @@ struct CutlassBackward {
     __syncthreads();
   }
 
-  static __device__ void add_to_bias(const Params& p, const Place& place, int query, int key, float gradient) {
-    const Broadcast& at = p.d_bias_at;
-    float* element = p.d_bias + place.batch * at.batch + place.head * at.head + query * at.row + key * at.column;
-    if (p.d_bias_shared) {
-      atomicAdd(element, gradient);
-    } else {
-      *element = gradient;
-    }
-  }
-
   template <Pass kPass>
   static __device__ void block(const Params& p) {
     if constexpr (kPass == Pass::kQueries) {
@@ -524,7 +507,8 @@ struct CutlassBackward {
     int2 range = make_int2(0, 0);
     auto enter = [&] {  // the next head that sees any of these keys
       for (; member < group; ++member) {
-        range = HeadScores(p.scores, place.batch, kv_head * group + member).queries_for(k_start, k_start + keys, kQueries);
+        const HeadScores head(p.scores, place.batch, kv_head * group + member);
+        range = head.queries_for(k_start, k_start + keys, kQueries);
         if (range.x < range.y) break;
       }
     };

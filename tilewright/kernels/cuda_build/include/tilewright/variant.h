@@ -135,7 +135,8 @@ inline ffi::Error describe_device(int ordinal, Device* device) {
     const bool kept = 0 <= ordinal && ordinal < kMaxDevices;
     if (kept && (values[i] = known[3 * ordinal + i].load(std::memory_order_relaxed)) != 0) continue;
     int value = 0;
-    TILEWRIGHT_RETURN_IF_ERROR(check(cudaDeviceGetAttribute(&value, kAttributes[i], ordinal), "cudaDeviceGetAttribute"));
+    TILEWRIGHT_RETURN_IF_ERROR(
+        check(cudaDeviceGetAttribute(&value, kAttributes[i], ordinal), "cudaDeviceGetAttribute"));
     if (i == 0) {
       int minor = 0;
       TILEWRIGHT_RETURN_IF_ERROR(check(

@@ -1,0 +1,540 @@
+// Backward attention for compute capability 8.0 and up on mma.sync.
+//
+// A block owns some keys of one head of keys, walks over the queries of all its query heads, and keeps dK and dV in
+// registers. What it adds to dQ goes to float32 sums in global memory in the order of the registers, in whatever order
+// blocks come to it, and is turned into dQ by a last kernel. The deterministic form leaves that out and has another
+// pass, whose blocks own queries.
+#pragma once
+
+#include "ampere_products.cuh"
+
+namespace tilewright::attention {
+
+// How a pass cuts its work: a tile of queries and keys, the warps over the two sides of its logits, all warps (as many
+// or twice as many), the tiles of what it walks over that are in shared memory at a time, and the blocks that a
+// multiprocessor is to hold.
+template <int kQueryCount, int kKeyCount, int kQueryWarpCount, int kKeyWarpCount, int kWarpCount, int kStageCount,
+          int kBlockCount>
+struct AmpereWalk {
+  static constexpr int kQueries = kQueryCount, kKeys = kKeyCount;
+  static constexpr int kQueryWarps = kQueryWarpCount, kKeyWarps = kKeyWarpCount;
+  static constexpr int kStages = kStageCount, kBlocks = kBlockCount;
+  static constexpr int kWarps = kWarpCount, kThreads = 32 * kWarps;
+  static_assert(kWarps == kQueryWarps * kKeyWarps || kWarps == 2 * kQueryWarps * kKeyWarps);
+};
+
+enum class AmperePass { kKeysAndSums, kKeys, kQueries };
+
+template <class Element>
+struct AmpereBackwardParams {
+  const Element *query, *key, *value, *d_out;
+  const float2* terms;  // [batch, heads, q_length]
+  Element *d_query, *d_key, *d_value;
+  float* sums;  // of dQ
+  BiasGradient d_bias;
+  int32_t head_dim, value_dim, heads, kv_heads;
+  ampere::Order order;
+  Scores scores;
+};
+
+// Which warps compute which part of a gradient [kRowCount, kColumnCount]: 32 rows each, or 16 where columns are few.
+template <class Element, int kRowCount, int kColumnCount, int kWarps>
+struct AmpereGrid {
+  static constexpr bool fits(int rows) {
+    if (kRowCount % rows != 0) return false;
+    const int warps = kRowCount / rows;
+    if (warps > kWarps || kWarps % warps != 0 || kColumnCount % (kWarps / warps) != 0) return false;
+    const int columns = kColumnCount / (kWarps / warps), bytes = columns * int(sizeof(Element));
+    return columns % (sizeof(Element) == 4 ? 32 : 16) == 0 && (bytes % 128 == 0 || (bytes & (bytes - 1)) == 0);
+  }
+  static constexpr int kRows = fits(32) ? 32 : fits(16) ? 16 : 64;
+  static_assert(fits(kRows), "no way to share this gradient among the warps");
+  static constexpr int kRowWarps = kRowCount / kRows, kColumnWarps = kWarps / kRowWarps;
+  static constexpr int kColumns = kColumnCount / kColumnWarps;
+  static constexpr int kM = kRows / 16, kN = kColumns / 8;
+  using Sums = float[kM][kN][4];
+
+  int row, column;
+
+  __device__ explicit AmpereGrid(int warp) : row(warp / kColumnWarps * kRows), column(warp % kColumnWarps * kColumns) {}
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(Pass::kThreads, Pass::kBlocks)
+    ampere_backward(const AmpereBackwardParams<typename Pass::Element> p) {
+  Pass::block(p);
+}
+
+template <class Pass>
+__global__ void __launch_bounds__(Pass::kThreads)
+    ampere_backward_convert(const AmpereBackwardParams<typename Pass::Element> p) {
+  Pass::convert_block(p);
+}
+
+template <class ElementType, int kMaxDim, class Walk, AmperePass kPass, bool kExact, bool kModified, bool kDropout>
+struct AmpereBackwardPass {
+  using Element = ElementType;
+  using Params = AmpereBackwardParams<Element>;
+  static constexpr int kThreads = Walk::kThreads, kBlocks = Walk::kBlocks, kStages = Walk::kStages;
+  static constexpr int kQueries = Walk::kQueries, kKeys = Walk::kKeys;
+  static constexpr bool kOwnsKeys = kPass != AmperePass::kQueries, kSums = kPass == AmperePass::kKeysAndSums;
+  // With twice the warps that a tile of logits takes, half of them multiply dO and V meanwhile. Those of float32 also
+  // share the head dim, each with the whole tile: more products for what they read, and parts to add up.
+  static constexpr int kScoreWarps = Walk::kQueryWarps * Walk::kKeyWarps;
+  static constexpr bool kPaired = kScoreWarps < Walk::kWarps, kSharedDim = kPaired && ampere::kIsFloat<Element>;
+  static constexpr int kPartBytes = kQueries / 16 * (kKeys / 8) * 512;
+  static constexpr int kWarpQueries = kQueries / Walk::kQueryWarps, kWarpKeys = kKeys / Walk::kKeyWarps;
+  static constexpr int kM = kWarpQueries / 16, kN = kWarpKeys / 8;
+  static constexpr bool kRounds = ampere::kIsFloat<Element> && !kExact;
+  static constexpr int kStepsOfDim = kMaxDim * int(sizeof(Element)) / 32;
+
+  // What a block owns is rounded once, what it walks over whenever it is read.
+  using Queries = ampere::Tile<Element, kQueries, kMaxDim, !kOwnsKeys>;  // of Q and of dO
+  using Keys = ampere::Tile<Element, kKeys, kMaxDim, kOwnsKeys>;         // of K and of V
+  using Weights = ampere::Tile<Element, kQueries, kKeys, true>;          // of probabilities, of gradients of logits
+  using KeyGrid = AmpereGrid<Element, kKeys, kMaxDim, Walk::kWarps>;
+  using QueryGrid = AmpereGrid<Element, kQueries, kMaxDim, Walk::kWarps>;
+
+  static constexpr int kQueryStages = kOwnsKeys ? kStages : 1, kKeyStages = kOwnsKeys ? 1 : kStages;
+  static constexpr int kDOutAt = kQueryStages * Queries::kBytes, kKeysAt = 2 * kDOutAt;
+  static constexpr int kValuesAt = kKeysAt + kKeyStages * Keys::kBytes;
+  static constexpr int kDLogitsAt = kValuesAt + kKeyStages * Keys::kBytes;
+  static constexpr int kWeightsAt = kDLogitsAt + Weights::kBytes;
+  static constexpr int kTermsAt =
+      kDLogitsAt + std::max((kOwnsKeys ? 2 : 1) * Weights::kBytes, kPaired && !kSharedDim ? kPartBytes : 0);
+  static constexpr int kPartsAt = kTermsAt + kQueryStages * kQueries * int(sizeof(float2));
+  static constexpr int kSharedBytes = kPartsAt + (kSharedDim ? Walk::kWarps * kPartBytes : 0);
+
+  // A tile's elements of the sums of dQ.
+  static constexpr int64_t kTileSums = int64_t(kQueries) * kMaxDim;
+
+  struct Place {
+    uint32_t base;
+    int lane, warp, query_row, key_column;  // the warp's, of a tile of logits
+
+    __device__ Place() {
+      extern __shared__ __align__(128) unsigned char memory[];
+      base = ampere::shared_address(memory);
+      lane = threadIdx.x % 32;
+      warp = threadIdx.x / 32;
+      query_row = warp % kScoreWarps / Walk::kKeyWarps * kWarpQueries;
+      key_column = warp % Walk::kKeyWarps * kWarpKeys;
+    }
+    __device__ Queries query(int stage) const { return {base + (kQueryStages == 2 ? stage * Queries::kBytes : 0)}; }
+    __device__ Queries d_out(int stage) const {
+      return {base + kDOutAt + (kQueryStages == 2 ? stage * Queries::kBytes : 0)};
+    }
+    __device__ Keys key(int stage) const { return {base + kKeysAt + (kKeyStages == 2 ? stage * Keys::kBytes : 0)}; }
+    __device__ Keys value(int stage) const { return {base + kValuesAt + (kKeyStages == 2 ? stage * Keys::kBytes : 0)}; }
+    __device__ Weights d_logits() const { return {base + kDLogitsAt}; }
+    __device__ Weights weights() const { return {base + kWeightsAt}; }
+    __device__ uint32_t terms(int stage) const {
+      return base + kTermsAt + (kQueryStages == 2 ? stage * kQueries * int(sizeof(float2)) : 0);
+    }
+  };
+
+  static __device__ void copy_queries(const Params& p, const Place& place, int batch, int head, int start, int stage) {
+    const int q_stride = p.heads * p.head_dim, o_stride = p.heads * p.value_dim, rows = p.scores.q_length - start;
+    const int64_t first = int64_t(batch) * p.scores.q_length + start;
+    place.query(stage).template copy<kThreads>(p.query + first * q_stride + head * p.head_dim, q_stride, rows,
+                                               p.head_dim);
+    place.d_out(stage).template copy<kThreads>(p.d_out + first * o_stride + head * p.value_dim, o_stride, rows,
+                                               p.value_dim);
+    const float2* terms = p.terms + (int64_t(batch) * p.heads + head) * p.scores.q_length + start;
+    for (int i = threadIdx.x; i < kQueries; i += kThreads) {
+      const uint32_t target = place.terms(stage) + i * int(sizeof(float2));
+      if (i < rows) {
+        ampere::copy_async_8(target, terms + i);
+      } else {
+        ampere::write_floats(target, make_float2(0, INFINITY));  // no probability is left there
+      }
+    }
+  }
+
+  static __device__ void copy_keys(const Params& p, const Place& place, int batch, int kv_head, int start, int stage) {
+    const int k_stride = p.kv_heads * p.head_dim, v_stride = p.kv_heads * p.value_dim;
+    const int rows = p.scores.kv_length - start;
+    const int64_t first = int64_t(batch) * p.scores.kv_length + start;
+    place.key(stage).template copy<kThreads>(p.key + first * k_stride + kv_head * p.head_dim, k_stride, rows,
+                                             p.head_dim);
+    place.value(stage).template copy<kThreads>(p.value + first * v_stride + kv_head * p.value_dim, v_stride, rows,
+                                               p.value_dim);
+  }
+
+  // Leaves the tile's gradients of logits, and for dV its probabilities, in shared memory.
+  static __device__ void scores(const Params& p, const Place& place, const HeadScores& head, int q_start, int k_start,
+                                int q_stage, int k_stage) {
+    const int g = place.lane / 4, t = place.lane % 4;
+    float logits[kM][kN][4], d_logits[kM][kN][4];
+    auto multiply = [&](float (&products)[kM][kN][4], const Queries& queries, const Keys& keys) {
+      ampere::multiply_rows<kExact, kStepsOfDim, Queries, Keys>(products, queries.left(place.query_row, place.lane),
+                                                                keys.right(place.key_column, place.lane));
+    };
+    if constexpr (kSharedDim) {
+      constexpr int kShares = Walk::kWarps / 2, kPartColumns = kMaxDim / kShares;
+      const uint32_t parts = place.base + kPartsAt + place.lane * 16;
+      const int bytes = place.warp % kShares * kPartColumns * int(sizeof(Element));
+      const bool first = place.warp < kShares;
+      const Queries queries = first ? place.query(q_stage) : place.d_out(q_stage);
+      const Keys keys = first ? place.key(k_stage) : place.value(k_stage);
+      float products[kQueries / 16][kKeys / 8][4];
+      ampere::clear(products);
+      ampere::multiply_rows<kExact, kStepsOfDim / kShares, Queries, Keys>(
+          products, ampere::moved(queries.left(0, place.lane), bytes), ampere::moved(keys.right(0, place.lane), bytes));
+      ampere::write_words(parts + place.warp * kPartBytes, products);
+      __syncthreads();
+      if (place.warp >= kScoreWarps) return;
+      ampere::clear(logits);
+      ampere::clear(d_logits);
+      static_assert(kM == 1);
+      const uint32_t own = parts + (place.query_row / 16 * (kKeys / 8) + place.key_column / 8) * 512;
+#pragma unroll
+      for (int share = 0; share < kShares; ++share) {
+        ampere::add_words(own + share * kPartBytes, logits);
+        ampere::add_words(own + (kShares + share) * kPartBytes, d_logits);
+      }
+    } else if constexpr (kPaired) {
+      const uint32_t part = place.base + kDLogitsAt + (place.warp % kScoreWarps * kM * kN * 32 + place.lane) * 16;
+      const int role = place.warp / kScoreWarps;
+      if (role == 0) {
+        ampere::clear(logits);
+        multiply(logits, place.query(q_stage), place.key(k_stage));
+      } else if (role == 1) {
+        ampere::clear(d_logits);
+        multiply(d_logits, place.d_out(q_stage), place.value(k_stage));
+        ampere::write_words(part, d_logits);
+      }
+      __syncthreads();
+      if (role != 0) return;
+      ampere::clear(d_logits);
+      ampere::add_words(part, d_logits);
+      ampere::sync_some(1, 32 * kScoreWarps);  // results go where these parts are
+    } else {
+      ampere::clear(logits);
+      multiply(logits, place.query(q_stage), place.key(k_stage));
+      ampere::clear(d_logits);
+      multiply(d_logits, place.d_out(q_stage), place.value(k_stage));
+    }
+
+    const int query = q_start + place.query_row + g, key = k_start + place.key_column + 2 * t;
+    const int q_end = min(q_start + kQueries, p.scores.q_length), k_end = min(k_start + kKeys, p.scores.kv_length);
+    const bool whole = k_end == k_start + kKeys && head.all_visible(q_start, q_end, k_start, k_end);
+    ampere::to_logits<kModified>(logits, head, query, key, q_end, k_end, whole);
+    const float multiplier = ampere::positive_multiplier<kModified>(p.scores, logits);
+    const bool capped = kModified && p.scores.soft_cap != 0;
+    const bool stores_bias = kModified && kOwnsKeys && p.d_bias.data != nullptr;
+    KeepPair keep(kDropout ? head.dropout_key() : uint2{}, p.scores.keep_threshold);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 16 * m + 8 * half;
+        const float2 terms =
+            ampere::read_floats(place.terms(q_stage) + (place.query_row + row + g) * int(sizeof(float2)));
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& weight = logits[m][n][2 * half + e];
+            float& gradient = d_logits[m][n][2 * half + e];
+            const float logit = weight;
+            weight = ampere::fast_exp2(fmaf(logit, multiplier, -terms.y));
+            const bool kept = !kDropout || keep(query + row, key + 8 * n + e);
+            if constexpr (kDropout) gradient = kept ? gradient * p.scores.keep_scale : 0.0f;
+            gradient = (gradient - terms.x) * weight;
+            if constexpr (kModified) {
+              if (capped && weight > 0) gradient *= head.cap_slope(logit);
+              if (stores_bias && query + row < q_end && key + 8 * n + e < k_end) {
+                p.d_bias.add(head.batch, head.head, query + row, key + 8 * n + e, gradient);
+              }
+            }
+            if (!kept) weight = 0;
+          }
+        }
+      }
+    }
+    if constexpr (kOwnsKeys) {
+      ampere::write_sums<kExact>(place.weights(), logits, place.query_row, place.key_column, place.lane);
+    }
+    ampere::write_sums<kExact>(place.d_logits(), d_logits, place.query_row, place.key_column, place.lane);
+  }
+
+  static __device__ float* sums_of(const Params& p, int64_t head, int q_start) {
+    return p.sums + (head * ampere::tiles_of(p.scores.q_length, kQueries) + q_start / kQueries) * kTileSums;
+  }
+
+  // The products of dQ of one tile are added to the sums. Four numbers at a time are one instruction from 9.0 on.
+  static __device__ void add_sums(float* target, const typename QueryGrid::Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < QueryGrid::kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < QueryGrid::kN; ++n) {
+        const float(&c)[4] = sums[m][n];
+#if __CUDA_ARCH__ >= 900
+        float* at = target + ((m * QueryGrid::kN + n) * kThreads + threadIdx.x) * 4;
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+                     "f"(c[3])
+                     : "memory");
+#else
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          atomicAdd(target + ((m * QueryGrid::kN + n) * 4 + i) * kThreads + threadIdx.x, c[i]);
+        }
+#endif
+      }
+    }
+  }
+
+  static __device__ void read_sums(const float* source, typename QueryGrid::Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < QueryGrid::kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < QueryGrid::kN; ++n) {
+        float(&c)[4] = sums[m][n];
+#if __CUDA_ARCH__ >= 900
+        const float4 read =
+            *reinterpret_cast<const float4*>(source + ((m * QueryGrid::kN + n) * kThreads + threadIdx.x) * 4);
+        c[0] = read.x;
+        c[1] = read.y;
+        c[2] = read.z;
+        c[3] = read.w;
+#else
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[i] = source[((m * QueryGrid::kN + n) * 4 + i) * kThreads + threadIdx.x];
+#endif
+      }
+    }
+  }
+
+  static __device__ void block(const Params& p) {
+    if constexpr (kOwnsKeys) {
+      key_block(p);
+    } else {
+      query_block(p);
+    }
+  }
+
+  static __device__ void key_block(const Params& p) {
+    const Place place;
+    const int2 owned = p.order.place(blockIdx.x);
+    const int batch = owned.y / p.kv_heads, kv_head = owned.y % p.kv_heads, group = p.scores.group;
+    const int k_start = owned.x * kKeys, k_end = min(k_start + kKeys, p.scores.kv_length);
+    const KeyGrid grid(place.warp);
+    const QueryGrid query_grid(place.warp);
+    typename KeyGrid::Sums d_key, d_value;
+    ampere::clear(d_key);
+    ampere::clear(d_value);
+
+    // The walk over the queries of a group's heads; a head that sees nothing of these keys has an empty range.
+    int member = 0;
+    int2 range = make_int2(0, 0);
+    auto enter = [&] {  // the next head that sees any of these keys
+      for (; member < group; ++member) {
+        range = HeadScores(p.scores, batch, kv_head * group + member).queries_for(k_start, k_end, kQueries);
+        if (range.x < range.y) break;
+      }
+    };
+    enter();
+    int q_start = range.x, stage = 0;
+    [[maybe_unused]] bool first = true;
+    copy_keys(p, place, batch, kv_head, k_start, 0);
+    if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, 0);
+    ampere::commit_copies();
+
+    while (member < group) {
+      const int head_index = kv_head * group + member, start = q_start;
+      q_start += kQueries;
+      if (q_start >= range.y) {
+        ++member;
+        enter();
+        q_start = range.x;
+      }
+      ampere::wait_copies<0>();
+      if constexpr (kRounds) {
+        if (first) {
+          place.key(0).template round_copied<kThreads>();
+          place.value(0).template round_copied<kThreads>();
+        }
+        first = false;
+      }
+      __syncthreads();  // this tile is there, and the last one's products are done
+      if constexpr (kStages == 2) {
+        if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, stage ^ 1);
+        ampere::commit_copies();
+      }
+      scores(p, place, HeadScores(p.scores, batch, head_index), start, k_start, stage, 0);
+      __syncthreads();
+      ampere::multiply_tile_transposed<kExact, kQueries / ampere::kStepRows<Element>, Weights, Queries>(
+          d_value, place.weights().template left_transposed<KeyGrid::kRows>(grid.row, place.lane),
+          place.d_out(stage).template right_transposed<KeyGrid::kColumns>(grid.column, place.lane));
+      ampere::multiply_tile_transposed<kExact, kQueries / ampere::kStepRows<Element>, Weights, Queries>(
+          d_key, place.d_logits().template left_transposed<KeyGrid::kRows>(grid.row, place.lane),
+          place.query(stage).template right_transposed<KeyGrid::kColumns>(grid.column, place.lane));
+      if constexpr (kStages == 1) {
+        __syncthreads();  // these queries have been read
+        if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, 0);
+        ampere::commit_copies();
+      }
+      if constexpr (kSums) {
+        typename QueryGrid::Sums d_query;
+        ampere::clear(d_query);
+        ampere::multiply_tile<kExact, kKeys * int(sizeof(Element)) / 32, Weights, Keys>(
+            d_query, place.d_logits().left(query_grid.row, place.lane),
+            place.key(0).template right_transposed<QueryGrid::kColumns>(query_grid.column, place.lane));
+        add_sums(sums_of(p, int64_t(batch) * p.heads + head_index, start), d_query);
+      }
+      stage ^= 1;
+    }
+    ampere::wait_copies<0>();
+    __syncthreads();
+    const int64_t row = (int64_t(batch) * p.scores.kv_length + k_start) * p.kv_heads + kv_head;
+    const float value_scale = kDropout ? p.scores.keep_scale : 1.0f;
+    ampere::write_result(place.key(0), d_key, grid.row, grid.column, place.lane,
+                         [&](int, int) { return p.scores.scale; });
+    ampere::write_result(place.value(0), d_value, grid.row, grid.column, place.lane,
+                         [&](int, int) { return value_scale; });
+    __syncthreads();
+    place.key(0).template store<kThreads>(p.d_key + row * p.head_dim, p.kv_heads * p.head_dim, k_end - k_start,
+                                          p.head_dim);
+    place.value(0).template store<kThreads>(p.d_value + row * p.value_dim, p.kv_heads * p.value_dim, k_end - k_start,
+                                            p.value_dim);
+  }
+
+  static __device__ void query_block(const Params& p) {
+    const Place place;
+    const int2 owned = p.order.place(blockIdx.x);
+    const int batch = owned.y / p.heads, head_index = owned.y % p.heads, kv_head = head_index / p.scores.group;
+    const int q_start = (p.order.tiles - 1 - owned.x) * kQueries;
+    const int q_end = min(q_start + kQueries, p.scores.q_length);
+    const HeadScores head(p.scores, batch, head_index);
+    const int2 range = head.keys_for(q_start, q_end, kKeys);
+    const QueryGrid grid(place.warp);
+    typename QueryGrid::Sums d_query;
+    ampere::clear(d_query);
+    copy_queries(p, place, batch, head_index, q_start, 0);
+    if (range.x < range.y) copy_keys(p, place, batch, kv_head, range.x, 0);
+    ampere::commit_copies();
+    int stage = 0;
+    for (int k_start = range.x; k_start < range.y; k_start += kKeys) {
+      const bool more = k_start + kKeys < range.y;
+      ampere::wait_copies<0>();
+      if constexpr (kRounds) {
+        if (k_start == range.x) {
+          place.query(0).template round_copied<kThreads>();
+          place.d_out(0).template round_copied<kThreads>();
+        }
+      }
+      __syncthreads();  // this tile is there, and the last one's products are done
+      if constexpr (kStages == 2) {
+        if (more) copy_keys(p, place, batch, kv_head, k_start + kKeys, stage ^ 1);
+        ampere::commit_copies();
+      }
+      scores(p, place, head, q_start, k_start, 0, stage);
+      __syncthreads();
+      ampere::multiply_tile<kExact, kKeys * int(sizeof(Element)) / 32, Weights, Keys>(
+          d_query, place.d_logits().left(grid.row, place.lane),
+          place.key(stage).template right_transposed<QueryGrid::kColumns>(grid.column, place.lane));
+      if constexpr (kStages == 1) {
+        __syncthreads();  // these keys have been read
+        if (more) copy_keys(p, place, batch, kv_head, k_start + kKeys, 0);
+        ampere::commit_copies();
+      }
+      stage ^= 1;
+    }
+    ampere::wait_copies<0>();
+    __syncthreads();
+    store_query(p, place, batch, head_index, q_start, d_query);
+  }
+
+  static __device__ void convert_block(const Params& p) {
+    const Place place;
+    const int tiles = int(ampere::tiles_of(p.scores.q_length, kQueries));
+    const int head = blockIdx.x / tiles, q_start = blockIdx.x % tiles * kQueries;
+    typename QueryGrid::Sums d_query;
+    read_sums(sums_of(p, head, q_start), d_query);
+    store_query(p, place, head / p.heads, head % p.heads, q_start, d_query);
+  }
+
+  static __device__ void store_query(const Params& p, const Place& place, int batch, int head, int q_start,
+                                     const typename QueryGrid::Sums& d_query) {
+    const QueryGrid grid(place.warp);
+    ampere::write_result(place.query(0), d_query, grid.row, grid.column, place.lane,
+                         [&](int, int) { return p.scores.scale; });
+    __syncthreads();
+    const int64_t first = (int64_t(batch) * p.scores.q_length + q_start) * p.heads + head;
+    place.query(0).template store<kThreads>(p.d_query + first * p.head_dim, p.heads * p.head_dim,
+                                            min(kQueries, p.scores.q_length - q_start), p.head_dim);
+  }
+};
+
+template <class Element, int kMaxDim, class KeyWalk, class QueryWalk, bool kExact, bool kModified, bool kDropout>
+struct AmpereBackward {
+  template <class Walk, AmperePass kPass>
+  using Pass = AmpereBackwardPass<Element, kMaxDim, Walk, kPass, kExact, kModified, kDropout>;
+  using Adding = Pass<KeyWalk, AmperePass::kKeysAndSums>;
+  using ByKeys = Pass<KeyWalk, AmperePass::kKeys>;
+  using ByQueries = Pass<QueryWalk, AmperePass::kQueries>;
+
+  static Facts facts() {
+    return {std::max(ByKeys::kSharedBytes, ByQueries::kSharedBytes), std::max(KeyWalk::kThreads, QueryWalk::kThreads),
+            ampere::kChunk / int(sizeof(Element))};
+  }
+
+  // Floats of the row terms, rounded up so that the sums after them are aligned.
+  static int64_t terms(const Problem& problem) {
+    return (2 * problem.batch * problem.heads * problem.q_length + 63) / 64 * 64;
+  }
+
+  static int64_t sums(const Problem& problem) {
+    if (problem.deterministic) return 0;
+    return problem.batch * problem.heads * ampere::tiles_of(problem.q_length, KeyWalk::kQueries) * Adding::kTileSums;
+  }
+
+  static int64_t workspace(const Problem& problem) {
+    return (terms(problem) + sums(problem)) * int64_t(sizeof(float));
+  }
+
+  static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
+    AmpereBackwardParams<Element> p;
+    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kBackwardInputs, &p.scores));
+    TILEWRIGHT_RETURN_IF_ERROR(start_bias_gradient(problem, arguments, 3, stream, &p.d_bias));
+    p.query = input<Element>(arguments, 0);
+    p.key = input<Element>(arguments, 1);
+    p.value = input<Element>(arguments, 2);
+    p.d_out = input<Element>(arguments, 5);
+    p.d_query = output<Element>(arguments, 0);
+    p.d_key = output<Element>(arguments, 1);
+    p.d_value = output<Element>(arguments, 2);
+    p.head_dim = int32_t(problem.head_dim);
+    p.value_dim = int32_t(problem.value_dim);
+    p.heads = int32_t(problem.heads);
+    p.kv_heads = int32_t(problem.kv_heads);
+    float2* row_sums = static_cast<float2*>(arguments.workspace);
+    p.terms = row_sums;
+    p.sums = static_cast<float*>(arguments.workspace) + terms(problem);
+    TILEWRIGHT_RETURN_IF_ERROR(start_row_terms<Element>(problem, arguments, stream, row_sums));
+
+    const int64_t q_heads = problem.batch * problem.heads, kv_heads = problem.batch * problem.kv_heads;
+    const int64_t bytes = (problem.head_dim + problem.value_dim) * int64_t(sizeof(Element));
+    const int64_t key_tiles = ampere::tiles_of(problem.kv_length, KeyWalk::kKeys);
+    p.order = ampere::order_of(key_tiles, kv_heads, bytes * problem.q_length * p.scores.group);
+    const dim3 key_blocks(key_tiles * kv_heads), key_threads(KeyWalk::kThreads);
+    if (!problem.deterministic) {
+      TILEWRIGHT_RETURN_IF_ERROR(
+          check(cudaMemsetAsync(p.sums, 0, sums(problem) * sizeof(float), stream), "clearing the sums of dQ"));
+      TILEWRIGHT_RETURN_IF_ERROR(
+          launch<ampere_backward<Adding>>(key_blocks, key_threads, Adding::kSharedBytes, stream, p));
+      const dim3 tiles(q_heads * ampere::tiles_of(problem.q_length, KeyWalk::kQueries));
+      return launch<ampere_backward_convert<Adding>>(tiles, key_threads, Adding::Queries::kBytes, stream, p);
+    }
+    TILEWRIGHT_RETURN_IF_ERROR(
+        launch<ampere_backward<ByKeys>>(key_blocks, key_threads, ByKeys::kSharedBytes, stream, p));
+    const int64_t query_tiles = ampere::tiles_of(problem.q_length, QueryWalk::kQueries);
+    p.order = ampere::order_of(query_tiles, q_heads, bytes * problem.kv_length * problem.kv_heads /
+                                                         std::max<int64_t>(problem.heads, 1));
+    return launch<ampere_backward<ByQueries>>(dim3(query_tiles * q_heads), dim3(QueryWalk::kThreads),
+                                              ByQueries::kSharedBytes, stream, p);
+  }
+};
+
+}  // namespace tilewright::attention

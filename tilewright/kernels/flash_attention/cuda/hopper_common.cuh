@@ -1,0 +1,189 @@
+// What both directions share on compute capability 9.0a: numbering blocks, strides, storing a tile, launching.
+//
+// The arithmetic is that of the collectives of CUTLASS's example 88; the kernels around them are ours.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+#include "cutlass/fast_math.h"
+#include "cutlass/numeric_conversion.h"
+#include "cutlass/numeric_types.h"
+
+namespace cutlass::fmha::collective {
+
+// A number that is assigned from float, which `bfloat16_t` is not, and the backward collective does just that.
+template <class Number>
+struct Assignable : Number {
+  CUTLASS_HOST_DEVICE Assignable& operator=(float value) {
+    static_cast<Number&>(*this) = Number(value);
+    return *this;
+  }
+};
+
+}  // namespace cutlass::fmha::collective
+
+#include "cute/tensor.hpp"
+
+namespace cutlass::fmha::collective {
+
+// The collectives call this without a namespace for a fragment of products in the operands' type. It is found before
+// cute's, and is the more special of the two.
+template <class Number, size_t kSize, class Layout>
+CUTE_HOST_DEVICE constexpr auto make_fragment_like(cute::Tensor<cute::ArrayEngine<float, kSize>, Layout> const& like) {
+  if constexpr (cute::is_same_v<Number, cutlass::bfloat16_t>) {
+    return cute::make_fragment_like<Assignable<Number>>(like.layout());
+  } else {
+    return cute::make_fragment_like<Number>(like.layout());
+  }
+}
+
+}  // namespace cutlass::fmha::collective
+
+#include "attention.cuh"
+#include "collective/fmha_common.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/pipeline/pipeline.hpp"
+
+namespace tilewright::attention::hopper {
+
+using namespace cute;
+
+constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
+constexpr int kAlignment = 8;  // elements in the 16 bytes that the copy engine asks of every stride
+
+// Batch, heads, query and key lengths, head_dim, and the band: visible iff lowest <= key - query <= highest. The
+// collectives read the first five and hand the whole to the masks below.
+using Shape7 = cute::tuple<int, int, int, int, int, int, int>;
+
+inline Shape7 shape_of(const Problem& problem) {
+  // An empty band becomes one far below all pairs: the masks count on its edges being in order.
+  const bool empty = problem.lowest > problem.highest;
+  const int64_t lowest = empty ? -(1 << 30) : problem.lowest, highest = empty ? -(1 << 30) : problem.highest;
+  return {int(problem.batch),    int(problem.heads), int(problem.q_length), int(problem.kv_length),
+          int(problem.head_dim), int(lowest),        int(highest)};
+}
+
+// [length, head_dim, (batch, head)] of an array that is contiguous as [batch, length, heads, head_dim].
+using Strides = cute::tuple<int64_t, _1, cute::tuple<int64_t, int64_t>>;
+
+inline Strides strides_of(int64_t length, int64_t heads, int64_t head_dim) {
+  return {heads * head_dim, _1{}, {length * heads * head_dim, head_dim}};
+}
+
+// A warpgroup's tile of an output on its way through shared memory. A slice of the layout that the forward collective
+// has for queries would look the same, but its swizzle counts elements where the copy engine's counts bytes.
+template <int kHeadDim>
+using OutTile = cute::Shape<_64, Int<kHeadDim>>;
+template <class Number, int kHeadDim>
+using OutLayout = decltype(tile_to_shape(
+    cutlass::gemm::collective::detail::ss_smem_selector<GMMA::Major::K, Number, _64, Int<kHeadDim>>(),
+    OutTile<kHeadDim>{}));
+
+template <class Operation, class Number, int kHeadDim>
+using OutTma = decltype(make_tma_copy(
+    Operation{}, make_tensor(static_cast<Number const*>(nullptr), repeat_like(Strides{}, int32_t(0)), Strides{}),
+    OutLayout<Number, kHeadDim>{}));
+
+// Registers of each thread that copies and of each that computes, for the warpgroups that compute.
+template <int kGroups>
+struct Registers {
+  static_assert(kGroups == 2 || kGroups == 3);
+  static constexpr int kCopying = kGroups == 2 ? 24 : 32;
+  static constexpr int kComputing = kGroups == 2 ? 240 : 160;
+};
+
+// Which tile of which head a block works on. Heads are walked in sections whose keys and values stay in the L2 cache,
+// inside a section tile by tile, and where later tiles have more to do the last ones come first.
+struct TileOrder {
+  struct Place {
+    int tile, batch, head;
+  };
+
+  cutlass::FastDivmod section, tiles, heads;
+  int total = 0, last_tile = 0;
+  bool reversed = false;
+
+  // `shared` neighbouring heads read the same `bytes`.
+  static TileOrder make(int tiles, int batch, int heads, int64_t bytes, int shared, bool reversed) {
+    constexpr int64_t kCache = int64_t(24) << 20;  // of 50 MB, which also hold what is being written
+    const int all = batch * heads;
+    const int64_t wanted = std::max<int64_t>(1, kCache / std::max<int64_t>(bytes, 1)) * shared;
+    int section = int(std::min<int64_t>(wanted, all));
+    while (all % section != 0) --section;
+    TileOrder order;
+    order.section = cutlass::FastDivmod(section);
+    order.tiles = cutlass::FastDivmod(tiles);
+    order.heads = cutlass::FastDivmod(heads);
+    order.total = tiles * all;
+    order.last_tile = tiles - 1;
+    order.reversed = reversed;
+    return order;
+  }
+
+  CUTLASS_DEVICE Place operator()(int index) const {
+    int rest, in_section, which, tile, batch, head;
+    section(rest, in_section, index);
+    tiles(which, tile, rest);
+    heads(batch, head, which * section.divisor + in_section);
+    return {reversed ? last_tile - tile : tile, batch, head};
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1) run_kernel(__grid_constant__ const typename Kernel::Params p) {
+  extern __shared__ __align__(1024) char storage[];
+  Kernel{}(p, *reinterpret_cast<typename Kernel::SharedStorage*>(storage));
+}
+
+// Whether the copy engine can address an array, and its blocks can be counted.
+inline ffi::Error check_limits(const Problem& problem, int64_t blocks) {
+  const int64_t length = std::max(problem.q_length, problem.kv_length);
+  if (length * problem.heads * problem.head_dim >= int64_t(1) << 37) {
+    return ffi::Error::InvalidArgument("one batch element is too large for the copy engine of compute capability 9.0");
+  }
+  if (blocks > INT32_MAX) return ffi::Error::InvalidArgument("the attention has too many tiles for one launch");
+  return ffi::Error::Success();
+}
+
+inline ffi::Error read_scale(const Arguments& arguments, float* out) {
+  TILEWRIGHT_RETURN_IF_ERROR(attribute<float>(arguments, "scale", out));
+  // The running maximum is of products before they are scaled, and those that are masked are minus infinity.
+  if (!(*out >= 0)) return ffi::Error::InvalidArgument("this attention kernel needs a scale of 0 or more");
+  *out = std::max(*out, 1e-30f);
+  return ffi::Error::Success();
+}
+
+template <class Element, int kSize>
+CUTLASS_DEVICE void convert(const float* from, Element* to) {
+  *reinterpret_cast<cutlass::Array<Element, kSize>*>(to) = cutlass::NumericArrayConverter<Element, float, kSize>{}(
+      *reinterpret_cast<const cutlass::Array<float, kSize>*>(from));
+}
+
+CUTLASS_DEVICE void sync_warpgroup(int group) { cutlass::arch::NamedBarrier::sync(kWarpgroup, uint32_t(group)); }
+
+// Writes a warpgroup's tile, held in the registers of `TiledMma`'s result, to shared memory in the operands' type.
+template <class Element, class TiledMma, class Fragment, class Shared>
+CUTLASS_DEVICE void stage_tile(const Fragment& fragment, Shared&& shared, int thread) {
+  Tensor narrow = make_tensor<Element>(fragment.layout());
+  convert<Element, decltype(size(fragment))::value>(fragment.data(), narrow.data());
+  auto copying = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, TiledMma{}).get_thread_slice(thread);
+  cute::copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copying.retile_S(narrow), copying.partition_D(shared));
+  cutlass::arch::fence_view_async_shared();
+}
+
+// Sends a tile [rows, head_dim] from shared memory; one thread calls it. What lies outside the array is left out.
+template <class Tma, class Shared, class Tile>
+CUTLASS_DEVICE void send_tile(const Tma& tma, const Shared& shared, const Tile& tile, int length, int head_dim,
+                              int batches, int heads, int row_tile, int batch, int head) {
+  Tensor all = tma.get_tma_tensor(make_shape(length, head_dim, make_shape(batches, heads)));
+  Tensor to = local_tile(all(_, _, make_coord(batch, head)), tile, make_coord(row_tile, _0{}));
+  auto slice = tma.get_slice(_0{});
+  cute::copy(tma, slice.partition_S(shared), slice.partition_D(to));
+  tma_store_arrive();
+}
+
+}  // namespace tilewright::attention::hopper
