@@ -195,6 +195,19 @@ def test_a_variant_that_is_asked_for_by_name_must_exist_and_fit():
         cuda.select("forward", cuda.problem_fields(problem, False), 2, H100, "nonesuch")
 
 
+@pytest.mark.parametrize(("capability", "least"), [((8, 0), 512), ((8, 6), 256), ((9, 0), None)])
+def test_nothing_is_compiled_to_find_out_that_it_has_too_little_shared_memory(
+    capability: tuple[int, int], least: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """The float32 backward pass at wide head dims, where no tile of ours is small enough for every device."""
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+    device = Device("gpu", "a GPU", capability, 80)
+    kernel = cuda.kernels("backward")[1]
+    for dim in (64, 128, 256, 512):
+        fields = cuda.problem_fields(problem_of(jnp.float32, head_dim=dim), False)
+        assert bool(kernel.reasons(fields, device)) == (least is not None and dim >= least)
+
+
 @pytest.mark.parametrize(
     ("precision", "default", "exact"),
     [
