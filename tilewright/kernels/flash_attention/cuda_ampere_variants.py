@@ -225,8 +225,8 @@ class BackwardTiles:
     room: int = 0
 
 
-# The first one that there is room for is taken. Where even the last one does not fit every device, their rooms say so, or
-# the groups of all features would be compiled to find that out.
+# The first one that there is room for is taken. Where even the last one does not fit every device, rooms say so, or the
+# groups of all features would be compiled to find that out.
 BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
     (False, 64): (
         BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), room=196 * _KB),
