@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.kernels.flash_attention.conformance import CASES
 from tilewright.errors import UnsupportedError
@@ -20,7 +22,7 @@ from tilewright.kernels.flash_attention.cuda_variants import BACKWARD, FIELDS, F
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.masks import CausalMask
-from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -119,6 +121,44 @@ def test_a_negative_scale_is_turned_into_one_of_the_query():
     text = lowered(lambda *a: flash_attention(*a, softmax_scale=-0.5, platform="cuda"), *x)
     assert "scale = 5.000000e-01 : f32" in text
     assert "stablehlo.negate" in text
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100", "in_real_cache")
+@pytest.mark.parametrize("checked", [True, False])
+def test_inside_shard_map(checked: bool):
+    """Each device runs the kernels on its part; where types vary, the gradient of what is shared is summed."""
+    backward = CudaBackwardParams("fmha_cutlassB_bf16_aligned_64x64_k32_dropout_sm80")
+    shapes = [(4, 128, 4, 24), (1, 128, 2, 24), (1, 128, 2, 24)]
+
+    def loss(query: Any, *shared: Any) -> Any:
+        keys = [jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in shared]
+        cfg = PerDirection(backward=Choice("cuda", None, backward))
+        return flash_attention(query, *keys, causal=True, platform="cuda", cfg=cfg).astype(jnp.float32).sum()
+
+    mapped = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)),
+        mesh=jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]),
+        in_specs=(P("x"), P(), P()),
+        out_specs=(P("x"), P() if checked else P("x")),
+        check_vma=checked,
+    )
+    text = lowered(mapped, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert variants_in(text)[1] == backward.variant
+    assert "tensor<2x128x4x24xbf16>" in text
+    assert ("stablehlo.all_reduce" in text) == checked
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100", "in_real_cache")
+def test_on_explicit_axes():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    split = NamedSharding(mesh, P("x"))
+    x = [jax.ShapeDtypeStruct((4, 128, heads, 24), jnp.bfloat16, sharding=split) for heads in (4, 2, 2)]
+    with jax.set_mesh(mesh):
+        text = lowered(lambda *a: flash_attention(*a, platform="cuda"), *x)
+    assert len(variants_in(text)) == 1
+    assert re.search(r"custom_call @tilewright_\w+\(.*: \(tensor<2x128x4x24xbf16>", text)
 
 
 def residuals(*arrays: Any) -> tuple[Any, Any, Any]:
