@@ -26,15 +26,10 @@ struct AmpereWalk {
 enum class AmperePass { kKeysAndSums, kKeys, kQueries };
 
 template <class Element>
-struct AmpereBackwardParams {
-  const Element *query, *key, *value, *d_out;
+struct AmpereBackwardParams : BackwardArrays<Element> {
   const float2* terms;  // [batch, heads, q_length]
-  Element *d_query, *d_key, *d_value;
-  float* sums;  // of dQ
-  BiasGradient d_bias;
-  int32_t head_dim, value_dim, heads, kv_heads;
+  float* sums;          // of dQ
   ampere::Order order;
-  Scores scores;
 };
 
 // Which warps compute which part of a gradient [kRowCount, kColumnCount]: 32 rows each, or 16 where columns are few.
@@ -496,19 +491,7 @@ struct AmpereBackward {
 
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     AmpereBackwardParams<Element> p;
-    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kBackwardInputs, &p.scores));
-    TILEWRIGHT_RETURN_IF_ERROR(start_bias_gradient(problem, arguments, 3, stream, &p.d_bias));
-    p.query = input<Element>(arguments, 0);
-    p.key = input<Element>(arguments, 1);
-    p.value = input<Element>(arguments, 2);
-    p.d_out = input<Element>(arguments, 5);
-    p.d_query = output<Element>(arguments, 0);
-    p.d_key = output<Element>(arguments, 1);
-    p.d_value = output<Element>(arguments, 2);
-    p.head_dim = int32_t(problem.head_dim);
-    p.value_dim = int32_t(problem.value_dim);
-    p.heads = int32_t(problem.heads);
-    p.kv_heads = int32_t(problem.kv_heads);
+    TILEWRIGHT_RETURN_IF_ERROR(start_backward<Element>(problem, arguments, stream, &p));
     float2* row_sums = static_cast<float2*>(arguments.workspace);
     p.terms = row_sums;
     p.sums = static_cast<float*>(arguments.workspace) + terms(problem);

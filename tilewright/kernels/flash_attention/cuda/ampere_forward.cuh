@@ -44,14 +44,8 @@ struct AmpereForward {
       kWeightsAt + (kSharedKeys ? Weights::kBytes : kSharedDim ? kThreads / 32 * kPartBytes : 0);
   static constexpr int kSharedBytes = kStatisticsAt + (kSharedKeys ? kColumnWarps * kQueries * int(sizeof(float)) : 0);
 
-  struct Params {
-    const Element *query, *key, *value;
-    const float* sinks;
-    Element* out;
-    float* lse;
-    int32_t head_dim, value_dim, heads, kv_heads;
+  struct Params : ForwardArrays<Element> {
     ampere::Order order;
-    Scores scores;
   };
 
   static Facts facts() { return {kSharedBytes, kThreads, ampere::kChunk / int(sizeof(Element))}; }
@@ -60,18 +54,8 @@ struct AmpereForward {
 
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     Params p;
-    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kForwardInputs, &p.scores));
+    TILEWRIGHT_RETURN_IF_ERROR(read_forward<Element>(problem, arguments, &p));
     if (p.scores.scale == 0) p.scores.scale = ampere::kLeastScale;
-    p.query = input<Element>(arguments, 0);
-    p.key = input<Element>(arguments, 1);
-    p.value = input<Element>(arguments, 2);
-    p.sinks = input<float>(arguments, 8);
-    p.out = output<Element>(arguments, 0);
-    p.lse = output<float>(arguments, 1);
-    p.head_dim = int32_t(problem.head_dim);
-    p.value_dim = int32_t(problem.value_dim);
-    p.heads = int32_t(problem.heads);
-    p.kv_heads = int32_t(problem.kv_heads);
     const int64_t tiles = ampere::tiles_of(problem.q_length, kQueries), heads = problem.batch * problem.heads;
     const int64_t bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * int64_t(sizeof(Element));
     p.order = ampere::order_of(tiles, heads, bytes * problem.kv_heads / std::max<int64_t>(problem.heads, 1));

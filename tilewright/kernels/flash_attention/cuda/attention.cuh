@@ -14,7 +14,6 @@ namespace tilewright::attention {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kRangeQueries = 64;  // rows (or columns) that one entry of `ranges` speaks of
-constexpr int kMaxGridY = 65535;
 
 // An array of rank 4, each dimension full or 1, read anywhere: strides are 0 where the dimension is 1.
 struct Broadcast {
@@ -314,6 +313,62 @@ inline ffi::Error start_bias_gradient(const Problem& problem, const Arguments& a
   }
   *out = gradient;
   return ffi::Error::Success();
+}
+
+// What kernels of either direction are told of a call.
+template <class Element>
+struct CommonArrays {
+  const Element *query, *key, *value;
+  int32_t head_dim, value_dim, heads, kv_heads;
+  Scores scores;
+};
+
+template <class Element>
+struct ForwardArrays : CommonArrays<Element> {
+  const float* sinks;
+  Element* out;
+  float* lse;
+};
+
+template <class Element>
+struct BackwardArrays : CommonArrays<Element> {
+  const Element* d_out;
+  Element *d_query, *d_key, *d_value;
+  BiasGradient d_bias;
+};
+
+template <class Element>
+ffi::Error read_common(const Problem& problem, const Arguments& arguments, const ScoreInputs& at,
+                       CommonArrays<Element>* out) {
+  TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, at, &out->scores));
+  out->query = input<Element>(arguments, 0);
+  out->key = input<Element>(arguments, 1);
+  out->value = input<Element>(arguments, 2);
+  out->head_dim = int32_t(problem.head_dim);
+  out->value_dim = int32_t(problem.value_dim);
+  out->heads = int32_t(problem.heads);
+  out->kv_heads = int32_t(problem.kv_heads);
+  return ffi::Error::Success();
+}
+
+template <class Element>
+ffi::Error read_forward(const Problem& problem, const Arguments& arguments, ForwardArrays<Element>* out) {
+  out->sinks = input<float>(arguments, 8);
+  out->out = output<Element>(arguments, 0);
+  out->lse = output<float>(arguments, 1);
+  return read_common<Element>(problem, arguments, kForwardInputs, out);
+}
+
+// Clears the gradient of the bias, if there is one, besides.
+template <class Element>
+ffi::Error start_backward(const Problem& problem, const Arguments& arguments, cudaStream_t stream,
+                          BackwardArrays<Element>* out) {
+  out->d_out = input<Element>(arguments, 5);
+  out->d_query = output<Element>(arguments, 0);
+  out->d_key = output<Element>(arguments, 1);
+  out->d_value = output<Element>(arguments, 2);
+  TILEWRIGHT_RETURN_IF_ERROR(read_common<Element>(problem, arguments, kBackwardInputs, out));
+  return start_bias_gradient(problem, arguments, 3, stream, &out->d_bias);
 }
 
 // Computes the row terms of a backward call, whose inputs 3 to 6 are out, lse, d_out and d_lse.

@@ -49,15 +49,10 @@ struct CutlassBackward {
     float lse2[kQueries];
   };
 
-  struct Params {
-    const Element *query, *key, *value, *d_out;
+  struct Params : BackwardArrays<Element> {
     const float2* terms;  // [batch, heads, q_length]
-    Element *d_query, *d_key, *d_value;
-    BiasGradient d_bias;
     float *q_sums, *kv_sums;
-    int32_t head_dim, value_dim, heads, kv_heads;
-    bool adds_up;        // whether blocks of keys add to dQ
-    Scores scores;
+    bool adds_up;         // whether blocks of keys add to dQ
   };
 
   static Facts facts() {
@@ -92,24 +87,12 @@ struct CutlassBackward {
 
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     Params p;
-    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kBackwardInputs, &p.scores));
-    p.query = input<Element>(arguments, 0);
-    p.key = input<Element>(arguments, 1);
-    p.value = input<Element>(arguments, 2);
-    p.d_out = input<Element>(arguments, 5);
-    p.d_query = output<Element>(arguments, 0);
-    p.d_key = output<Element>(arguments, 1);
-    p.d_value = output<Element>(arguments, 2);
-    p.head_dim = int32_t(problem.head_dim);
-    p.value_dim = int32_t(problem.value_dim);
-    p.heads = int32_t(problem.heads);
-    p.kv_heads = int32_t(problem.kv_heads);
+    TILEWRIGHT_RETURN_IF_ERROR(start_backward<Element>(problem, arguments, stream, &p));
     const Sizes parts = sizes(problem);
     float* workspace = static_cast<float*>(arguments.workspace);
     p.terms = reinterpret_cast<float2*>(workspace);
     p.q_sums = workspace + parts.terms;
     p.kv_sums = p.q_sums + parts.q_sums;
-    TILEWRIGHT_RETURN_IF_ERROR(start_bias_gradient(problem, arguments, 3, stream, &p.d_bias));
     TILEWRIGHT_RETURN_IF_ERROR(
         start_row_terms<Element>(problem, arguments, stream, reinterpret_cast<float2*>(workspace)));
     const dim3 by_keys(tiles(problem.kv_length, kKeys), problem.kv_heads, problem.batch);

@@ -30,13 +30,8 @@ struct CutlassForward {
   static constexpr bool kPreloadValues = Library::kPreloadV;
   static constexpr int kRowWarps = MM0::MmaCore::WarpCount::kN;  // that share a row of logits
 
-  struct Params {
-    const Element *query, *key, *value;
-    const float* sinks;
-    Element* out;
-    float *sums, *lse;  // `sums` holds the output while it is not normalised, if it is kept in global memory
-    int32_t head_dim, value_dim, heads, kv_heads;
-    Scores scores;
+  struct Params : ForwardArrays<Element> {
+    float* sums;  // holds the output while it is not normalised, if it is kept in global memory
   };
 
   static Facts facts() {
@@ -50,18 +45,8 @@ struct CutlassForward {
 
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     Params p;
-    TILEWRIGHT_RETURN_IF_ERROR(read_scores(problem, arguments, kForwardInputs, &p.scores));
-    p.query = input<Element>(arguments, 0);
-    p.key = input<Element>(arguments, 1);
-    p.value = input<Element>(arguments, 2);
-    p.sinks = input<float>(arguments, 8);
-    p.out = output<Element>(arguments, 0);
-    p.lse = output<float>(arguments, 1);
+    TILEWRIGHT_RETURN_IF_ERROR(read_forward<Element>(problem, arguments, &p));
     p.sums = static_cast<float*>(Library::kNeedsOutputAccumulatorBuffer ? arguments.workspace : (void*)p.out);
-    p.head_dim = int32_t(problem.head_dim);
-    p.value_dim = int32_t(problem.value_dim);
-    p.heads = int32_t(problem.heads);
-    p.kv_heads = int32_t(problem.kv_heads);
     const dim3 grid((problem.q_length + kQueries - 1) / kQueries, problem.heads, problem.batch);
     return launch<cutlass_forward<CutlassForward>>(grid, dim3(32, kThreads / 32), sizeof(Storage), stream, p);
   }
