@@ -17,6 +17,7 @@ OPS: Mapping[str, str] = MappingProxyType(
 CUDA_TABLES: Mapping[str, str] = MappingProxyType(
     {
         "flash_attention_hopper_forward": "tilewright.kernels.flash_attention.cuda_hopper_variants:FORWARD",
+        "flash_attention_hopper_wide_forward": "tilewright.kernels.flash_attention.cuda_hopper_variants:WIDE_FORWARD",
         "flash_attention_hopper_backward": "tilewright.kernels.flash_attention.cuda_hopper_variants:BACKWARD",
         "flash_attention_ampere_forward": "tilewright.kernels.flash_attention.cuda_ampere_variants:FORWARD",
         "flash_attention_ampere_backward": "tilewright.kernels.flash_attention.cuda_ampere_variants:BACKWARD",

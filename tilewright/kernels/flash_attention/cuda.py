@@ -27,7 +27,12 @@ from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
 TABLES = {
-    "forward": (cuda_hopper_variants.FORWARD, cuda_ampere_variants.FORWARD, cuda_variants.FORWARD),
+    "forward": (
+        cuda_hopper_variants.FORWARD,
+        cuda_hopper_variants.WIDE_FORWARD,
+        cuda_ampere_variants.FORWARD,
+        cuda_variants.FORWARD,
+    ),
     "backward": (cuda_hopper_variants.BACKWARD, cuda_ampere_variants.BACKWARD, cuda_variants.BACKWARD),
 }
 """Of each direction, in the order in which they are asked for a variant."""

@@ -1,6 +1,7 @@
-"""The variants of attention in CUDA C++ for compute capability 9.0a, made of CUTLASS's example 88: two tables.
+"""The variants of attention in CUDA C++ for compute capability 9.0a, made of CUTLASS's example 88: three tables.
 
-The kernels around its collectives are our own (``cuda/hopper_forward.cuh``, ``cuda/hopper_backward.cuh``).
+The kernels around its collectives are our own (``cuda/hopper_forward.cuh``, ``cuda/hopper_backward.cuh``), and all of
+that for head dims beyond the collectives' (``cuda/hopper_wide_forward.cuh``).
 """
 
 import dataclasses
@@ -131,6 +132,46 @@ class HopperForwardVariant(Variant):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HopperWideForwardVariant(Variant):
+    """One instance of ``HopperWideForward``, whose warpgroups each have half of the head dim.
+
+    Attributes:
+      head_dim: greatest head dim, whose products are made whatever the call's is.
+    """
+
+    dtype: Dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"fmha_hopperF_{self.dtype}_64x64_k{self.head_dim}_halves"
+
+    @property
+    def group(self) -> str:
+        return f"{self.dtype}_k{self.head_dim}"
+
+    @property
+    def cpp_class(self) -> str:
+        return f"{_NAMESPACE}::HopperWideForward<{CPP_TYPES[self.dtype]}, {self.head_dim}>"
+
+    @property
+    def arch_range(self) -> tuple[int, int]:
+        return _ARCHITECTURE
+
+    @property
+    def sort_key(self) -> tuple[int, ...]:
+        return (self.head_dim,)
+
+    @property
+    def requirements(self) -> tuple[Predicate, ...]:
+        return (*_requirements(self.dtype, self.head_dim), Compare(Field("sinks"), "==", 0))
+
+    @classmethod
+    def get_all(cls) -> list["HopperWideForwardVariant"]:
+        return [cls(dtype, 512) for dtype in HALVES]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HopperBackwardVariant(Variant):
     """One instance of ``HopperBackward``.
 
@@ -206,6 +247,12 @@ def _table(name: str, header: str, variants: tuple[Variant, ...], memory_per_job
 
 FORWARD = _table(
     "flash_attention_hopper_forward", "hopper_forward.cuh", tuple(HopperForwardVariant.get_all()), 4500 << 20
+)
+WIDE_FORWARD = _table(
+    "flash_attention_hopper_wide_forward",
+    "hopper_wide_forward.cuh",
+    tuple(HopperWideForwardVariant.get_all()),
+    3000 << 20,
 )
 BACKWARD = _table(
     "flash_attention_hopper_backward", "hopper_backward.cuh", tuple(HopperBackwardVariant.get_all()), 5000 << 20

@@ -1,0 +1,367 @@
+// Forward attention for compute capability 9.0a where an output row is too wide for one warpgroup's registers.
+//
+// A block owns 64 queries of one head. Two warpgroups compute, each for one half of the head dims: a half of each logit,
+// which they exchange through shared memory and add up, then the same weights in both, then that half of the output. A
+// third warpgroup copies. Two neighbouring blocks form a cluster and share all keys and values: each fetches half of a
+// tile and the copy engine writes it to both, for otherwise the L2 cache would be what limits them.
+#pragma once
+
+#include "hopper_common.cuh"
+
+namespace tilewright::attention::hopper {
+
+template <class Element, int kHeadDim>
+struct HopperWideForward {
+  static constexpr int kHalf = kHeadDim / 2;
+  static constexpr int kQueries = 64, kKeys = 64;
+  static constexpr int kCluster = 2, kStages = 2;
+  static constexpr int kThreads = 3 * kWarpgroup;
+  static constexpr int kBothWarpgroups = 2 * kWarpgroup;
+
+  using Tile = OutTile<kHalf>;  // of queries, keys, values and the output
+  using Layout = OutLayout<Element, kHalf>;
+  using StagesLayout =
+      decltype(tile_to_shape(Layout{}, cute::Shape<_64, Int<kHalf>, Int<kStages>>{}, Step<_1, _2, _3>{}));
+  // The same memory with the head dims as rows.
+  using ValueLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                             cute::Shape<Int<kHalf>, _64, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  static constexpr int kTileSize = 64 * kHalf;
+  static_assert(cosize_v<Layout> == kTileSize && cosize_v<ValueLayout> == kStages * kTileSize);
+
+  using MmaQK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, cute::Shape<_64, _64, Int<kHalf>>, GMMA::Major::K,
+                           GMMA::Major::K>()));
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, cute::Shape<_64, Int<kHalf>, _64>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+
+  using Row = decltype(make_tensor(static_cast<Element const*>(nullptr), repeat_like(Strides{}, int32_t(0)), Strides{}));
+  using LoadQuery = decltype(make_tma_copy(SM90_TMA_LOAD{}, Row{}, Layout{}));
+  using LoadShared = decltype(make_tma_copy(SM90_TMA_LOAD_MULTICAST{}, Row{}, Layout{}, Tile{}, Int<kCluster>{}));
+  using Store = decltype(make_tma_copy(SM90_TMA_STORE{}, Row{}, Layout{}));
+
+  static constexpr int kLogits = kQueries * kKeys / kWarpgroup;  // of each thread
+  static constexpr int kParts = kLogits / 4;
+
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  static constexpr int kWarps = kWarpgroup / 32;
+
+  struct SharedStorage {  // the first index is that of the warpgroup
+    alignas(1024) Element query[2][kTileSize];  // and later the output
+    alignas(1024) Element ring[2][kStages][kTileSize];
+    float4 logits[2][kParts][kWarpgroup];
+    typename Full::ValueType query_full[2], full[2][kStages];
+    typename Empty::ValueType empty[2][kStages];
+  };
+
+  struct Params {
+    LoadQuery query;
+    LoadShared key, value;
+    Store out;
+    float* lse;
+    float scale;
+    Shape7 shape;
+    cutlass::FastDivmod group;  // query heads for each head of keys
+    TileOrder order;            // of clusters
+  };
+
+  static Facts facts() { return {int64_t(sizeof(SharedStorage)), kThreads, kAlignment}; }
+
+  static int64_t workspace(const Problem&) { return 0; }
+
+  static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
+    constexpr int kRows = kCluster * kQueries;
+    const int64_t tiles = (problem.q_length + kRows - 1) / kRows;
+    TILEWRIGHT_RETURN_IF_ERROR(check_limits(problem, kCluster * tiles * problem.batch * problem.heads));
+    Params p;
+    TILEWRIGHT_RETURN_IF_ERROR(read_scale(arguments, &p.scale));
+    const int batch = int(problem.batch), heads = int(problem.heads), kv_heads = int(problem.kv_heads);
+    const int q_length = int(problem.q_length), kv_length = int(problem.kv_length), head_dim = int(problem.head_dim);
+    auto rows = [&](const Element* data, int length, int of_heads) {
+      return make_tensor(data, make_layout(make_shape(length, head_dim, make_shape(batch, of_heads)),
+                                           strides_of(length, of_heads, head_dim)));
+    };
+    p.query = make_tma_copy(SM90_TMA_LOAD{}, rows(input<Element>(arguments, 0), q_length, heads), Layout{});
+    p.key = make_tma_copy(SM90_TMA_LOAD_MULTICAST{}, rows(input<Element>(arguments, 1), kv_length, kv_heads), Layout{},
+                          Tile{}, Int<kCluster>{});
+    p.value = make_tma_copy(SM90_TMA_LOAD_MULTICAST{}, rows(input<Element>(arguments, 2), kv_length, kv_heads),
+                            Layout{}, Tile{}, Int<kCluster>{});
+    p.out = make_tma_copy(SM90_TMA_STORE{}, rows(output<Element>(arguments, 0), q_length, heads), Layout{});
+    p.lse = output<float>(arguments, 1);
+    p.shape = shape_of(problem);
+    p.group = cutlass::FastDivmod(heads / kv_heads);
+    p.order = TileOrder::make(int(tiles), batch, heads, int64_t(kv_length) * head_dim * 2 * sizeof(Element),
+                              heads / kv_heads, get<6>(p.shape) < kv_length);
+    return launch_clusters<run_kernel<HopperWideForward>>(dim3(kCluster), dim3(unsigned(kCluster * p.order.total)),
+                                                          dim3(kThreads), sizeof(SharedStorage), stream, p);
+  }
+
+  // What a block works on. Both of a cluster walk over the same tiles of keys, [first, last).
+  struct Place {
+    int row_tile, batch, head, first, last;
+  };
+
+  static CUTLASS_DEVICE Place place_of(const Params& p) {
+    const auto found = p.order(int(blockIdx.x) / kCluster);
+    const int start = found.tile * kCluster * kQueries;
+    const int end = min(start + kCluster * kQueries, get<2>(p.shape));
+    const int first = max(0, start + get<5>(p.shape)) / kKeys;
+    const int last = (min(get<3>(p.shape), end + get<6>(p.shape)) + kKeys - 1) / kKeys;
+    // One tile at least, all of it masked if nothing is visible.
+    return {found.tile * kCluster + int(blockIdx.x) % kCluster, found.batch, found.head, first, max(first + 1, last)};
+  }
+
+  CUTLASS_DEVICE void operator()(const Params& p, SharedStorage& storage) const {
+#if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
+    const int group = cutlass::canonical_warp_group_idx();  // 2 copies, the others compute
+    const bool copies = cutlass::canonical_warp_idx_sync() == 2 * kWarps && cute::elect_one_sync();
+    if (copies) {
+      cute::prefetch_tma_descriptor(p.query.get_tma_descriptor());
+      cute::prefetch_tma_descriptor(p.key.get_tma_descriptor());
+      cute::prefetch_tma_descriptor(p.value.get_tma_descriptor());
+      cute::prefetch_tma_descriptor(p.out.get_tma_descriptor());
+      for (int half = 0; half < 2; ++half) {
+        Full::init(&storage.query_full[half], 1);
+        for (int stage = 0; stage < kStages; ++stage) {
+          Full::init(&storage.full[half][stage], 1);
+          Empty::init(&storage.empty[half][stage], kCluster * kWarps);
+        }
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    cute::cluster_arrive();
+    cute::cluster_wait();
+    const Place place = place_of(p);
+    if (group == 2) {
+      cutlass::arch::warpgroup_reg_dealloc<Registers<2>::kCopying>();
+      if (copies) copy(p, storage, place);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<Registers<2>::kComputing>();
+      compute(p, storage, place, group);
+    }
+    // The other block may still write into this one's memory.
+    cute::cluster_arrive();
+    cute::cluster_wait();
+#endif
+  }
+
+  // What the one thread that copies does.
+  static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, const Place& place) {
+    const int q_length = get<2>(p.shape), kv_length = get<3>(p.shape), head_dim = get<4>(p.shape);
+    const int batches = get<0>(p.shape), heads = get<1>(p.shape);
+    int kv_head, unused;
+    p.group(kv_head, unused, place.head);
+    auto tiles_of = [&](const auto& tma, int length, int of_heads, int head) {
+      Tensor all = tma.get_tma_tensor(make_shape(length, head_dim, make_shape(batches, of_heads)));
+      return local_tile(all(_, _, make_coord(place.batch, head)), Tile{}, make_coord(_, _));  // (.., .., tile, half)
+    };
+    constexpr uint32_t kBytes = kTileSize * sizeof(Element);
+    const auto queries = tiles_of(p.query, q_length, heads, place.head);
+    const auto query_slice = p.query.get_slice(_0{});
+    for (int half = 0; half < 2; ++half) {
+      Full::arrive_and_expect_tx(&storage.query_full[half], kBytes);
+      Tensor to = make_tensor(make_smem_ptr(storage.query[half]), Layout{});
+      cute::copy(p.query.with(storage.query_full[half]), query_slice.partition_S(queries(_, _, place.row_tile, half)),
+                 query_slice.partition_D(to));
+    }
+
+    const int kv_heads = heads / p.group.divisor;
+    const auto keys = tiles_of(p.key, kv_length, kv_heads, kv_head);
+    const auto values = tiles_of(p.value, kv_length, kv_heads, kv_head);
+    const int rank = int(cute::block_rank_in_cluster());
+    int count = 0;
+    auto load = [&](const auto& tma, const auto& tiles, int tile) {
+      const auto slice = tma.get_slice(rank);
+      const int stage = count % kStages;
+      for (int half = 0; half < 2; ++half) {
+        Empty::wait(&storage.empty[half][stage], (count / kStages + 1) % 2);
+        Full::arrive_and_expect_tx(&storage.full[half][stage], kBytes);
+        Tensor to = make_tensor(make_smem_ptr(storage.ring[half][stage]), Layout{});
+        cute::copy(tma.with(storage.full[half][stage], uint16_t((1 << kCluster) - 1)),
+                   slice.partition_S(tiles(_, _, tile, half)), slice.partition_D(to));
+      }
+      ++count;
+    };
+    // In the order in which they are waited for.
+    load(p.key, keys, place.first);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = place.first + 1; tile < place.last; ++tile) {
+      load(p.key, keys, tile);
+      load(p.value, values, tile - 1);
+    }
+    load(p.value, values, place.last - 1);
+  }
+
+  // Barriers of both warpgroups that compute, beside those of one.
+  static constexpr uint32_t kWritten = 2, kRead = 3;
+
+  static CUTLASS_DEVICE void compute(const Params& p, SharedStorage& storage, const Place& place, int half) {
+    const int thread = threadIdx.x % kWarpgroup;
+    const int warp = thread / 32, lane = thread % 32;
+    const int first_row = place.row_tile * kQueries + 16 * warp + lane / 4;  // the thread's other row is 8 below
+    const float scale2 = p.scale * kLog2e;
+
+    int count = 0;  // tiles taken from the ring
+    auto acquire = [&] { Full::wait(&storage.full[half][count % kStages], count / kStages % 2); };
+    auto release = [&](int which) {
+      Empty::arrive(&storage.empty[half][which % kStages], uint32_t(lane), lane < kCluster);
+    };
+
+    MmaQK mma_qk;
+    MmaPV mma_pv;
+    const auto qk = mma_qk.get_thread_slice(thread);
+    const auto pv = mma_pv.get_thread_slice(thread);
+    Tensor shared_q = make_tensor(make_smem_ptr(storage.query[half]), Layout{});
+    Tensor shared_k = make_tensor(make_smem_ptr(storage.ring[half][0]), StagesLayout{});
+    Tensor shared_v = make_tensor(make_smem_ptr(storage.ring[half][0]), ValueLayout{});
+    Tensor queries = qk.partition_fragment_A(shared_q);
+    Tensor keys = qk.partition_fragment_B(shared_k);
+    Tensor values = pv.partition_fragment_B(shared_v);
+    Tensor logits = partition_fragment_C(mma_qk, cute::Shape<_64, _64>{});
+    Tensor out = partition_fragment_C(mma_pv, cute::Shape<_64, Int<kHalf>>{});
+    Tensor weights = make_tensor<Element>(partition_shape_A(mma_pv, cute::Shape<_64, _64>{}));
+    static_assert(decltype(size(logits))::value == kLogits && decltype(size(weights))::value == kLogits);
+    clear(out);
+    float greatest[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
+
+    // Starts the product of the next tile in the ring.
+    auto start_logits = [&] {
+      acquire();
+      warpgroup_fence_operand(logits);
+      warpgroup_arrive();
+      mma_qk.accumulate_ = GMMA::ScaleOut::Zero;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(queries); ++k) {
+        cute::gemm(mma_qk, queries(_, _, k), keys(_, _, k, count % kStages), logits);
+        mma_qk.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      ++count;
+    };
+    auto start_out = [&] {
+      acquire();
+      warpgroup_fence_operand(weights);
+      warpgroup_fence_operand(out);
+      warpgroup_arrive();
+      cute::gemm(mma_pv, weights, values(_, _, _, count % kStages), out);
+      warpgroup_commit_batch();
+      ++count;
+    };
+
+    // Adds the other half of each logit, which the same thread of the other warpgroup has.
+    auto exchange = [&](bool again) {
+      if (again) cutlass::arch::NamedBarrier::sync(kBothWarpgroups, kRead + half);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kParts; ++i) {
+        storage.logits[half][i][thread] =
+            make_float4(logits(4 * i), logits(4 * i + 1), logits(4 * i + 2), logits(4 * i + 3));
+      }
+      cutlass::arch::NamedBarrier::sync(kBothWarpgroups, kWritten);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kParts; ++i) {
+        const float4 other = storage.logits[1 - half][i][thread];
+        logits(4 * i) += other.x;
+        logits(4 * i + 1) += other.y;
+        logits(4 * i + 2) += other.z;
+        logits(4 * i + 3) += other.w;
+      }
+    };
+    auto say_read = [&] { cutlass::arch::NamedBarrier::arrive(kBothWarpgroups, kRead + 1 - half); };
+
+    // Masks a tile's logits and turns them into weights; `shrink` is what sums so far are to be multiplied with.
+    auto softmax = [&](int tile) {
+      const int start = tile * kKeys, row = place.row_tile * kQueries;
+      const int kv_length = get<3>(p.shape), lowest = get<5>(p.shape), highest = get<6>(p.shape);
+      if (start + kKeys > kv_length || start + kKeys - 1 - row > highest || start - (row + kQueries - 1) < lowest) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLogits; ++i) {
+          const int key = start + i / 4 * 8 + lane % 4 * 2 + i % 2, distance = key - (first_row + i / 2 % 2 * 8);
+          if (key >= kv_length || distance < lowest || distance > highest) logits(i) = -INFINITY;
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float most = greatest[r];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLogits; i += 4) most = fmaxf(most, fmaxf(logits(i + 2 * r), logits(i + 2 * r + 1)));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float subtracted = most == -INFINITY ? 0.0f : most * scale2;
+        shrink[r] = exp2f(greatest[r] * scale2 - subtracted);
+        greatest[r] = most;
+        float sum = 0;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLogits; i += 4) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = i + 2 * r; j < i + 2 * r + 2; ++j) {
+            logits(j) = exp2f(fmaf(logits(j), scale2, -subtracted));
+            sum += logits(j);
+          }
+        }
+        total[r] = total[r] * shrink[r] + sum;
+      }
+    };
+    auto narrow = [&] { convert<Element, kLogits>(logits.data(), weights.data()); };
+    auto shrink_out = [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(out); ++i) out(i) *= shrink[i / 2 % 2];
+    };
+
+    Full::wait(&storage.query_full[half], 0);
+    start_logits();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(logits);
+    release(0);
+    exchange(false);
+    if (place.first + 1 < place.last) say_read();
+    softmax(place.first);
+    narrow();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = place.first + 1; tile < place.last; ++tile) {
+      start_logits();
+      start_out();
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(logits);
+      release(count - 2);
+      exchange(true);
+      if (tile + 1 < place.last) say_read();
+      softmax(tile);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(out);
+      release(count - 1);
+      narrow();
+      shrink_out();
+    }
+    start_out();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(out);
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      total[r] += __shfl_xor_sync(~0u, total[r], 1);
+      total[r] += __shfl_xor_sync(~0u, total[r], 2);
+      const float subtracted = greatest[r] == -INFINITY ? 0.0f : greatest[r] * p.scale;
+      const int query = first_row + 8 * r;
+      if (half == 0 && lane % 4 == 0 && query < get<2>(p.shape)) {
+        const int64_t head = int64_t(place.batch) * get<1>(p.shape) + place.head;
+        p.lse[head * get<2>(p.shape) + query] = total[r] == 0 ? -INFINITY : subtracted + logf(total[r]);
+      }
+      shrink[r] = total[r] == 0 ? 0.0f : 1 / total[r];
+    }
+    shrink_out();
+    stage_tile<Element, MmaPV>(out, shared_q, thread);
+    sync_warpgroup(half);
+    if (warp == 0 && cute::elect_one_sync()) {
+      Tensor all = p.out.get_tma_tensor(
+          make_shape(get<2>(p.shape), get<4>(p.shape), make_shape(get<0>(p.shape), get<1>(p.shape))));
+      Tensor to = local_tile(all(_, _, make_coord(place.batch, place.head)), Tile{}, make_coord(place.row_tile, half));
+      const auto slice = p.out.get_slice(_0{});
+      cute::copy(p.out, slice.partition_S(shared_q), slice.partition_D(to));
+      tma_store_arrive();
+      tma_store_wait<0>();
+    }
+  }
+};
+
+}  // namespace tilewright::attention::hopper
