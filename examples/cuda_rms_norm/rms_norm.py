@@ -25,6 +25,7 @@ from tilewright.kernels.cuda_build import (
     Predicate,
     Variant,
     VariantTable,
+    instance,
 )
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils.device import current_device
@@ -54,7 +55,7 @@ class RmsNormVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        return f"RmsNorm<{DTYPES[self.dtype][0]}, {self.max_width}, {self.pack}, {WIDTHS[self.max_width]}>"
+        return instance("RmsNorm", DTYPES[self.dtype][0], self.max_width, self.pack, WIDTHS[self.max_width])
 
     @property
     def sort_key(self) -> tuple[Any, ...]:

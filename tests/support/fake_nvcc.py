@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tilewright.kernels.cuda_build import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable
+from tilewright.kernels.cuda_build import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
 
 HOST_COMPILER = shutil.which("g++")
 NEEDED = "needs a C compiler: there is no g++ on PATH"
@@ -100,7 +100,7 @@ class SampleVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        return f"Sample<{self.width}, {'true' if self.speed == 'fast' else 'false'}>"
+        return instance("Sample", self.width, self.speed == "fast")
 
     @property
     def sort_key(self) -> tuple[Any, ...]:

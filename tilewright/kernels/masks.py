@@ -76,12 +76,12 @@ class Mask(abc.ABC):
     def __and__(self, other: "Mask") -> "AndMask":
         if not isinstance(other, Mask):
             return NotImplemented
-        return AndMask(_members(self, AndMask) + _members(other, AndMask))
+        return AndMask(members(self, AndMask) + members(other, AndMask))
 
     def __or__(self, other: "Mask") -> "OrMask":
         if not isinstance(other, Mask):
             return NotImplemented
-        return OrMask(_members(self, OrMask) + _members(other, OrMask))
+        return OrMask(members(self, OrMask) + members(other, OrMask))
 
     @property
     def is_static(self) -> bool:
@@ -396,15 +396,18 @@ class OrMask(CombinedMask):
         return _fold(np.maximum, jnp.maximum, classes)
 
 
+def members(mask: Mask | None, kind: type[CombinedMask]) -> tuple[Mask, ...]:
+    """What a mask of a kind is made of; any other mask stands alone, and None is made of nothing."""
+    if mask is None:
+        return ()
+    return mask.masks if isinstance(mask, kind) else (mask,)
+
+
 def reduce_classes(classes: TileClasses) -> TileClasses:
     """``[q_tiles, kv_tiles]``: the class that holds for every batch and head at once."""
     xp: Any = np if isinstance(classes, np.ndarray) else jnp
     low, high = xp.min(classes, axis=(0, 1)), xp.max(classes, axis=(0, 1))
     return xp.where(low == high, low, TileClass.PARTIAL)
-
-
-def _members(mask: Mask, kind: type) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, kind) else (mask,)  # type: ignore[attr-defined]
 
 
 def _intersect(bands: list[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:

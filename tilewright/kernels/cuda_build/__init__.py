@@ -18,7 +18,7 @@ from tilewright.kernels.cuda_build.requirements import (
     one_of,
 )
 from tilewright.kernels.cuda_build.sources import generate
-from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda_build.toolchain import CURAND, HeaderPackage, cutlass
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "find",
     "generate",
     "groups_of",
+    "instance",
     "one_of",
 ]

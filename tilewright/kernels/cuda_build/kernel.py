@@ -55,10 +55,11 @@ class CudaKernel:
             return [f"no variant of {self.table.name} is for compute capability {capability / 10}"]
         said: dict[int, list[str]] = {}  # by how many requirements are not met
         for variant in mine:
-            against = self._reasons_so_far(variant, values)
+            unmet = _against(variant, values)
+            against = unmet or self._reasons_so_far(variant, values)
             if not against:
                 return []
-            said.setdefault(len(_against(variant, values)), []).extend(against)
+            said.setdefault(len(unmet), []).extend(against)
         return list(dict.fromkeys(said[min(said)]))
 
     def select(self, problem: Problem, device: Device) -> tuple[Variant | None, dict[str, list[str]]]:
@@ -74,7 +75,7 @@ class CudaKernel:
             return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
         reasons: dict[str, list[str]] = {}
         for variant in self.table.variants:
-            against = self._reasons_compiled(variant, values)
+            against = _against(variant, values) or self._reasons_compiled(variant, values)
             if not against:
                 return variant, reasons
             reasons[variant.name] = against
@@ -94,7 +95,8 @@ class CudaKernel:
         values = self._values(problem, device)
         if values is None:
             return [_no_capability(device)]
-        return self._reasons_compiled(variant, values) if compiled else self._reasons_so_far(variant, values)
+        further = self._reasons_compiled if compiled else self._reasons_so_far
+        return _against(variant, values) or further(variant, values)
 
     def facts(self, variant: Variant, device: Device) -> Mapping[str, int]:
         """Shared memory, threads and alignment of a variant that was selected for a device."""
@@ -143,10 +145,7 @@ class CudaKernel:
         return [int(problem[name]) for name in self.table.fields]
 
     def _reasons_so_far(self, variant: Variant, values: Values) -> list[str]:
-        """What is known against a variant without compiling it."""
-        against = _against(variant, values)
-        if against:
-            return against
+        """What is known without compiling against a variant that meets all that needs no facts."""
         try:
             compiled = library.loaded(self._group(variant, values), self.cache)
         except BuildError as error:
@@ -154,10 +153,7 @@ class CudaKernel:
         return self._missing(values) if compiled is None else _unmet(variant, values, compiled)
 
     def _reasons_compiled(self, variant: Variant, values: Values) -> list[str]:
-        """All that can be said against a variant, which is compiled if nothing else is said."""
-        against = _against(variant, values)
-        if against:
-            return against
+        """What is said, once it is compiled, against a variant that meets all that needs no facts."""
         group = self._group(variant, values)
         compiled = library.loaded(group, self.cache)
         if compiled is None:
@@ -192,6 +188,7 @@ def _no_capability(device: Device) -> str:
 
 
 def _against(variant: Variant, values: Values) -> list[str]:
+    """What is said against a variant by requirements that need no facts."""
     reasons = []
     if not variant.runs_on(values.device["capability"]):
         low, high = variant.arch_range

@@ -35,7 +35,7 @@ class Variant(abc.ABC):
     @property
     @abc.abstractmethod
     def cpp_class(self) -> str:
-        """The class in the table's header, such as ``RmsNorm<float, 256>``."""
+        """The class in the table's header, such as ``RmsNorm<float, 256>``; see `instance`."""
 
     @property
     @abc.abstractmethod
@@ -56,6 +56,12 @@ class Variant(abc.ABC):
         """Whether it is for a compute capability, such as 90."""
         low, high = self.arch_range
         return low <= capability < high
+
+
+def instance(template: str, *arguments: bool | int | str) -> str:
+    """A template with its arguments as C++ writes it: ``instance("RmsNorm", "float", 256, True)``."""
+    written = (str(each).lower() if isinstance(each, bool) else str(each) for each in arguments)
+    return f"{template}<{', '.join(written)}>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

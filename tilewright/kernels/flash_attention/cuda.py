@@ -115,13 +115,14 @@ def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str
 
 
 def each_variant(
-    direction: Direction, fields: Mapping[str, int], itemsize: int
+    direction: Direction, fields: Mapping[str, int], itemsize: int, name: str | None = None
 ) -> Iterator[tuple[CudaKernel, Variant, dict[str, int]]]:
-    """Every variant with every form of the problem, in the order in which they are tried."""
+    """Every variant, or the one of a name, with every form of the problem, in the order in which they are tried."""
     for each in padded_fields(fields, itemsize):
         for kernel in kernels(direction):
             for variant in kernel.table.variants:
-                yield kernel, variant, each
+                if name is None or variant.name == name:
+                    yield kernel, variant, each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def select(
                     return Selected(kernel, found, each)
                 reasons |= against
     else:
-        named = [found for found in each_variant(direction, fields, itemsize) if found[1].name == name]
+        named = list(each_variant(direction, fields, itemsize, name))
         if not named:
             raise ValueError(f"flash attention has no CUDA variant {name!r} ({direction})")
         for kernel, variant, each in named:
@@ -224,12 +225,10 @@ class CudaFlashAttention(Implementation):
         fields = problem_fields(problem, getattr(params, "deterministic", False))
         said = [
             kernel.variant_reasons(variant, each, device)
-            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize)
-            if variant.name == params.variant
+            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize, params.variant)
         ]
         if not said:
             return [f"there is no variant {params.variant!r}"]
-        return min(said, key=len)
         return min(said, key=len)
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
@@ -320,8 +319,9 @@ _BACKWARD_INPUTS = (
     "query", "key", "value", "out", "lse", "d_out", "d_lse", "bias", "q_rows", "kv_rows", "mask",
     "query_ranges", "dropout_keys", "key_ranges",
 )  # fmt: skip
-_ABSENT = {"lse": np.float32, "d_lse": np.float32, "bias": np.float32, "mask": np.uint8, "sinks": np.float32,
-           "dropout_keys": np.uint32}  # fmt: skip
+_ABSENT = {
+    "d_lse": np.float32, "bias": np.float32, "mask": np.uint8, "sinks": np.float32, "dropout_keys": np.uint32,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

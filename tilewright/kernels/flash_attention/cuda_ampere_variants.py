@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate
-from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
 from tilewright.kernels.flash_attention.cuda_variants import DTYPES, FIELDS, SOURCES, WITHOUT_MODIFIERS, Dtype
 
 type Features = Literal["plain", "modified", "dropout"]
@@ -82,9 +82,10 @@ class AmpereVariant(Variant):
             Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
         )
 
-    def _cpp_flags(self) -> list[str]:
-        flags = (self.exact, self.features != "plain", self.features == "dropout")
-        return ["true" if flag else "false" for flag in flags]
+    @property
+    def flags(self) -> tuple[bool, bool, bool]:
+        """The last template arguments: exact products, what modifies logits, and dropout."""
+        return (self.exact, self.features != "plain", self.features == "dropout")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class BackwardTile:
 
     @property
     def cpp(self) -> str:
-        return f"{_NAMESPACE}::AmpereWalk<{', '.join(str(each) for each in dataclasses.astuple(self))}>"
+        return instance(f"{_NAMESPACE}::AmpereWalk", *dataclasses.astuple(self))
 
 
 _KB = 1 << 10
@@ -195,9 +196,9 @@ class AmpereForwardVariant(AmpereVariant):
 
     @property
     def cpp_class(self) -> str:
-        queries, keys, *rest = (str(each) for each in self.tile.arguments)
-        arguments = [CPP_TYPES[self.dtype], queries, keys, str(self.max_dim), *rest, *self._cpp_flags()]
-        return f"{_NAMESPACE}::AmpereForward<{', '.join(arguments)}>"
+        queries, keys, *rest = self.tile.arguments
+        template = f"{_NAMESPACE}::AmpereForward"
+        return instance(template, CPP_TYPES[self.dtype], queries, keys, self.max_dim, *rest, *self.flags)
 
     @classmethod
     def get_all(cls) -> list["AmpereForwardVariant"]:
@@ -281,9 +282,8 @@ class AmpereBackwardVariant(AmpereVariant):
 
     @property
     def cpp_class(self) -> str:
-        walks = [self.tiles.by_keys.cpp, self.tiles.by_queries.cpp]
-        arguments = [CPP_TYPES[self.dtype], str(self.max_dim), *walks, *self._cpp_flags()]
-        return f"{_NAMESPACE}::AmpereBackward<{', '.join(arguments)}>"
+        walks = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
+        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *walks, *self.flags)
 
     @classmethod
     def get_all(cls) -> list["AmpereBackwardVariant"]:

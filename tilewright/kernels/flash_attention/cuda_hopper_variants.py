@@ -9,7 +9,7 @@ import itertools
 from typing import Literal
 
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate
-from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda_build.toolchain import cutlass
 from tilewright.kernels.flash_attention.cuda_variants import (
     CPP_TYPES,
@@ -91,12 +91,9 @@ class HopperForwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        arguments = [
-            CPP_TYPES[self.dtype],
-            *(str(number) for number in (self.tile_q, self.tile_k, self.head_dim, self.stages)),
-            f"{_NAMESPACE}::Band::k{self.band.capitalize()}",
-        ]
-        return f"{_NAMESPACE}::HopperForward<{', '.join(arguments)}>"
+        sizes = (self.tile_q, self.tile_k, self.head_dim, self.stages)
+        band = f"{_NAMESPACE}::Band::k{self.band.capitalize()}"
+        return instance(f"{_NAMESPACE}::HopperForward", CPP_TYPES[self.dtype], *sizes, band)
 
     @property
     def arch_range(self) -> tuple[int, int]:
@@ -199,9 +196,8 @@ class HopperBackwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        flags = ("true" if flag else "false" for flag in (self.masked, self.grouped))
-        arguments = [CPP_TYPES[self.dtype], str(self.tile_q), str(self.head_dim), *flags]
-        return f"{_NAMESPACE}::HopperBackward<{', '.join(arguments)}>"
+        arguments = (self.tile_q, self.head_dim, self.masked, self.grouped)
+        return instance(f"{_NAMESPACE}::HopperBackward", CPP_TYPES[self.dtype], *arguments)
 
     @property
     def arch_range(self) -> tuple[int, int]:

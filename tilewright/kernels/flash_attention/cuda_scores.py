@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.flash_attention.masking import Band, intersection, split_mask
-from tilewright.kernels.masks import AndMask, BandMask, LengthMask, Mask, SegmentMask, TileClass, TileGrid
+from tilewright.kernels.masks import AndMask, BandMask, LengthMask, Mask, SegmentMask, TileClass, TileGrid, members
 
 RANGE_TILE = 64
 """Queries, or keys, that an entry of the ranges speaks of; ``kRangeQueries`` in ``cuda/attention.cuh``."""
@@ -35,11 +35,11 @@ class MaskParts:
     def of(cls, mask: Mask | None) -> "MaskParts":
         """What fits the form of rows as that, all else as a matrix."""
         band, rest = split_mask(mask)
-        members = rest.masks if isinstance(rest, AndMask) else () if rest is None else (rest,)
-        segments = [part for part in members if isinstance(part, SegmentMask)][:1]
-        lengths = [part for part in members if isinstance(part, LengthMask)]
-        positions = [part for part in members if isinstance(part, BandMask)][:1]
-        others = [part for part in members if not any(part is taken for taken in (*segments, *lengths, *positions))]
+        parts = members(rest, AndMask)
+        segments = [part for part in parts if isinstance(part, SegmentMask)][:1]
+        lengths = [part for part in parts if isinstance(part, LengthMask)]
+        positions = [part for part in parts if isinstance(part, BandMask)][:1]
+        others = [part for part in parts if not any(part is taken for taken in (*segments, *lengths, *positions))]
         if positions:
             if band != Band():  # of indices, beside one of positions
                 others.append(_static_band(mask))
@@ -71,8 +71,8 @@ class MaskParts:
 
 
 def _static_band(mask: Mask | None) -> Mask:
-    members = mask.masks if isinstance(mask, AndMask) else (mask,)
-    return functools.reduce(operator.and_, [m for m in members if isinstance(m, BandMask) and m.is_static])
+    bands = [part for part in members(mask, AndMask) if isinstance(part, BandMask) and part.is_static]
+    return functools.reduce(operator.and_, bands)
 
 
 def _rows(segments: Any, positions: Any, lengths: list[Any], length: int, outside: int) -> Any:

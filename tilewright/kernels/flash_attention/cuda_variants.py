@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate, one_of
-from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda_build.toolchain import cutlass
 
 SOURCES = Path(__file__).with_name("cuda")
@@ -55,10 +55,6 @@ def _is_half(dtype: Dtype) -> bool:
 
 def _aligned_suffix(aligned: bool) -> str:
     return "aligned" if aligned else "notaligned"
-
-
-def _cpp_bool(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _dims(dtype: Dtype, low: int, max_dim: int) -> tuple[Predicate, ...]:
@@ -111,17 +107,17 @@ class ForwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        arguments = [
+        return instance(
+            "tilewright::attention::CutlassForward",
             CPP_TYPES[self.dtype],
             f"cutlass::arch::Sm{self.sm_range[0]}",
-            _cpp_bool(self.aligned),
-            str(self.block_q),
-            str(self.block_k),
-            str(self.max_dim),
-            _cpp_bool(self.supports_dropout),
-            _cpp_bool(self.supports_bias),
-        ]
-        return f"tilewright::attention::CutlassForward<{', '.join(arguments)}>"
+            self.aligned,
+            self.block_q,
+            self.block_k,
+            self.max_dim,
+            self.supports_dropout,
+            self.supports_bias,
+        )
 
     @property
     def arch_range(self) -> tuple[int, int]:
@@ -209,18 +205,18 @@ class BackwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        arguments = [
+        return instance(
+            "tilewright::attention::CutlassBackward",
             CPP_TYPES[self.dtype],
             f"cutlass::arch::Sm{self.sm_range[0]}",
-            _cpp_bool(self.aligned),
-            _cpp_bool(self.apply_dropout),
-            _cpp_bool(self.preload),
-            str(self.block_i),
-            str(self.block_j),
-            str(self.max_dim),
-            _cpp_bool(self.whole_blocks),
-        ]
-        return f"tilewright::attention::CutlassBackward<{', '.join(arguments)}>"
+            self.aligned,
+            self.apply_dropout,
+            self.preload,
+            self.block_i,
+            self.block_j,
+            self.max_dim,
+            self.whole_blocks,
+        )
 
     @property
     def arch_range(self) -> tuple[int, int]:

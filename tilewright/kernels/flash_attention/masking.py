@@ -19,6 +19,7 @@ from tilewright.kernels.masks import (
     Mask,
     SegmentMask,
     WindowMask,
+    members,
 )
 
 FAR = 1 << 30
@@ -39,9 +40,9 @@ class Band:
 
 def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
     """The static bands of a mask as one, and the rest of it, which they are combined with by AND."""
-    members = mask.masks if isinstance(mask, AndMask) else () if mask is None else (mask,)
-    bands = [part for part in members if isinstance(part, BandMask) and part.is_static]
-    rest = [part for part in members if not (isinstance(part, BandMask) and part.is_static)]
+    parts = members(mask, AndMask)
+    bands = [part for part in parts if isinstance(part, BandMask) and part.is_static]
+    rest = [part for part in parts if not (isinstance(part, BandMask) and part.is_static)]
     return intersection(bands), None if not rest else rest[0] if len(rest) == 1 else AndMask(tuple(rest))
 
 
