@@ -12,12 +12,12 @@ import pytest
 from cuda_rms_norm.rms_norm import DTYPES, KERNEL, TABLE, cuda_reasons, problem_of, rms_norm
 from jax.test_util import check_grads
 
+from tests.kernels.conftest import H100
 from tilewright.kernels.cuda_build import Fact, Values
 from tilewright.kernels.cuda_build.devices import device_values
 from tilewright.ops.core.types import Device
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "cuda_rms_norm" / "rms_norm.py"
-H100 = Device("gpu", "NVIDIA H100", (9, 0), 132)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)])

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.kernels.flash_attention.conformance import cotangents, inputs_of, oracle
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge, oracles
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.registry import Implementation
 from tilewright.ops.core.types import Direction
-from tilewright.ops.execution.numerics import violations
 
 RUNS = 50
 
@@ -41,13 +40,11 @@ def check_at_real_lengths(backend: Implementation, case: AttentionCase, configs:
     seed = secrets.randbits(30)
     inputs = inputs_of(case, seed)
     d_out, d_lse = cotangents(inputs, seed)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+    exact, low = oracles(inputs, d_out, d_lse)
     for params in configs(inputs, "forward"):
         forward = jax.jit(lambda inputs, params=params: backend.forward(inputs, params))
         out, lse = forward(inputs)
-        for part, got in (("out", out), ("lse", lse)):
-            found = violations(got, exact.results[part], low.results[part], case.tolerance_factor)
-            assert not found, (seed, params, part, found)
+        judge({"out": out, "lse": lse}, exact.results, low.results, case.tolerance_factor, seed, params)
         repeats = differences(lambda forward=forward: dict(zip(("out", "lse"), forward(inputs), strict=True)))
         assert not any(repeats.values()), (seed, params, repeats)
     for params in configs(inputs, "backward"):
@@ -57,9 +54,7 @@ def check_at_real_lengths(backend: Implementation, case: AttentionCase, configs:
             gradients = backward(inputs, (out, lse), (d_out, d_lse))
             return {part: gradients[part] for part in exact.gradients}
 
-        for part, got in run().items():
-            found = violations(got, exact.gradients[part], low.gradients[part], case.tolerance_factor)
-            assert not found, (seed, params, part, found)
+        judge(run(), exact.gradients, low.gradients, case.tolerance_factor, seed, params)
         # What is added up in global memory is in whatever order programs finish.
         added = () if params.deterministic else ("query", "bias")
         for part, difference in differences(run).items():

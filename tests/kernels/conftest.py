@@ -9,6 +9,7 @@ from tilewright.ops.core.types import Device
 from tilewright.ops.utils import device as devices
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, fingerprint="gpu:NVIDIA A100-SXM4-80GB:8.0", present=False)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.conftest import A100, H100
 from tilewright.errors import BuildError
 from tilewright.kernels.cuda_build import (
     AnyOf,
@@ -35,8 +36,6 @@ from tilewright.kernels.cuda_build import (
 from tilewright.kernels.cuda_build.devices import device_values
 from tilewright.ops.core.types import Device
 
-H100 = Device("gpu", "NVIDIA H100", (9, 0), 132)
-A100 = Device("gpu", "NVIDIA A100", (8, 0), 108)
 V100 = Device("gpu", "NVIDIA V100", (7, 0), 80)
 CPU = Device("cpu", "cpu")
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from cuda_rms_norm.rms_norm import TABLE, RmsNormVariant, cuda_reasons, cuda_rms_norm
 
+from tests.kernels.conftest import A100, H100
 from tests.support.fake_nvcc import sample_table
 from tilewright.errors import BuildError
 from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
-from tilewright.ops.core.types import Device
 
 REASONS = missing(80) + missing(90)
 pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
 
-DEVICES = {80: Device("gpu", "NVIDIA A100", (8, 0), 108), 90: Device("gpu", "NVIDIA H100", (9, 0), 132)}
+DEVICES = {80: A100, 90: H100}
 
 
 @pytest.mark.parametrize("capability", DEVICES)

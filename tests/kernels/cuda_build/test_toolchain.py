@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.conftest import H100
 from tilewright.kernels.cuda_build import CURAND, cutlass
 from tilewright.kernels.cuda_build.devices import architecture, capability_of, device_values, parse_architecture
 from tilewright.kernels.cuda_build.toolchain import command, find_compiler, missing, package_folders
@@ -117,9 +118,8 @@ def test_what_is_no_architecture(text):
 
 
 def test_devices():
-    h100 = Device("gpu", "NVIDIA H100", (9, 0), 132)
-    assert capability_of(h100) == 90
-    assert device_values(h100) == {"capability": 90, "shared_memory": 227 << 10, "multiprocessors": 132}
+    assert capability_of(H100) == 90
+    assert device_values(H100) == {"capability": 90, "shared_memory": 227 << 10, "multiprocessors": 132}
     assert device_values(Device("gpu", "NVIDIA A10", (8, 6), 72))["shared_memory"] == 99 << 10
     assert device_values(Device("gpu", "of tomorrow", (19, 3), 1))["shared_memory"] == 48 << 10
     assert device_values(Device("cpu", "cpu")) is None

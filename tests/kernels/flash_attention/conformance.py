@@ -148,6 +148,10 @@ class Judged:
     results: dict[str, Any]
     gradients: dict[str, Any]
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {**self.results, **self.gradients}
+
 
 # The oracles run once each: most of their time is compilation, which optimising would lengthen.
 @functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_backend_optimization_level": 0})
@@ -161,6 +165,29 @@ def oracle(inputs: AttentionInputs, d_out: Any, d_lse: Any, dtype: Any = None) -
     """The oracle's results; in float32 (float64 for float64) and exact unless a dtype is given."""
     (out, lse), gradients = _oracle(inputs, d_out, d_lse, None if dtype is None else jnp.dtype(dtype))
     return Judged({"out": out, "lse": lse}, gradients)
+
+
+def oracles(inputs: AttentionInputs, d_out: Any, d_lse: Any) -> tuple[Judged, Judged]:
+    """The oracle's results, exact and in the dtype of the inputs."""
+    exact = oracle(inputs, d_out, d_lse)
+    narrow = inputs.query.dtype
+    same = narrow == jnp.float32 and current_device().kind == "cpu"  # elsewhere its products are less than exact
+    return exact, exact if same else oracle(inputs, d_out, d_lse, narrow)
+
+
+def judge(got: Mapping[str, Any], exact: Mapping[str, Any], low: Mapping[str, Any], factor: float, *said: Any) -> None:
+    """Fails if anything that the oracle has is not as near to it as the policy asks; ``said`` goes into the message."""
+    found = {name: check_policy(got[name], ref, low[name], factor) for name, ref in exact.items()}
+    assert not any(found.values()), (*said, {name: what for name, what in found.items() if what})
+
+
+def check_kinds(gradients: Mapping[str, Any], inputs: AttentionInputs) -> None:
+    """Every gradient has the shape and the dtype of what it is the gradient of."""
+    for name in GRADIENTS:
+        array = getattr(inputs, name)
+        if array is not None:
+            assert gradients[name].dtype == array.dtype, name
+            assert gradients[name].shape == array.shape, name
 
 
 def inputs_of(case: AttentionCase, seed: int = 0) -> AttentionInputs:
@@ -183,15 +210,23 @@ def run_and_judge(backend: Implementation, case: AttentionCase, forward: Any, ba
     """Compares one config of each direction with the oracle."""
     inputs = inputs_of(case)
     d_out, d_lse = cotangents(inputs)
-    results = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
-    got = {"out": results[0], "lse": results[1]}
-    found = {name: check_policy(got[name], exact.results[name], low.results[name], 2.0) for name in got}
+    out, lse = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
     run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
-    gradients = run_backward(inputs, results, (d_out, d_lse))
-    for name, ref in exact.gradients.items():
-        found[name] = check_policy(gradients[name], ref, low.gradients[name], 2.0)
-    assert not any(found.values()), {name: what for name, what in found.items() if what}
+    gradients = run_backward(inputs, (out, lse), (d_out, d_lse))
+    exact, low = oracles(inputs, d_out, d_lse)
+    judge({"out": out, "lse": lse, **gradients}, exact.arrays, low.arrays, 2.0)
+
+
+def judge_gradients(backend: Implementation, inputs: AttentionInputs, configs: Sequence[Any], factor: float) -> None:
+    """Compares configs of the backward pass with the oracle, from the oracle's residuals."""
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
+    for params in configs:
+        run = jax.jit(lambda inputs, results, d, params=params: backend.backward(inputs, results, d, params))
+        gradients = run(inputs, results, (d_out, d_lse))
+        check_kinds(gradients, inputs)
+        judge(gradients, exact.gradients, low.gradients, factor, params)
 
 
 class Conformance(abc.ABC):
@@ -224,20 +259,9 @@ class Conformance(abc.ABC):
 
     def check(self, got: Judged, inputs: AttentionInputs, d_out: Any, d_lse: Any, factor: float) -> None:
         """Compares with the oracle, every result and every gradient that the inputs have."""
-        exact = oracle(inputs, d_out, d_lse)
-        narrow = inputs.query.dtype
-        same = narrow == jnp.float32 and current_device().kind == "cpu"  # elsewhere its products are less than exact
-        low = exact if same else oracle(inputs, d_out, d_lse, narrow)
-        found = {}
-        for name in GRADIENTS:
-            array = getattr(inputs, name)
-            if array is not None:
-                assert got.gradients[name].dtype == array.dtype, name
-                assert got.gradients[name].shape == array.shape, name
-        for part in ("results", "gradients"):
-            for name, ref in getattr(exact, part).items():
-                found[name] = check_policy(getattr(got, part)[name], ref, getattr(low, part)[name], factor)
-        assert not any(found.values()), {name: what for name, what in found.items() if what}
+        check_kinds(got.gradients, inputs)
+        exact, low = oracles(inputs, d_out, d_lse)
+        judge(got.arrays, exact.arrays, low.arrays, factor)
 
     def run_and_check(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 2.0) -> Judged:
         problem = self.supported(args, kwargs)
@@ -291,16 +315,16 @@ class Conformance(abc.ABC):
         d_out, d_lse = cotangents(inputs)
         out, lse = self.forward(inputs, problem)
         gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
-        exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
+        exact, low = (judged.arrays for judged in oracles(inputs, d_out, d_lse))
+        ours = {"out": out, "lse": lse, **gradients}
         # A float32 logit or log-sum-exp of this size is off by up to half a unit in the last place, and exp makes of
         # that a relative error in the probabilities; the oracle need not go through the log-sum-exp and errs less.
         rounding = 4 * abs(offset) * 2.0**-24
-        for part, ours in (("results", {"out": out, "lse": lse}), ("gradients", gradients)):
-            for name, ref in getattr(exact, part).items():
-                error = np.max(np.abs(np.asarray(ours[name], np.float32) - ref))
-                narrow = np.max(np.abs(np.asarray(getattr(low, part)[name], np.float32) - ref))
-                allowed = 2 * (narrow if dtype != "float32" and name != "lse" else 0.0)
-                assert error <= allowed + rounding * max(1.0, float(np.max(np.abs(ref)))), name
+        for name, ref in exact.items():
+            error = np.max(np.abs(np.asarray(ours[name], np.float32) - ref))
+            narrow = np.max(np.abs(np.asarray(low[name], np.float32) - ref))
+            allowed = 2 * (narrow if dtype != "float32" and name != "lse" else 0.0)
+            assert error <= allowed + rounding * max(1.0, float(np.max(np.abs(ref)))), name
 
     @pytest.mark.parametrize("offset", [-(1 << 30), -45, 45, 1 << 30])
     def test_large_mask_offsets(self, offset: int):

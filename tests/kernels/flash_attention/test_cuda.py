@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.kernels.conftest import A100, H100
 from tests.kernels.flash_attention.conformance import CASES
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, library, toolchain
@@ -28,8 +29,6 @@ from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
 
 BACKEND = CudaFlashAttention()
-A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
-H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132)
 GROUPS = {"forward": (FORWARD, "bf16_aligned_plain"), "backward": (BACKWARD, "bf16_aligned_k32_dropout")}
 
 needs_nvcc = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import cotangents, example_mask, inputs_of, oracle
+from tests.kernels.flash_attention.conformance import ConformanceCase, cotangents, inputs_of, judge_gradients, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -21,7 +21,6 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     wide_key_value_kernel,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY
-from tilewright.ops.execution.numerics import violations
 
 DETERMINISTIC = WideBackwardParams()
 FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)
@@ -30,22 +29,8 @@ BACKEND = PallasGpuFlashAttention()
 
 def run(case: AttentionCase, *configs: WideBackwardParams, mask_object: bool = False) -> None:
     """Compares configs with the oracle, from the oracle's residuals."""
-    arrays, kwargs = case.arguments()
-    if mask_object:
-        kwargs["mask"] = example_mask(case.score_shape)
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    inputs = FlashAttention().inputs(*args, **kwargs)
-    d_out, d_lse = cotangents(inputs)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
-    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
-    for params in configs:
-        program = jax.jit(functools.partial(BACKEND.backward, params=params))
-        got = program(inputs, results, (d_out, d_lse))
-        found = {
-            name: violations(got[name], reference, low.gradients[name], case.tolerance_factor)
-            for name, reference in exact.gradients.items()
-        }
-        assert not any(found.values()), (params, {name: what for name, what in found.items() if what})
+    args, kwargs = ConformanceCase(case, mask_object).prepared(seed=0)
+    judge_gradients(BACKEND, FlashAttention().inputs(*args, **kwargs), configs, case.tolerance_factor)
 
 
 @pytest.fixture(autouse=True)

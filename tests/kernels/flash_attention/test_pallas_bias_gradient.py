@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.flash_attention.conformance import cotangents, inputs_of, oracle
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge_gradients, oracle
 from tests.kernels.flash_attention.test_pallas_transforms import check, with_gradients
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.cases import AttentionCase
@@ -22,7 +22,6 @@ from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGrad
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
-from tilewright.ops.execution.numerics import violations
 from tilewright.ops.utils.device import current_device
 
 BACKEND = PallasGpuFlashAttention()
@@ -46,18 +45,7 @@ def run(case: AttentionCase, *configs: Any, bias_dtype: str | None = None) -> No
     inputs = inputs_of(case)
     if bias_dtype is not None:
         inputs = dataclasses.replace(inputs, bias=inputs.bias.astype(bias_dtype))
-    d_out, d_lse = cotangents(inputs)
-    exact, low = oracle(inputs, d_out, d_lse), oracle(inputs, d_out, d_lse, inputs.query.dtype)
-    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
-    for params in configs:
-        program = jax.jit(lambda inputs, results, d, params=params: BACKEND.backward(inputs, results, d, params))
-        got = program(inputs, results, (d_out, d_lse))
-        assert (got["bias"].shape, got["bias"].dtype) == (inputs.bias.shape, inputs.bias.dtype)
-        found = {
-            name: violations(got[name], reference, low.gradients[name], case.tolerance_factor)
-            for name, reference in exact.gradients.items()
-        }
-        assert not any(found.values()), (params, {name: what for name, what in found.items() if what})
+    judge_gradients(BACKEND, inputs, configs, case.tolerance_factor)
 
 
 @pytest.mark.parametrize("bias", ["bhqk", "bhk", "bqk", "hqk", "qk", "bk", "k", "hq", "q", "bh", ""])

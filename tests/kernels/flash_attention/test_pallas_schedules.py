@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.kernels.conftest import H100
 from tests.kernels.flash_attention.conformance import inputs_of
 from tests.kernels.kv_buffer.schedule import check_schedules
 from tilewright.kernels.flash_attention.cases import AttentionCase
@@ -13,10 +14,9 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.core.types import Direction
 
 BACKEND = PallasGpuFlashAttention()
-H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, present=False)
 
 # More tiles than stages in the rings, so that every barrier is waited for a second time, and a ragged end.
 _SIZES: dict[str, Any] = {"heads": 2, "dtype": "bfloat16"}
