@@ -149,7 +149,7 @@ class HopperWideForwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        return f"{_NAMESPACE}::HopperWideForward<{CPP_TYPES[self.dtype]}, {self.head_dim}>"
+        return instance(f"{_NAMESPACE}::HopperWideForward", CPP_TYPES[self.dtype], self.head_dim)
 
     @property
     def arch_range(self) -> tuple[int, int]:
