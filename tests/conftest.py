@@ -9,7 +9,9 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Each process has its own: the user's tuned configs must not decide a test, nor a test write among them.
+# Each process has its own: the user's tuned configs must not decide a test, nor a test write among them. What the user
+# said is for the processes that pytest starts, too.
+os.environ.setdefault("TILEWRIGHT_USERS_CACHE_DIR", os.environ.get("TILEWRIGHT_CACHE_DIR", ""))
 _CACHE_DIRECTORY = tempfile.mkdtemp(prefix="tilewright-tests-")
 os.environ["TILEWRIGHT_CACHE_DIR"] = _CACHE_DIRECTORY
 os.environ.pop("TILEWRIGHT_AUTOTUNE", None)

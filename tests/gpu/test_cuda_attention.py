@@ -134,6 +134,9 @@ LONG = {
     "narrow": long_case(1408, head_dim=64, causal=True),
     "wide": long_case(1280, head_dim=256, causal=True),
     "widest": long_case(1100, head_dim=512, causal=True),
+    "widest_window": long_case(
+        1000, 1399, heads=4, kv_heads=2, head_dim=400, dtype="float16", sliding_window=(300, 20)
+    ),
     "full": long_case(2048),
     "float32": long_case(1024, dtype="float32", causal=True),
     "float32_wide": long_case(700, dtype="float32", head_dim=256, sliding_window=100),
