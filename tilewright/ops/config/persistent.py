@@ -9,17 +9,16 @@ import json
 import logging
 import os
 import re
-import secrets
-import stat
 import sys
 import threading
 import time
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from tilewright.ops.utils.files import read_file, replace_file
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, cache_folder, make_folder
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
@@ -47,7 +46,7 @@ _ENTRY_NAME = re.compile(r"[\w.\-]+-[0-9a-f]{32}\.json", re.ASCII)
 _TEMPORARY_NAME = re.compile(r"\.[\w.\-]+\.\d+-[0-9a-f]{16}\.tmp", re.ASCII)
 
 # What a config's constructor may raise on fields that an older version of its class accepted.
-_REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
+REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
 
 # Types that cannot be found by name, such as those defined inside a function, for as long as they live.
 _seen_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
@@ -130,8 +129,7 @@ class PersistentCache:
           TypeError: something has no JSON form, or would not come back as it is. Nothing is written then.
         """
         found: dict[str, type] = {}
-        config = tagged(cfg, found=found)
-        _check_comes_back(cfg, config, found)
+        config = tagged_config(cfg, found)
         document = {
             "schema": SCHEMA,
             "checksum": "",
@@ -205,7 +203,7 @@ class PersistentCache:
           OSError: the file cannot be written.
         """
         documents = self._documents()
-        _replace_file(absolute(file), json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
+        replace_file(absolute(file), json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
         return len(documents)
 
     def import_(self, file: str | os.PathLike[str], *, overwrite: bool = False) -> int:
@@ -218,7 +216,7 @@ class PersistentCache:
           ValueError: it is no export.
         """
         source = os.path.expanduser(file)
-        exported = _parse(_read(source, EXPORT_LIMIT))
+        exported = parse_document(read_file(source, EXPORT_LIMIT))
         if exported.get("schema") != SCHEMA or not isinstance(exported.get("entries"), list):
             raise ValueError(f"{source} is not an export of schema {SCHEMA}")
         adopted = damaged = 0
@@ -256,7 +254,7 @@ class PersistentCache:
 
     def _load_file(self, name: str) -> Document | None:
         try:
-            document = _verify(_parse(_read(self.path / name, ENTRY_LIMIT)))
+            document = _verify(parse_document(read_file(self.path / name, ENTRY_LIMIT)))
             if _file_name(document["key"]) != name:
                 raise ValueError("its key belongs under another name")
         except FileNotFoundError:
@@ -268,8 +266,8 @@ class PersistentCache:
 
     def _config(self, document: Document, expected_type: type | None) -> Any | None:
         try:
-            return _rebuild(document["config"], expected_type)
-        except _REBUILD_ERRORS as error:
+            return rebuild_config(document["config"], expected_type)
+        except REBUILD_ERRORS as error:
             logger.warning("the config of %s is not used: %s", _file_name(document["key"]), error)
             return None
 
@@ -303,7 +301,7 @@ class PersistentCache:
             self._writes += 1
             if self._writes % 256 == 1:
                 self._sweep(TEMPORARY_LIFETIME_S)
-            _replace_file(self.path / name, data)
+            replace_file(self.path / name, data)
         except (OSError, ValueError) as error:
             logger.warning("%s is not written: %s", name, error)
             return False
@@ -350,7 +348,8 @@ def _checksum(document: Document) -> str:
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
 
 
-def _parse(data: bytes) -> Document:
+def parse_document(data: bytes) -> Document:
+    """A JSON object from a file that may hold anything; ``ValueError`` if it is none."""
     try:
         document = json.loads(data.decode())
     except RecursionError as error:
@@ -405,11 +404,12 @@ def _entry(document: Document, config: Any, source: str | None) -> Entry:
 def _lenient(data: Any) -> Any:
     try:
         return untagged(data, resolve=_find_loaded)
-    except _REBUILD_ERRORS:
+    except REBUILD_ERRORS:
         return data
 
 
-def _rebuild(data: Any, expected_type: type | None) -> Any:
+def rebuild_config(data: Any, expected_type: type | None) -> Any:
+    """A config from its tagged form, of types that are loaded; one of ``REBUILD_ERRORS`` if it cannot be."""
     if expected_type is None:
         return untagged(data, resolve=_find_loaded)
     expected = qualified_name(expected_type)
@@ -435,6 +435,18 @@ def _find_loaded(qualified: str) -> Any:
     return found
 
 
+def tagged_config(cfg: Any, found: MutableMapping[str, type]) -> Any:
+    """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not come back as it is.
+
+    Args:
+      found: collects the types whose names were written.
+    """
+    data = tagged(cfg, found=found)
+    _check_comes_back(cfg, data, found)
+    _seen_types.update(found)
+    return data
+
+
 def _check_comes_back(cfg: Any, data: Any, found: Mapping[str, type]) -> None:
     try:
         again = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
@@ -444,33 +456,3 @@ def _check_comes_back(cfg: Any, data: Any, found: Mapping[str, type]) -> None:
     equal = again == cfg or '"$float":"nan"' in text  # a NaN differs from itself
     if '"$array":' in text or type(again) is not type(cfg) or tagged(again) != data or not equal:
         raise TypeError(f"{cfg!r} would come back from JSON as {again!r}")
-
-
-def _read(path: str | os.PathLike[str], limit: int) -> bytes:
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(limit + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > limit:
-        raise ValueError(f"larger than {limit} bytes")
-    return data
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
