@@ -33,7 +33,7 @@ def explanation_table(call: NamedCall) -> "Table":
         made.add_row(
             f"{inv.kernel.name} {inv.direction}\n[dim]{escape(describe_key(inv.key))}[/dim]",
             describe_config(choice.config),
-            choice.step,
+            escape(choice.origin),
             milliseconds(choice.time_ms),
             "\n".join(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()) or "there is no other",
         )

@@ -1,5 +1,6 @@
 """The selection chain, step by step."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -42,12 +43,16 @@ def inv(kernel):
     return Invocation(kernel, (A, B))
 
 
-def table(folder, inv, cfg):
+def tuned(inv, cfg):
+    """What a tuning returns."""
+    call = TunedCall(inv.kernel.name, inv.direction, inv.key, "", (Candidate(cfg, (1.0,)),), 0)
+    return AutotuningResult((call,), device=inv.device_fingerprint)
+
+
+def table(folder, inv, cfg, name="table.json"):
     """A tuned table as it ships."""
     folder.mkdir(exist_ok=True)
-    call = TunedCall(inv.kernel.name, inv.direction, inv.key, "", (Candidate(cfg, (1.0,)),), 0)
-    result = AutotuningResult((call,), device=inv.device_fingerprint)
-    (folder / "table.json").write_text(result.to_json())
+    (folder / name).write_text(tuned(inv, cfg).to_json())
     return folder
 
 
@@ -60,10 +65,10 @@ def stored(path, inv, cfg, **kwargs):
 
 
 class TestOrder:
-    STEPS = ("explicit", "overlay", "memory", "disk", "shipped", "autotune", "heuristic")
+    STEPS = ("explicit", "overlay", "memory", "disk", "shipped", "autotune", "nearest", "heuristic")
 
     def chain(self, first, inv, tmp_path, events):
-        """A chain in which every step from ``first`` on has an answer, and the overlay and config to ask it with."""
+        """A chain in which every step from ``first`` on has an answer, and the context and config to ask it with."""
         has = lambda step: self.STEPS.index(step) >= self.STEPS.index(first)
         cache, overlay = ConfigCache(), ConfigCache()
         if has("overlay"):
@@ -73,18 +78,28 @@ class TestOrder:
         path = tmp_path / "disk"
         if has("disk"):
             stored(path, inv, Config(4))
-        tables = table(tmp_path / "tables", inv, Config(5)) if has("shipped") else tmp_path / "none"
+        folder, near = tmp_path / "tables", Invocation(inv.kernel, (A[:3], B))
+        if has("nearest"):
+            table(folder, near, Config(7), "near.json")
+        if has("shipped"):
+            table(folder, inv, Config(5))
         policy = AutotunePolicy(allow_autotune=has("autotune"))
         chain = ConfigSelectorChain(
-            cache, PersistentCache(path), policy=policy, tuner=QUICK, on_event=events.append, tables=tables
+            cache, PersistentCache(path), policy=policy, tuner=QUICK, on_event=events.append, tables=folder
         )
-        return chain, overlay, Config(1) if has("explicit") else None
+
+        @contextlib.contextmanager
+        def context():
+            with overlay_cache(overlay):
+                yield
+
+        return chain, context, Config(1) if has("explicit") else None
 
     @pytest.mark.parametrize("first", STEPS)
     def test_the_first_answer_counts(self, first, inv, tmp_path):
         events = []
-        chain, overlay, cfg = self.chain(first, inv, tmp_path, events)
-        with overlay_cache(overlay):
+        chain, context, cfg = self.chain(first, inv, tmp_path, events)
+        with context():
             selection = chain.choose(inv, cfg=cfg)
         assert selection.step == first
         if first not in ("autotune", "heuristic"):
@@ -95,9 +110,9 @@ class TestOrder:
 
     @pytest.mark.parametrize("first", STEPS)
     def test_what_is_remembered_where(self, first, inv, tmp_path):
-        chain, overlay, cfg = self.chain(first, inv, tmp_path, [])
+        chain, context, cfg = self.chain(first, inv, tmp_path, [])
         before = len(chain.persistent)
-        with overlay_cache(overlay):
+        with context():
             config = chain.choose(inv, cfg=cfg).config
         if first in ("explicit", "overlay"):
             assert chain.cache.get(inv.key) == Config(3)
@@ -109,10 +124,10 @@ class TestOrder:
     @pytest.mark.parametrize("first", STEPS)
     def test_lookup_leaves_no_trace(self, first, inv, tmp_path):
         events = []
-        chain, overlay, cfg = self.chain(first, inv, tmp_path, events)
+        chain, context, cfg = self.chain(first, inv, tmp_path, events)
         size, files, version = len(chain.cache), len(chain.persistent), chain.version
-        with overlay_cache(overlay):
-            assert chain.lookup(inv, cfg=cfg).step == ("heuristic" if first == "autotune" else first)
+        with context():
+            assert chain.lookup(inv, cfg=cfg).step == ("nearest" if first == "autotune" else first)
         assert (len(chain.cache), len(chain.persistent), chain.version, events) == (size, files, version, [])
 
 

@@ -20,7 +20,7 @@ class AutotunePolicy:
 
     Attributes:
       allow_autotune: measure candidates.
-      allow_heuristics: fall back to the kernel's heuristic.
+      allow_heuristics: fall back to the nearest shape in a tuned table, or the kernel's heuristic.
       cache_miss_fallback: the first thing to try; "error" raises ``NoConfigError`` at once.
       budget_s: seconds that one tuning may take; ``None`` for no limit.
       verify: check every candidate against the kernel's reference, if it has one.

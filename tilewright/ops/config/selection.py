@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tilewright.errors import NoConfigError
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
+from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.core.kernel import Invocation, optional_method
+from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
@@ -37,15 +39,18 @@ class Selection:
 
     Attributes:
       config: the config.
-      step: where it came from: "explicit", "overlay", "memory", "disk", "shipped", "autotune" or "heuristic".
+      step: where it came from: "explicit", "overlay", "memory", "disk", "shipped", "autotune", "nearest" or
+        "heuristic".
       key: the key under which the call was looked up; empty for an explicit config.
       time_ms: its measured time, if there is one.
+      detail: for people: which shapes it was measured for, and how far these are.
     """
 
     config: Any
     step: str
     key: str = ""
     time_ms: float | None = None
+    detail: str = ""
 
 
 class ConfigChooser(abc.ABC):
@@ -67,9 +72,15 @@ class ConfigChooser(abc.ABC):
 
 Event = Callable[[Any], None]
 
+# Steps whose answers were not measured for the call: they never block a tuning, nor reach the disk.
+_GUESSES = ("nearest", "heuristic")
+
 
 class ConfigSelectorChain(ConfigChooser):
-    """Explicit, overlays, memory, disk, shipped tables, autotuning if allowed, heuristic; the first answer counts.
+    """The first answer counts.
+
+    Explicit, overlays, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
+    tables, heuristic.
 
     A config from a cache that the kernel says it cannot run is logged and counts as none.
 
@@ -114,7 +125,8 @@ class ConfigSelectorChain(ConfigChooser):
         self.on_event = on_event
         self._tables = tables
         self._shipped: dict[str, ConfigCache] = {}
-        self._heuristics = 0
+        self._nearby: dict[str, NearestTable] = {}
+        self._guesses = 0
         self._remembering = threading.Lock()
         self._steps = (
             ("overlay", self._overlay),
@@ -126,7 +138,7 @@ class ConfigSelectorChain(ConfigChooser):
     @property
     def version(self) -> int:
         with self._remembering:
-            return self.cache.version - self._heuristics
+            return self.cache.version - self._guesses
 
     def effective_policy(self, overrides: Overrides | None = None) -> AutotunePolicy:
         """The policy with the environment and all overrides applied."""
@@ -149,15 +161,15 @@ class ConfigSelectorChain(ConfigChooser):
 
     def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
-        return self._known(inv, cfg, overrides) or self._heuristic(inv)
+        return self._known(inv, cfg, overrides) or self._guess(inv)
 
     def remember(self, selection: Selection) -> None:
-        """Puts a choice into the memory cache; a heuristic never replaces anything that was measured."""
-        if selection.step == "heuristic":
+        """Puts a choice into the memory cache; a guess never replaces anything that was measured."""
+        if selection.step in _GUESSES:
             with self._remembering:
                 if self.cache.get(selection.key) is None:
-                    self.cache.put(selection.key, selection.config, origin="heuristic")
-                    self._heuristics += 1  # no choice comes out differently for it
+                    self.cache.put(selection.key, selection.config, origin=selection.step)
+                    self._guesses += 1  # no choice comes out differently for it
         elif selection.step != "memory":
             self.cache.put(selection.key, selection.config, origin=selection.step)
 
@@ -177,7 +189,7 @@ class ConfigSelectorChain(ConfigChooser):
         return next((found for found in answers if found is not None), None)
 
     def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        return None if self.cache.origin(inv.key) == "heuristic" else self.cache.get(inv.key)
+        return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         if self.persistent is None:
@@ -186,12 +198,14 @@ class ConfigSelectorChain(ConfigChooser):
         return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        device = inv.device_fingerprint
+        return self._table(inv.device_fingerprint).get(inv.key)
+
+    def _table(self, device: str) -> ConfigCache:
         if device not in self._shipped:
             from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
 
             self._shipped[device] = load_tables(device, self._tables)
-        return self._shipped[device].get(inv.key)
+        return self._shipped[device]
 
     def _miss(self, inv: Invocation[Any, Any], overrides: Overrides) -> Selection:
         policy = self.effective_policy(overrides)
@@ -201,7 +215,7 @@ class ConfigSelectorChain(ConfigChooser):
         if may_tune and policy.cache_miss_fallback == "autotune":
             return self._autotune(inv, policy, overrides)
         if policy.allow_heuristics or overrides.token is not None:
-            return self._heuristic(inv)
+            return self._guess(inv)
         if may_tune:
             return self._autotune(inv, policy, overrides)
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
@@ -223,8 +237,23 @@ class ConfigSelectorChain(ConfigChooser):
         winner = result.entries[0].winner
         return Selection(winner.config, "autotune", inv.key, winner.time_ms)
 
-    def _heuristic(self, inv: Invocation[Any, Any]) -> Selection:
-        return Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
+    def _guess(self, inv: Invocation[Any, Any]) -> Selection:
+        """What runs if nothing was measured for the call."""
+        return self._nearest(inv) or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
+
+    def _nearest(self, inv: Invocation[Any, Any]) -> Selection | None:
+        """The config of the nearest shape in the shipped tables that can run the call."""
+        device = inv.device_fingerprint
+        table = self._table(device)
+        if not len(table):
+            return None
+        if device not in self._nearby:
+            self._nearby[device] = NearestTable(table.items())
+        for near in self._nearby[device].neighbours(inv.key):
+            if not _reasons(inv, near.config):
+                detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
+                return Selection(near.config, "nearest", inv.key, detail=detail)
+        return None
 
     def store(
         self, inv: Invocation[Any, Any], cfg: Any, candidates: Sequence[Any], time_ms: float | None, complete: bool
@@ -262,11 +291,16 @@ class ConfigSelectorChain(ConfigChooser):
             return None
 
     def stale_config(self, inv: Invocation[Any, Any]) -> Any:
-        """A config that another toolchain or an older source measured: the first candidate of the next tuning."""
-        if self.persistent is None:
-            return None
-        expected = type(inv.kernel.heuristic_cfg(inv))
-        return self.persistent.stale_config(inv.key, expected_type=expected, source=implementation_source(inv))
+        """What the next tuning tries first: what another toolchain or an older source measured, or the nearest shape's.
+
+        The latter runs without tuning, so tuning must not choose anything slower.
+        """
+        stale = None
+        if self.persistent is not None:
+            expected = type(inv.kernel.heuristic_cfg(inv))
+            stale = self.persistent.stale_config(inv.key, expected_type=expected, source=implementation_source(inv))
+        nearest = self._nearest(inv) if stale is None else None
+        return stale if nearest is None else nearest.config
 
     def measured_ms(self, inv: Invocation[Any, Any], cfg: Any) -> float | None:
         """The time that the disk cache has for a config of this call."""
@@ -278,12 +312,17 @@ class ConfigSelectorChain(ConfigChooser):
 
 def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
     """Whether a config that a cache holds can run; one that cannot is logged and counts as a miss."""
-    reasons = optional_method(inv.kernel, "config_reasons")
-    why = [] if reasons is None else reasons(inv, cfg)
+    why = _reasons(inv, cfg)
     if why:
         kernel = f"{inv.kernel.name} ({inv.direction})"
         logger.warning("%s cannot run %s, its config by the step %r: %s", kernel, cfg, step, "; ".join(why))
     return not why
+
+
+def _reasons(inv: Invocation[Any, Any], cfg: Any) -> list[str]:
+    """Why a kernel says that it cannot run a config."""
+    reasons = optional_method(inv.kernel, "config_reasons")
+    return [] if reasons is None else reasons(inv, cfg)
 
 
 def implementation_source(inv: Invocation[Any, Any]) -> str:

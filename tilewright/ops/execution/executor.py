@@ -89,8 +89,8 @@ class Executor(Generic[Cfg, Out]):
         if isinstance(self.chooser, ConfigSelectorChain):
             time_ms = self.chooser.measured_ms(inv, selection.config)
             policy = self.chooser.effective_policy()
-            if step == "heuristic" and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
-                step = "heuristic, until the call is tuned, which the policy allows"
+            if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
+                step += ", until the call is tuned, which the policy allows"
         return ExplainedChoice(
             inv.direction,
             selection.config,
@@ -98,6 +98,7 @@ class Executor(Generic[Cfg, Out]):
             time_ms,
             inv.key,
             {} if rejected is None else rejected(inv, selection.config),
+            selection.detail,
         )
 
     def _program(self, kernel: Any, selector: Selector, structure: Structure, arrays: list[Any]) -> Program:
@@ -174,6 +175,7 @@ class ExplainedChoice:
       step: the step of the selection chain that the config comes from.
       time_ms: its measured time, if there is one.
       rejected: for every other implementation why it was not taken.
+      detail: of the step: the shapes that the config was measured for and how far they are.
     """
 
     direction: str
@@ -182,10 +184,16 @@ class ExplainedChoice:
     time_ms: float | None
     key: str
     rejected: Mapping[str, tuple[str, ...]]
+    detail: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The step with its detail."""
+        return f"{self.step}, {self.detail}" if self.detail else self.step
 
     def __str__(self) -> str:
         time = "not measured" if self.time_ms is None else f"{self.time_ms:.3f} ms"
-        lines = [f"{self.direction}: {self.config}", f"  from: {self.step} ({time})"]
+        lines = [f"{self.direction}: {self.config}", f"  from: {self.origin} ({time})"]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
         return "\n".join(lines)
 
