@@ -27,6 +27,10 @@ class NoConfigError(TilewrightError):
     """The caches hold no config for a call and the policy forbids finding one."""
 
 
+class LockError(TilewrightError):
+    """A lock file that was asked for is missing, damaged, altered, or of another schema."""
+
+
 class BuildError(TilewrightError):
     """CUDA sources could not be compiled or what was compiled may not be used.
 

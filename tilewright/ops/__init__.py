@@ -4,6 +4,8 @@ from tilewright.ops.config.cache import ConfigCache as ConfigCache
 from tilewright.ops.config.context import AutotunePolicy as AutotunePolicy
 from tilewright.ops.config.context import overlay_cache as overlay_cache
 from tilewright.ops.config.context import policy_override as policy_override
+from tilewright.ops.config.context import use_lock as use_lock
+from tilewright.ops.config.lockfile import Lock as Lock
 from tilewright.ops.config.persistent import PersistentCache as PersistentCache
 from tilewright.ops.config.selection import ConfigChooser as ConfigChooser
 from tilewright.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain

@@ -25,6 +25,7 @@ from tilewright.ops import (
     default_executor,
     overlay_cache,
     policy_override,
+    use_lock,
 )
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
@@ -65,7 +66,7 @@ def stored(path, inv, cfg, **kwargs):
 
 
 class TestOrder:
-    STEPS = ("explicit", "overlay", "memory", "disk", "shipped", "autotune", "nearest", "heuristic")
+    STEPS = ("explicit", "overlay", "lock", "memory", "disk", "shipped", "autotune", "nearest", "heuristic")
 
     def chain(self, first, inv, tmp_path, events):
         """A chain in which every step from ``first`` on has an answer, and the context and config to ask it with."""
@@ -73,16 +74,17 @@ class TestOrder:
         cache, overlay = ConfigCache(), ConfigCache()
         if has("overlay"):
             overlay.put(inv.key, Config(2))
+        lock = tuned(inv, Config(3)).to_lock() if has("lock") else None
         if has("memory"):
-            cache.put(inv.key, Config(3))
+            cache.put(inv.key, Config(4))
         path = tmp_path / "disk"
         if has("disk"):
-            stored(path, inv, Config(4))
+            stored(path, inv, Config(5))
         folder, near = tmp_path / "tables", Invocation(inv.kernel, (A[:3], B))
         if has("nearest"):
-            table(folder, near, Config(7), "near.json")
+            table(folder, near, Config(8), "near.json")
         if has("shipped"):
-            table(folder, inv, Config(5))
+            table(folder, inv, Config(6))
         policy = AutotunePolicy(allow_autotune=has("autotune"))
         chain = ConfigSelectorChain(
             cache, PersistentCache(path), policy=policy, tuner=QUICK, on_event=events.append, tables=folder
@@ -90,7 +92,7 @@ class TestOrder:
 
         @contextlib.contextmanager
         def context():
-            with overlay_cache(overlay):
+            with overlay_cache(overlay), use_lock(lock):
                 yield
 
         return chain, context, Config(1) if has("explicit") else None
@@ -114,8 +116,8 @@ class TestOrder:
         before = len(chain.persistent)
         with context():
             config = chain.choose(inv, cfg=cfg).config
-        if first in ("explicit", "overlay"):
-            assert chain.cache.get(inv.key) == Config(3)
+        if first in ("explicit", "overlay", "lock"):
+            assert chain.cache.get(inv.key) == Config(4)
         else:
             assert chain.cache.get(inv.key) == config
             assert chain.cache.origin(inv.key) == {"memory": "user"}.get(first, first)

@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
 
+from tilewright.ops.config.lockfile import Lock, LockInForce, Miss, environment_lock, lock_in_force
 from tilewright.ops.config.memory import ConfigCache
 
 Fallback = Literal["autotune", "heuristics", "error"]
@@ -53,21 +55,32 @@ def check_budget(budget_s: float | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overrides:
-    """All that ``overlay_cache``, ``policy_override`` and ``tune`` have put in force, innermost last.
+    """All that ``overlay_cache``, ``use_lock``, ``policy_override`` and ``tune`` have put in force, innermost last.
 
     Attributes:
       overlays: caches that answer before any other.
       policy: fields of ``AutotunePolicy`` to replace, in order.
       token: set while a program is lowered only to be read, so that its trace is not reused for a real call.
+      locks: the last counts, ``None`` for no lock; where there is none the environment's does.
     """
 
     overlays: tuple[ConfigCache, ...] = ()
     policy: tuple[tuple[str, Any], ...] = ()
     token: object = None
+    locks: tuple[LockInForce | None, ...] = ()
 
     def apply(self, policy: AutotunePolicy) -> AutotunePolicy:
         """The policy with the overridden fields replaced."""
         return dataclasses.replace(policy, **dict(self.policy)) if self.policy else policy
+
+    @property
+    def lock(self) -> LockInForce | None:
+        """The lock to obey.
+
+        Raises:
+          LockError: the environment asks for one that cannot be used.
+        """
+        return self.locks[-1] if self.locks else environment_lock()
 
     @property
     def version(self) -> int:
@@ -136,6 +149,25 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
     now = current_overrides()
     with in_force(dataclasses.replace(now, overlays=(*now.overlays, cache))):
         yield cache
+
+
+@contextlib.contextmanager
+def use_lock(lock: Lock | str | os.PathLike[str] | None, miss: Miss = "allow") -> Iterator[Lock | None]:
+    """Makes a lock decide before memory and disk, in this thread or async task, for as long as the context lasts.
+
+    Of nested locks, and the environment's, the innermost alone counts.
+
+    Args:
+      lock: a lock, or the path of its file; ``None`` for no lock, the environment's included.
+      miss: "error" raises ``NoConfigError`` for every call of the lock's device that it does not decide.
+
+    Raises:
+      LockError: the file is missing, damaged, altered, or of another schema.
+    """
+    wanted = None if lock is None else lock_in_force(lock, miss)
+    now = current_overrides()
+    with in_force(dataclasses.replace(now, locks=(*now.locks, wanted))):
+        yield None if wanted is None else wanted.lock
 
 
 _ALIASES = {"autotune": "allow_autotune", "heuristics": "allow_heuristics"}

@@ -14,7 +14,7 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
-from tilewright.ops.core.kernel import Invocation, optional_method
+from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
@@ -39,11 +39,11 @@ class Selection:
 
     Attributes:
       config: the config.
-      step: where it came from: "explicit", "overlay", "memory", "disk", "shipped", "autotune", "nearest" or
+      step: where it came from: "explicit", "overlay", "lock", "memory", "disk", "shipped", "autotune", "nearest" or
         "heuristic".
       key: the key under which the call was looked up; empty for an explicit config.
       time_ms: its measured time, if there is one.
-      detail: for people: which shapes it was measured for, and how far these are.
+      detail: for people: which lock, or which shapes it was measured for and how far these are.
     """
 
     config: Any
@@ -79,7 +79,7 @@ _GUESSES = ("nearest", "heuristic")
 class ConfigSelectorChain(ConfigChooser):
     """The first answer counts.
 
-    Explicit, overlays, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
+    Explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
     tables, heuristic.
 
     A config from a cache that the kernel says it cannot run is logged and counts as none.
@@ -130,6 +130,7 @@ class ConfigSelectorChain(ConfigChooser):
         self._remembering = threading.Lock()
         self._steps = (
             ("overlay", self._overlay),
+            ("lock", self._lock),
             ("memory", self._memory),
             ("disk", self._disk),
             ("shipped", self._shipped_table),
@@ -150,10 +151,14 @@ class ConfigSelectorChain(ConfigChooser):
 
     def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
+        _ = overrides.lock  # one that cannot be used is an error at once, whichever step would answer
         selection = self._known(inv, cfg, overrides)
+        decided = selection is not None and selection.step in ("explicit", "overlay", "lock")
+        if not decided and overrides.token is None and (refused := self.lock_refusal(inv, overrides)):
+            raise NoConfigError(refused)
         if selection is None:
             selection = self._miss(inv, overrides)
-        if selection.step not in ("explicit", "overlay"):
+        if not decided:
             self.remember(selection)
         if self.on_event is not None:
             self.on_event(selection)
@@ -181,12 +186,27 @@ class ConfigSelectorChain(ConfigChooser):
         for step, answer in self._steps:
             found = answer(inv, overrides)
             if found is not None and _fits(inv, found, step):
-                return Selection(found, step, inv.key)
+                lock = overrides.lock if step == "lock" else None
+                return Selection(found, step, inv.key, detail="" if lock is None else lock.name)
         return None
 
     def _overlay(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         answers = (cache.get(inv.key) for cache in reversed(overrides.overlays))
         return next((found for found in answers if found is not None), None)
+
+    def _lock(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        lock = overrides.lock
+        return None if lock is None else lock.answer(inv, implementation_source(inv))[0]
+
+    def lock_refusal(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> str:
+        """Why the lock in force makes a call that it does not decide an error; empty if it does not."""
+        lock = (current_overrides() if overrides is None else overrides).lock
+        if lock is None or lock.miss == "allow":
+            return ""
+        config, why = lock.answer(inv, implementation_source(inv))
+        if config is not None:
+            why = "; ".join(_reasons(inv, config))
+        return lock.refusal(inv, why) if why else ""
 
     def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
@@ -327,5 +347,10 @@ def _reasons(inv: Invocation[Any, Any], cfg: Any) -> list[str]:
 
 def implementation_source(inv: Invocation[Any, Any]) -> str:
     """A hash of the code that the config was measured with."""
-    own = optional_method(inv.kernel, "source")
-    return own() if own is not None else source_fingerprint(type(inv.kernel))
+    return kernel_source(inv.kernel)
+
+
+def kernel_source(kernel: Kernel[Any, Any]) -> str:
+    """A hash of the code that the configs of a kernel depend on."""
+    own = optional_method(kernel, "source")
+    return own() if own is not None else source_fingerprint(type(kernel))

@@ -91,6 +91,9 @@ class Executor(Generic[Cfg, Out]):
             policy = self.chooser.effective_policy()
             if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
                 step += ", until the call is tuned, which the policy allows"
+            refused = "" if step in ("explicit", "overlay", "lock") else self.chooser.lock_refusal(inv)
+            if refused:
+                step += f", but the call is an error: {refused}"
         return ExplainedChoice(
             inv.direction,
             selection.config,
@@ -175,7 +178,7 @@ class ExplainedChoice:
       step: the step of the selection chain that the config comes from.
       time_ms: its measured time, if there is one.
       rejected: for every other implementation why it was not taken.
-      detail: of the step: the shapes that the config was measured for and how far they are.
+      detail: of the step: the lock, or the shapes that the config was measured for and how far they are.
     """
 
     direction: str

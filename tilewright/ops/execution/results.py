@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -10,6 +11,9 @@ from typing import Any
 
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import overlay_cache
+from tilewright.ops.config.lockfile import Decision, Lock, key_fields
+from tilewright.ops.config.selection import kernel_source
+from tilewright.ops.core.kernel import live_kernel
 from tilewright.ops.execution.timing import Timing
 from tilewright.ops.utils.serialize import tagged, untagged
 
@@ -209,6 +213,29 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         }
         return json.dumps(said, indent=1)
 
+    def to_lock(self) -> Lock:
+        """The winners as a lock, pinned to the source of the kernels as they are in this process.
+
+        Raises:
+          TypeError: a config has no JSON form.
+          ValueError: there is nothing to lock, the calls are of several devices, or a kernel is not in this process.
+        """
+        if not self.entries:
+            raise ValueError("a result without calls decides nothing that could be locked")
+        decisions = [Decision.of(key, cfg, _source_of(key)) for key, cfg in self.configs.items()]
+        return Lock(self.device, self.toolchain, tuple(decisions))
+
+    def save_lock(self, path: str | os.PathLike[str]) -> Lock:
+        """Writes ``to_lock()`` in place of what the file held, and returns it.
+
+        Raises:
+          OSError: it cannot be written.
+          TypeError, ValueError: as ``to_lock``.
+        """
+        lock = self.to_lock()
+        lock.save(path)
+        return lock
+
     @classmethod
     def from_json(cls, text: str) -> "AutotuningResult":
         """Reads what ``to_json`` wrote.
@@ -224,3 +251,12 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             return cls(entries, device=said["device"], toolchain=said["toolchain"], interrupted=said["interrupted"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
+
+
+def _source_of(key: str) -> str:
+    """The hash of the source of the kernel that a key names."""
+    said = key_fields(key)
+    kernel = live_kernel(said.get("op", ""), said.get("version", ""))
+    if kernel is None:
+        raise ValueError(f"there is no kernel {said.get('op')!r} in this process; import what makes it")
+    return kernel_source(kernel)

@@ -27,14 +27,15 @@ def device_for_platform(platform: str) -> Device:
     device = current_device()
     if _KINDS.get(platform) == device.kind:
         return device
-    local = _local_devices(platform)
+    local = local_devices(platform)
     if local:
         return _device(local[0])
     kind = _KINDS.get(platform, platform)
     return Device(kind, "unknown", fingerprint=f"{kind}:unknown", present=False)
 
 
-def _local_devices(platform: str) -> list[Any]:
+def local_devices(platform: str) -> list[Any]:
+    """The devices of a platform that this process has; none if it cannot use the platform."""
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError:
@@ -59,7 +60,7 @@ def _device(device: Any) -> Device:
 @functools.cache
 def _device_of_mesh(name: str, platform: str, cores: int | None) -> Device:
     """A device as a mesh describes it: one of ours, if there is such, so that all calls on it share their configs."""
-    here = next((device for device in _local_devices(platform) if device.device_kind == name), None)
+    here = next((device for device in local_devices(platform) if device.device_kind == name), None)
     if here is not None:
         return _device(here)
     kind = _KINDS.get(platform, platform)

@@ -1,0 +1,639 @@
+"""The lock file: its bytes, what damages it, and the choices that it makes, in this process and in others."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.ops.core.samples import Config, Pair, Product, operands, watching
+from tilewright import LockError, NoConfigError
+from tilewright.ops import (
+    AutotunePolicy,
+    Autotuner,
+    AutotuningResult,
+    Candidate,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    FwdParams,
+    Invocation,
+    Lock,
+    PersistentCache,
+    TunedCall,
+    Tuner,
+    autotune,
+    overlay_cache,
+    policy_override,
+    use_lock,
+)
+from tilewright.ops.config import lockfile
+from tilewright.ops.config.lockfile import Decision
+from tilewright.ops.config.selection import implementation_source
+from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+
+ROOT = Path(__file__).parents[3]
+A, B = operands((6, 5), (5, 4))
+KERNEL = Product("tests.lockfile")
+INV = Invocation(KERNEL, (A, B))
+OTHER = Invocation(KERNEL, (A[:3], B))
+DEVICE = INV.device_fingerprint
+
+
+def result(*decided, device=DEVICE, toolchain=None):
+    """What a tuning would return that had found these configs."""
+    entries = [TunedCall(i.kernel.name, i.direction, i.key, "", (Candidate(cfg, (1.0,)),), 0) for i, cfg in decided]
+    toolchain = toolchain_fingerprint() if toolchain is None else toolchain
+    return AutotuningResult(tuple(entries), device=device, toolchain=toolchain)
+
+
+def lock_of(*decided, **rest):
+    return result(*decided, **rest).to_lock()
+
+
+def changed(lock, field, value):
+    """The lock with a field of its only decision replaced."""
+    (decision,) = lock.decisions
+    return Lock(lock.device, lock.toolchain, (dataclasses.replace(decision, **{field: value}),))
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets what the environment says of locks, as a new process would see it."""
+
+    def say(path, miss=None):
+        for name, value in (("TILEWRIGHT_LOCK", path), ("TILEWRIGHT_LOCK_MISS", miss)):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+        lockfile._read_environment.cache_clear()
+
+    yield say
+    monkeypatch.undo()
+    lockfile._read_environment.cache_clear()
+
+
+class TestBytes:
+    def test_come_back(self, tmp_path):
+        made = result((INV, Config(1)), (INV.backward(), Config(2))).save_lock(tmp_path / "a.json")
+        read = Lock.load(tmp_path / "a.json")
+        assert read == made
+        assert hash(read) == hash(made)
+        assert (read.device, read.toolchain, read.decisions) == (made.device, made.toolchain, made.decisions)
+        assert [d.direction for d in read.decisions] == ["backward", "forward"]
+        assert read.get(INV.key).source == implementation_source(INV)
+        assert read.get(INV.key).shapes == "f32[6,5] f32[5,4]"
+        assert read.get(OTHER.key) is None
+        assert os.listdir(tmp_path) == ["a.json"]
+        assert f"2 decisions on {DEVICE}" in repr(read)
+
+    def test_depend_on_the_decisions_alone(self):
+        there = lock_of((INV, Config(1)), (OTHER, Config(2)))
+        back = lock_of((OTHER, Config(2)), (INV, Config(1)))
+        merged = lock_of((OTHER, Config(2))) | lock_of((INV, Config(1)))
+        slower = result((INV, Config(1)), (OTHER, Config(2)))
+        slower.entries = tuple(
+            dataclasses.replace(e, candidates=(Candidate(e.winner.config, (9.0,)),)) for e in slower.entries
+        )
+        texts = {lock.to_json() for lock in (there, back, merged, slower.to_lock())}
+        assert len(texts) == 1
+        assert texts.pop().endswith("}\n")
+
+    def test_do_not_depend_on_white_space(self, tmp_path):
+        lock = lock_of((INV, Config(1)))
+        said = json.loads(lock.to_json())
+        (tmp_path / "a.json").write_text(json.dumps(dict(reversed(said.items())), indent=7).replace("\n", "\r\n"))
+        assert Lock.load(tmp_path / "a.json") == lock
+
+    def test_writing_is_atomic(self, tmp_path, monkeypatch):
+        file = tmp_path / "a.json"
+        lock_of((INV, Config(1))).save(file)
+
+        def fail(*arguments):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(OSError, match="No space left"):
+                lock_of((INV, Config(2))).save(file)
+        assert Lock.load(file) == lock_of((INV, Config(1)))
+        assert os.listdir(tmp_path) == ["a.json"]
+
+
+class TestMerging:
+    def test_the_right_one_counts(self):
+        merged = lock_of((INV, Config(1)), (OTHER, Config(2))) | lock_of((OTHER, Config(3)))
+        assert merged == lock_of((INV, Config(1)), (OTHER, Config(3)))
+        assert len(merged) == 2
+
+    def test_other_devices_and_toolchains_do_not_mix(self):
+        lock = lock_of((INV, Config(1)))
+        with pytest.raises(ValueError, match="two devices"):
+            lock | Lock("gpu:other", lock.toolchain, ())
+        with pytest.raises(ValueError, match=r"two toolchains do not merge: jax .* there and 0 here"):
+            lock | Lock(lock.device, lock.toolchain | {"jax": "0"}, ())
+        with pytest.raises(TypeError):
+            lock | {}
+
+    def test_what_cannot_be_locked(self):
+        with pytest.raises(ValueError, match="without calls"):
+            AutotuningResult(device=DEVICE).to_lock()
+        with pytest.raises(ValueError, match="one device"):
+            lock_of((INV, Config(1)), device="gpu:other")
+        with pytest.raises(ValueError, match="fingerprint"):
+            lock_of((INV, Config(1)), device="")
+        with pytest.raises(TypeError, match="no JSON form"):
+            lock_of((INV, object()))
+        gone = json.dumps(json.loads(INV.key) | {"op": "tests.lockfile.gone"})
+        entry = TunedCall("tests.lockfile.gone", "forward", gone, "", (Candidate(Config(1), (1.0,)),), 0)
+        with pytest.raises(ValueError, match=r"no kernel 'tests\.lockfile\.gone' in this process"):
+            AutotuningResult((entry,), device=DEVICE).to_lock()
+
+
+class TestHostileFiles:
+    @pytest.fixture
+    def file(self, tmp_path):
+        file = tmp_path / "tilewright.lock.json"
+        lock_of((INV, FwdParams(num_warps=4)), (OTHER, Config(2))).save(file)
+        return file
+
+    def refused(self, file, match=None):
+        with pytest.raises(LockError, match=match) as caught:
+            Lock.load(file)
+        assert str(file) in str(caught.value)
+        assert "tilewright tune TARGET --lock" in str(caught.value) or "cannot be read" in str(caught.value)
+
+    def test_missing(self, file):
+        self.refused(file.parent / "none.json", "there is no lock file")
+
+    def test_truncated_at_every_byte(self, file):
+        content = file.read_bytes()
+        for length in range(len(content) - 1):  # the last is a line feed
+            file.write_bytes(content[:length])
+            self.refused(file)
+
+    def test_a_flipped_bit_in_every_byte(self, file):
+        content = file.read_bytes()
+        for i in range(len(content)):
+            file.write_bytes(content[:i] + bytes([content[i] ^ (1 << i % 8)]) + content[i + 1 :])
+            self.refused(file)
+
+    @pytest.mark.parametrize("schema", [0, 2, "1", True, None, 1.5, [1]])
+    def test_another_schema(self, file, schema):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": schema}))
+        self.refused(file, "its schema is")
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"\xff\xfe", b"null", b"[]", b"3", b"{}", b'{"schema": 1}', b"[" * 100_000, b"{" * 9]
+    )
+    def test_rubbish(self, file, content):
+        file.write_bytes(content)
+        self.refused(file)
+
+    @pytest.mark.parametrize("field", ["device", "toolchain", "decisions", "sha256"])
+    @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [3], {"a": 1}, [[]], [{}]])
+    def test_wrong_types(self, file, field, value):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+        self.refused(file)
+
+    @pytest.mark.parametrize("field", ["op", "direction", "shapes", "key", "source"])
+    @pytest.mark.parametrize("value", [None, 3, "x", ["x"]])
+    def test_wrong_types_of_a_decision_under_right_hashes(self, file, field, value):
+        lock_of((INV, Config(2))).save(file)
+        said = json.loads(file.read_text())
+        decision = {n: v for n, v in said["decisions"][0].items() if n != "sha256"} | {field: value}
+        said["decisions"][0] = decision | {"sha256": lockfile._sha256(decision)}
+        content = {name: said[name] for name in ("schema", "device", "toolchain", "decisions")}
+        file.write_text(json.dumps(content | {"sha256": lockfile._sha256(content)}))
+        if isinstance(value, str) and field in ("shapes", "source"):
+            assert Lock.load(file).decisions[0].sha256 == said["decisions"][0]["sha256"]
+        else:
+            self.refused(file)
+
+    def test_a_decision_altered_by_hand_is_named(self, file):
+        file.write_text(file.read_text().replace('"num_warps": 4', '"num_warps": 8'))
+        self.refused(file, r"tests.lockfile \(forward\) for f32\[6,5\] f32\[5,4\] was altered")
+
+    def test_a_decision_left_out(self, file):
+        said = json.loads(file.read_text())
+        del said["decisions"][0]
+        file.write_text(json.dumps(said))
+        self.refused(file, "sha256")
+
+    def test_one_call_decided_twice(self):
+        source = implementation_source(INV)
+        twice = (Decision.of(INV.key, Config(1), source), Decision.of(INV.key, Config(2), source))
+        with pytest.raises(ValueError, match="decides each call once"):
+            Lock(DEVICE, {}, twice)
+
+    @pytest.mark.skipif(os.name != "posix", reason="needs POSIX")
+    def test_what_is_no_file(self, tmp_path):
+        self.refused(tmp_path, "not a regular file")
+        os.mkfifo(tmp_path / "fifo")
+        self.refused(tmp_path / "fifo", "not a regular file")
+
+    def test_no_permission(self, file, monkeypatch):
+        def fail(*arguments):
+            raise PermissionError(13, "denied")
+
+        monkeypatch.setattr(os, "open", fail)
+        self.refused(file, "cannot be read: denied")
+
+    def test_names_no_type_that_is_not_loaded(self, caplog):
+        """A lock makes no process import anything."""
+        lock = lock_of((INV, Config(1)))
+        evil = changed(lock, "config", {"$dataclass": "antigravity:Config", "fields": {}})
+        with use_lock(evil):
+            assert ConfigSelectorChain().choose(INV).step == "heuristic"
+        assert "antigravity" not in sys.modules
+        assert "cannot be rebuilt" in caplog.text
+
+
+class TestChoices:
+    def test_the_lock_stands_between_overlay_and_memory(self, tmp_path):
+        cache = ConfigCache()
+        cache.put(INV.key, Config(3))
+        overlay = ConfigCache()
+        overlay.put(INV.key, Config(1))
+        chain, lock = ConfigSelectorChain(cache), lock_of((INV, Config(2)))
+        lock.save(tmp_path / "a.json")
+        for given in (lock, tmp_path / "a.json", str(tmp_path / "a.json")):
+            with use_lock(given) as entered:
+                assert entered == lock
+                chosen = chain.choose(INV)
+                assert (chosen.step, chosen.config, chosen.key) == ("lock", Config(2), INV.key)
+                assert (str(given) if given is not lock else lock.sha256[:12]) in chosen.detail
+                assert chain.lookup(INV) == chosen
+                with overlay_cache(overlay):
+                    assert chain.choose(INV).config == Config(1)
+                assert chain.choose(INV, cfg=Config(9)).config == Config(9)
+                assert chain.choose(OTHER).step == "heuristic"
+            assert chain.choose(INV).config == Config(3)
+
+    def test_is_not_remembered(self):
+        chain = ConfigSelectorChain()
+        with use_lock(lock_of((INV, Config(2)))):
+            chain.choose(INV)
+        assert INV.key not in chain.cache
+        assert chain.choose(INV).step == "heuristic"
+
+    def test_the_innermost_alone_counts(self):
+        chain = ConfigSelectorChain()
+        with use_lock(lock_of((INV, Config(1)), (OTHER, Config(1)))), use_lock(lock_of((INV, Config(2)))):
+            assert chain.choose(INV).config == Config(2)
+            assert chain.choose(OTHER).step == "heuristic"
+            with use_lock(None) as none:
+                assert none is None
+                assert chain.choose(INV).step == "heuristic"
+
+    def test_takes_part_in_the_traces_of_jax(self):
+        executor = Executor(ConfigSelectorChain())
+        eager = lambda a: executor(KERNEL, a, B)
+        jitted = jax.jit(eager)
+
+        def ran(call):
+            with watching() as seen:
+                call(A)
+            return [each.cfg.block for each in seen][-1:]
+
+        lock = lock_of((INV, Config(5)))
+        for call in (eager, jitted):
+            assert ran(call) == [64]
+            with use_lock(lock):
+                assert ran(call) == [5]
+                assert ran(call) == []
+            with use_lock(Lock.from_json(lock.to_json())):
+                assert ran(call) == []  # an equal lock
+            assert ran(call) == []
+
+    def test_decides_backward_apart(self):
+        pair = Pair("tests.lockfile.pair")
+        inv = Invocation(pair, (A, B))
+        executor = Executor(ConfigSelectorChain())
+        with use_lock(lock_of((inv, Config(5)), (inv.backward(), Config(6))), "error"), watching() as seen:
+            jax.jit(jax.grad(lambda a: executor(pair, a, B).sum()))(A)
+        assert {(s.stage, s.cfg.block) for s in seen} >= {("forward", 5), ("backward", 6)}
+
+    def test_holds_in_this_thread_and_task_alone(self):
+        chain, seen = ConfigSelectorChain(), {}
+        lock = lock_of((INV, Config(2)))
+        with use_lock(lock):
+            thread = threading.Thread(target=lambda: seen.update(thread=chain.lookup(INV).step))
+            thread.start()
+            thread.join()
+
+        async def inside():
+            with use_lock(lock):
+                await asyncio.sleep(0.01)
+                return chain.lookup(INV).step
+
+        async def outside():
+            await asyncio.sleep(0.005)
+            return chain.lookup(INV).step
+
+        async def both():
+            return await asyncio.gather(inside(), outside())
+
+        assert asyncio.run(both()) == ["lock", "heuristic"]
+        assert seen == {"thread": "heuristic"}
+
+    def test_a_config_that_cannot_run_is_a_miss(self, caplog):
+        class Picky(Product):
+            def config_reasons(self, inv, cfg):
+                return ["it is odd"] if cfg.block % 2 else []
+
+        inv = Invocation(Picky("tests.lockfile.picky"), (A, B))
+        lock = lock_of((inv, Config(3)))
+        with use_lock(lock):
+            assert ConfigSelectorChain().choose(inv).step == "heuristic"
+        assert "it is odd" in caplog.text
+        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match="it is odd"):
+            ConfigSelectorChain().choose(inv)
+
+    @pytest.mark.parametrize("wrong", [{}, 3, ConfigCache(), AutotuningResult()])
+    def test_wrong_input(self, wrong):
+        with pytest.raises(TypeError, match="must be a Lock, the path"), use_lock(wrong):
+            pass
+        with pytest.raises(ValueError, match="must be 'allow' or 'error'"), use_lock(lock_of((INV, Config(1))), "no"):
+            pass
+
+
+class TestMissIsAnError:
+    def test_names_the_call_the_file_and_the_command(self, tmp_path):
+        file = tmp_path / "my lock.json"
+        lock_of((INV, Config(2))).save(file)
+        events = []
+        chain = ConfigSelectorChain(autotune=True, tuner=Tuner(0, 1), on_event=events.append)
+        with use_lock(file, miss="error"):
+            assert chain.choose(INV).step == "lock"
+            events.clear()
+            with pytest.raises(NoConfigError) as caught:
+                chain.choose(OTHER)
+            with pytest.raises(NoConfigError, match="it lacks the call"):
+                Executor(chain)(KERNEL, A[:3], B)
+            with pytest.raises(NoConfigError, match="it lacks the call"):
+                jax.jit(lambda a: Executor(chain)(KERNEL, a, B))(A[:3])
+        for said in ("tests.lockfile (forward) for f32[3,5] f32[5,4]", str(file), f"tune TARGET --lock '{file}'"):
+            assert said in str(caught.value)
+        assert events == []
+        assert chain.choose(OTHER).step == "autotune"
+
+    def test_also_of_what_memory_knows(self):
+        chain = ConfigSelectorChain()
+        chain.cache.put(OTHER.key, Config(7))
+        with use_lock(lock_of((INV, Config(2))), miss="error"):
+            with pytest.raises(NoConfigError):
+                chain.choose(OTHER)
+            overlay = ConfigCache()
+            overlay.put(OTHER.key, Config(8))
+            with overlay_cache(overlay):
+                assert chain.choose(OTHER).config == Config(8)
+            assert chain.choose(OTHER, cfg=Config(9)).step == "explicit"
+
+    def test_a_function_that_was_traced_before_is_an_error_too(self):
+        function = jax.jit(lambda a: KERNEL(a, B))
+        function(A[:3])
+        with use_lock(lock_of((INV, Config(2))), miss="error"):
+            function(A)
+            with pytest.raises(NoConfigError):
+                function(A[:3])
+
+    def test_another_source(self, caplog):
+        lock = changed(lock_of((INV, Config(2))), "source", "of old")
+        with use_lock(lock), caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert ConfigSelectorChain().choose(INV).step == "heuristic"
+        (record,) = caplog.records
+        assert "but of old was locked" in record.getMessage()
+        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match="but of old was locked"):
+            ConfigSelectorChain().choose(INV)
+
+    def test_another_toolchain(self, caplog):
+        lock = lock_of((INV, Config(2)), toolchain=toolchain_fingerprint() | {"jax": "0.0.1", "mine": "2"})
+        with use_lock(lock), caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert ConfigSelectorChain().choose(INV).step == "lock"
+        (record,) = caplog.records
+        difference = "jax 0.0.1 there and .* here, mine 2 there and absent here"
+        assert record.getMessage().startswith("the lock given in the program")
+        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match=difference):
+            ConfigSelectorChain().choose(INV)
+
+    def test_another_device(self, caplog):
+        key = json.dumps(json.loads(INV.key) | {"device": "gpu:other:9.0"})
+        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), implementation_source(INV)),))
+        with use_lock(lock), caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert ConfigSelectorChain().choose(INV).step == "heuristic"
+        (record,) = caplog.records
+        assert "it is of gpu:other:9.0, which this process does not have" in record.getMessage()
+        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match="which this process does not have"):
+            ConfigSelectorChain().choose(INV)
+
+    def test_a_call_on_another_device_of_the_process_is_not_the_locks_business(self, monkeypatch):
+        elsewhere = dataclasses.replace(INV, device=dataclasses.replace(INV.target, fingerprint="cpu:elsewhere"))
+        with use_lock(lock_of((INV, Config(2))), miss="error"):
+            assert ConfigSelectorChain().choose(elsewhere).step == "heuristic"
+
+    def test_explaining_says_so(self, capsys):
+        executor = Executor(ConfigSelectorChain())
+        with use_lock(lock_of((INV, Config(2))), miss="error"):
+            decided = executor.explain(KERNEL, A, B)
+            assert (decided.step, decided.config) == ("lock", Config(2))
+            assert "from: lock, given in the program (sha256 " in capsys.readouterr().out
+            missed = executor.explain(KERNEL, A[:3], B, quiet=True)
+        assert missed.step.startswith("heuristic, but the call is an error: the lock given in the program")
+        assert missed.config == Config(64)
+
+    def test_tuning_goes_on_in_spite_of_it(self):
+        """Whoever asks for a measurement gets it; it is how a lock is made."""
+        chain = ConfigSelectorChain()
+        with use_lock(lock_of((INV, Config(2))), miss="error"):
+            found = Autotuner(Tuner(0, 1), chooser=chain).tune(OTHER)
+            assert autotune(KERNEL, A[:3], B, num_warmup=0, num_iters=1) in (Config(16), Config(32), Config(64))
+            with pytest.raises(NoConfigError):
+                chain.choose(OTHER)
+        with use_lock(found.to_lock(), miss="error"):
+            assert chain.choose(OTHER).config == found.entries[0].winner.config
+
+
+class TestEnvironment:
+    def test_names_the_lock(self, environment, tmp_path):
+        file = tmp_path / "a.json"
+        lock_of((INV, Config(2))).save(file)
+        environment(file)
+        chain = ConfigSelectorChain()
+        assert (chain.choose(INV).config, chain.choose(INV).detail) == (Config(2), str(file))
+        assert chain.choose(OTHER).step == "heuristic"
+        with watching() as seen:
+            KERNEL(A, B)
+        assert seen[-1].cfg == Config(2)
+        with use_lock(lock_of((INV, Config(4)))):
+            assert chain.choose(INV).config == Config(4)
+        with use_lock(None):
+            assert chain.choose(INV).step == "heuristic"
+        file.unlink()  # read once
+        assert chain.choose(INV).config == Config(2)
+
+    def test_a_miss_can_be_an_error(self, environment, tmp_path):
+        lock_of((INV, Config(2))).save(tmp_path / "a.json")
+        environment(tmp_path / "a.json", "error")
+        assert KERNEL(A, B).shape == (6, 4)
+        with pytest.raises(NoConfigError, match=r"a\.json does not decide"):
+            KERNEL(A[:3], B)
+        environment(tmp_path / "a.json", "allow")
+        KERNEL(A[:3], B)
+
+    def test_what_cannot_be_used_is_an_error_before_any_work(self, environment, tmp_path):
+        overlay = ConfigCache()
+        overlay.put(INV.key, Config(1))
+        broken = tmp_path / "broken.json"
+        broken.write_text("{")
+        for path, miss, match in (
+            (tmp_path / "none.json", None, "there is no lock file"),
+            (broken, None, "cannot be used"),
+            (broken, "sometimes", "'sometimes' must be 'allow' or 'error'"),
+            ("", "error", "TILEWRIGHT_LOCK_MISS=error needs a lock"),
+        ):
+            environment(path, miss)
+            for _ in range(2):
+                with pytest.raises(LockError, match=match):
+                    ConfigSelectorChain().choose(INV)
+            with pytest.raises(LockError, match=match), overlay_cache(overlay):
+                Executor(ConfigSelectorChain())(KERNEL, A, B)
+            with use_lock(None):
+                assert ConfigSelectorChain().choose(INV).step == "heuristic"
+
+    def test_an_empty_variable_is_none(self, environment):
+        environment("", "")
+        assert ConfigSelectorChain().choose(INV).step == "heuristic"
+
+    def test_a_lock_wins_over_a_policy(self, environment, tmp_path):
+        lock_of((INV, Config(2))).save(tmp_path / "a.json")
+        environment(tmp_path / "a.json", "error")
+        chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="error"))
+        assert chain.choose(INV).step == "lock"
+        with policy_override(autotune=True), pytest.raises(NoConfigError, match="does not decide"):
+            ConfigSelectorChain().choose(OTHER)
+
+
+# What each of several processes does: chooses for some calls and says what it was.
+PROGRAM = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+import jax
+import jax.numpy as jnp
+
+from tests.ops.core.samples import Product
+from tilewright.modules import flash_attention
+
+from tilewright.ops.utils.labels import extract_labels_from_hlo_text, is_call_label, parse_label
+
+kernel = Product("tests.lockfile.processes")
+query = jnp.ones((1, 64, 2, 16))
+
+
+def step(query, a, b):
+    return flash_attention(query, query, query, causal=True).sum() + kernel(a, b).sum()
+
+
+operands = query, jnp.ones((8, 4)), jnp.ones((4, 8))
+lowered = jax.jit(jax.value_and_grad(step)).lower(*operands)
+lowered.compile()(*operands)
+for label in extract_labels_from_hlo_text(lowered.as_text(debug_info=True)):
+    if is_call_label(label):
+        said = parse_label(label)
+        print(said.op, said.direction, said.step, said.config)
+if "more" in sys.argv:
+    kernel(jnp.ones((2, 4)), jnp.ones((4, 8)))
+"""
+
+
+def start(lock, folder, *arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder), "TILEWRIGHT_LOCK": str(lock), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """The invocations of ``PROGRAM``, and for each the config of the lock: none is what a heuristic says."""
+    import jax.numpy as jnp
+
+    from tilewright.kernels.portfolio import Choice
+    from tilewright.modules import flash_attention
+    from tilewright.ops import BwdParams, find_invocations
+
+    kernel = Product("tests.lockfile.processes")
+
+    def step(query, a, b):
+        return flash_attention(query, query, query, causal=True).sum() + kernel(a, b).sum()
+
+    found = find_invocations(jax.value_and_grad(step), jnp.ones((1, 64, 2, 16)), jnp.ones((8, 4)), jnp.ones((4, 8)))
+
+    def config(inv, size):
+        if inv.kernel is kernel:
+            return Config(size)
+        params = FwdParams if inv.direction == "forward" else BwdParams
+        return Choice("xla", params=params(q_blocksize=size, kv_blocksize=size))
+
+    assert {(inv.kernel.name, inv.direction) for inv in found} == {
+        ("flash_attention", "forward"), ("flash_attention", "backward"), ("tests.lockfile.processes", "forward")
+    }  # fmt: skip
+    return [(inv, config) for inv in found]
+
+
+class TestProcesses:
+    def test_make_the_same_choices_although_their_caches_differ(self, calls, tmp_path):
+        lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
+        lock.save(tmp_path / "lock.json")
+        processes = []
+        for n in range(3):
+            folder = tmp_path / f"cache{n}"
+            cache = PersistentCache(folder / "configs")
+            for inv, config in calls[n:]:
+                assert cache.put(inv.key, config(inv, (8, 16, 64)[n]), source=implementation_source(inv))
+            processes.append(start(tmp_path / "lock.json", folder, TILEWRIGHT_LOCK_MISS=("allow", "error", "error")[n]))
+        outputs = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], outputs
+        assert len({output for output, _ in outputs}) == 1
+        expected = {f"{inv.kernel.name} {inv.direction} lock {config(inv, 32)}" for inv, config in calls}
+        assert set(outputs[0][0].splitlines()) == expected
+
+    def test_would_differ_without_it(self, calls, tmp_path):
+        cache = PersistentCache(tmp_path / "configs")
+        for inv, config in calls:
+            cache.put(inv.key, config(inv, 8), source=implementation_source(inv))
+        output, errors = start("", tmp_path).communicate(timeout=300)
+        expected = {f"{inv.kernel.name} {inv.direction} disk {config(inv, 8)}" for inv, config in calls}
+        assert set(output.splitlines()) == expected, errors
+
+    def test_end_with_the_error(self, calls, tmp_path):
+        lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
+        lock.save(tmp_path / "lock.json")
+        (tmp_path / "altered.json").write_text(
+            (tmp_path / "lock.json").read_text().replace('"block": 32', '"block": 8')
+        )
+        strict = start(tmp_path / "lock.json", tmp_path / "a", "more", TILEWRIGHT_LOCK_MISS="error")
+        missing = start(tmp_path / "none.json", tmp_path / "b")
+        altered = start(tmp_path / "altered.json", tmp_path / "c")
+        said = [process.communicate(timeout=300) for process in (strict, missing, altered)]
+        assert [process.returncode for process in (strict, missing, altered)] == [1, 1, 1]
+        assert "NoConfigError: the lock" in said[0][1]
+        assert "does not decide tests.lockfile.processes (forward) for f32[2,4] f32[4,8]" in said[0][1]
+        assert "LockError: there is no lock file" in said[1][1]
+        assert "was altered" in said[2][1]
+        assert (said[1][0], said[2][0]) == ("", "")

@@ -1,0 +1,360 @@
+"""The lock file: tuned configs pinned by hashes, so that every process of a job makes the same choices."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import shlex
+import threading
+from typing import Any, Literal, get_args
+
+from tilewright.errors import LockError
+from tilewright.ops.config.persistent import REBUILD_ERRORS, parse_document, rebuild_config, tagged_config
+from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.utils.describe import describe_key
+from tilewright.ops.utils.device import local_devices
+from tilewright.ops.utils.files import read_file, replace_file
+from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
+from tilewright.ops.utils.folders import absolute
+from tilewright.ops.utils.serialize import canonical_json
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+LOCK_LIMIT = 1 << 30
+
+Miss = Literal["allow", "error"]
+
+_LACKS = "it lacks the call"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The config of one call.
+
+    Attributes:
+      shapes: the call in words, for people.
+      key: the cache key of the call.
+      config: in its tagged JSON form.
+      source: hash of the implementation's source for which it was decided.
+    """
+
+    op: str
+    direction: str
+    shapes: str
+    key: str
+    config: Any
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("op", "direction", "shapes", "key", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} of a decision must be a string")
+        said = key_fields(self.key)
+        if (said.get("op"), said.get("direction")) != (self.op, self.direction):
+            raise ValueError(f"{self.op=} {self.direction=} do not fit the decision's key {self.key!r}")
+
+    @classmethod
+    def of(cls, key: str, config: Any, source: str) -> "Decision":
+        """A decision on a call.
+
+        Raises:
+          TypeError: the config has no JSON form, or would not come back as it is.
+          ValueError: the key is none of an invocation.
+        """
+        said = key_fields(key)
+        return cls(
+            said.get("op", ""), said.get("direction", ""), describe_key(key), key, tagged_config(config, {}), source
+        )
+
+    @property
+    def sha256(self) -> str:
+        """The hash that pins it."""
+        return _sha256(dataclasses.asdict(self))
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"sha256": self.sha256}
+
+    @classmethod
+    def of_json(cls, said: Any) -> "Decision":
+        names = {field.name for field in dataclasses.fields(cls)} | {"sha256"}
+        if not isinstance(said, dict) or said.keys() != names:
+            raise ValueError(f"a decision has the fields {sorted(names)}, not {said!r}")
+        decision = cls(**{name: value for name, value in said.items() if name != "sha256"})
+        if decision.sha256 != said["sha256"]:
+            raise ValueError(f"the decision on {decision.op} ({decision.direction}) for {decision.shapes} was altered")
+        return decision
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lock:
+    """The configs that every process of a job shall run with.
+
+    Two locks are equal if their hashes are. The same decisions give the same bytes. Two locks of one device and one
+    toolchain merge with ``|``; where both decide a call the right one counts.
+
+    Attributes:
+      device: fingerprint of the device that all decisions are for.
+      toolchain: versions of what compiled the candidates.
+      decisions: one for each call, sorted.
+    """
+
+    device: str
+    toolchain: dict[str, str]
+    decisions: tuple[Decision, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not self.device:
+            raise ValueError(f"{self.device=} of a lock must be the fingerprint of a device")
+        if not isinstance(self.toolchain, dict) or not all(isinstance(v, str) for v in self.toolchain.values()):
+            raise ValueError(f"{self.toolchain=} of a lock must map names to versions")
+        if not all(isinstance(decision, Decision) for decision in self.decisions):
+            raise ValueError(f"{self.decisions=} of a lock must be Decisions")
+        others = sorted({str(key_fields(d.key).get("device")) for d in self.decisions} - {self.device})
+        if others:
+            raise ValueError(f"a lock is of one device, {self.device!r}; it has decisions for {others}")
+        ordered = sorted(self.decisions, key=lambda d: (d.op, d.direction, d.shapes, d.key))
+        object.__setattr__(self, "decisions", tuple(ordered))
+        if len(self._by_key) != len(ordered):
+            raise ValueError("a lock decides each call once; this one has several decisions for one key")
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, Decision]:
+        return {decision.key: decision for decision in self.decisions}
+
+    @functools.cached_property
+    def _content(self) -> dict[str, Any]:
+        decisions = [decision.as_json() for decision in self.decisions]
+        return {"schema": SCHEMA, "device": self.device, "toolchain": self.toolchain, "decisions": decisions}
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The hash over the whole."""
+        return _sha256(self._content)
+
+    def get(self, key: str) -> Decision | None:
+        """The decision on the call with a key."""
+        return self._by_key.get(key)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    def __eq__(self, other: object) -> bool:
+        return self.sha256 == other.sha256 if isinstance(other, Lock) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __repr__(self) -> str:
+        return f"Lock({len(self)} decisions on {self.device}, sha256 {self.sha256[:12]})"
+
+    def __or__(self, other: "Lock") -> "Lock":
+        if not isinstance(other, Lock):
+            return NotImplemented
+        if self.device != other.device:
+            raise ValueError(f"locks of two devices do not merge: {self.device!r} and {other.device!r}")
+        if self.toolchain != other.toolchain:
+            raise ValueError(f"locks of two toolchains do not merge: {_differences(self.toolchain, other.toolchain)}")
+        return Lock(self.device, dict(self.toolchain), tuple((self._by_key | other._by_key).values()))
+
+    def to_json(self) -> str:
+        """The lock as readable JSON that depends on its decisions alone."""
+        return json.dumps(self._content | {"sha256": self.sha256}, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Lock":
+        """Reads what ``to_json`` wrote; white space and the order of fields do not matter.
+
+        Raises:
+          ValueError: it is something else, of another schema, or was altered.
+        """
+        said = parse_document(text.encode() if isinstance(text, str) else text)
+        if said.get("schema") != SCHEMA or said["schema"] is True:
+            raise ValueError(f"its schema is {said.get('schema')!r}; this version of Tilewright reads {SCHEMA}")
+        if said.keys() != {"schema", "device", "toolchain", "decisions", "sha256"}:
+            raise ValueError(f"its fields are {sorted(said)}")
+        if not isinstance(said["decisions"], list):
+            raise ValueError(f"its decisions are {said['decisions']!r}, not a list")
+        try:
+            decisions = tuple(Decision.of_json(each) for each in said["decisions"])
+            lock = cls(said["device"], said["toolchain"], decisions)
+            altered = lock.sha256 != said["sha256"]
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+        if altered:
+            raise ValueError("its content does not match its sha256: it was altered")
+        return lock
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the lock in place of what the file held, atomically.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        replace_file(absolute(path), self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Lock":
+        """Reads a lock file.
+
+        Raises:
+          LockError: there is none, or it cannot be read, is damaged, altered, or of another schema.
+        """
+        file = absolute(path)
+        try:
+            return cls.from_json(read_file(file, LOCK_LIMIT))
+        except FileNotFoundError as error:
+            raise LockError(f"there is no lock file {file}; make it with: {_command(str(file))}") from error
+        except OSError as error:
+            raise LockError(f"the lock file {file} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise LockError(
+                f"the lock file {file} cannot be used: {error}; restore it, or delete it and make it anew with: "
+                f"{_command(str(file))}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LockInForce:
+    """A lock that selection obeys.
+
+    Attributes:
+      place: its file; empty if it was made in this process.
+      miss: "allow" goes on to the next step of the chain where the lock has no answer; "error" raises.
+    """
+
+    lock: Lock
+    place: str = ""
+    miss: Miss = "allow"
+
+    def __post_init__(self) -> None:
+        _check_miss(self.miss)
+
+    @property
+    def name(self) -> str:
+        """The lock in words."""
+        return self.place or f"given in the program (sha256 {self.lock.sha256[:12]})"
+
+    def answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
+        """The config of a call, or ``None`` and the reason; no reason for a device that is none of the lock's business.
+
+        Args:
+          source: hash of the implementation's source as it is now.
+        """
+        config, why = self._answer(inv, source)
+        if why and self.miss == "allow":
+            which = f" for {describe_key(inv.key)}" if why == _LACKS else ""
+            _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){which}: {why}")
+        return config, why
+
+    def _answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
+        if inv.device_fingerprint != self.lock.device:
+            return None, "" if _is_here(self.lock.device) else self._other_device(inv)
+        decision = self.lock.get(inv.key)
+        if decision is None:
+            return None, _LACKS
+        if decision.source != source:
+            return None, f"the source of the implementation is {source}, but {decision.source} was locked"
+        if self.lock.toolchain != toolchain_fingerprint():
+            why = f"another toolchain was locked: {_differences(self.lock.toolchain, toolchain_fingerprint())}"
+            if self.miss == "error":
+                return None, why
+            _log_once(f"the lock {self.name} decides all the same, but {why}")
+        try:
+            return rebuild_config(decision.config, type(inv.kernel.heuristic_cfg(inv))), ""
+        except REBUILD_ERRORS as error:
+            return None, f"its config cannot be rebuilt: {error}"
+
+    def _other_device(self, inv: Invocation[Any, Any]) -> str:
+        return (
+            f"it is of {self.lock.device}, which this process does not have; the call is for {inv.device_fingerprint}"
+        )
+
+    def refusal(self, inv: Invocation[Any, Any], why: str) -> str:
+        """The message for a call that may not run without a decision."""
+        return (
+            f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}) for {describe_key(inv.key)}, "
+            f"and a miss is an error: {why}. Nothing was measured; decide the call with: {_command(self.place)}"
+        )
+
+
+def lock_in_force(lock: Lock | str | os.PathLike[str], miss: Miss) -> LockInForce:
+    """A lock, or one read from its file, as selection obeys it.
+
+    Raises:
+      LockError: the file cannot be used.
+      TypeError, ValueError: the arguments are something else.
+    """
+    _check_miss(miss)
+    if isinstance(lock, Lock):
+        return LockInForce(lock, miss=miss)
+    if not isinstance(lock, str | os.PathLike):
+        raise TypeError(f"{lock=} of type {type(lock).__name__} must be a Lock, the path of a lock file, or None")
+    return LockInForce(Lock.load(lock), str(absolute(lock)), miss)
+
+
+def _check_miss(miss: Any) -> None:
+    if miss not in get_args(Miss):
+        raise ValueError(f"{miss=} must be 'allow' or 'error'")
+
+
+_READING = threading.Lock()
+
+
+def environment_lock() -> LockInForce | None:
+    """The lock that ``TILEWRIGHT_LOCK`` names, with the mode ``TILEWRIGHT_LOCK_MISS``, read once in a process.
+
+    Raises:
+      LockError: what was asked for cannot be had.
+    """
+    with _READING:  # two threads must not read two states of the file
+        return _read_environment()
+
+
+@functools.cache
+def _read_environment() -> LockInForce | None:
+    path, miss = os.environ.get("TILEWRIGHT_LOCK", ""), os.environ.get("TILEWRIGHT_LOCK_MISS", "") or "allow"
+    if miss not in get_args(Miss):
+        raise LockError(f"TILEWRIGHT_LOCK_MISS={miss!r} must be 'allow' or 'error'")
+    if path:
+        return lock_in_force(path, miss)  # type: ignore[arg-type]
+    if miss == "error":
+        raise LockError("TILEWRIGHT_LOCK_MISS=error needs a lock: set TILEWRIGHT_LOCK to the path of one")
+    return None
+
+
+@functools.cache
+def _is_here(device: str) -> bool:
+    """Whether this process has a device with a fingerprint."""
+    return any(device_fingerprint(each) == device for each in local_devices(device.partition(":")[0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _command(path: str) -> str:
+    return f"tilewright tune TARGET --lock {shlex.quote(path) if path else 'FILE'}"
+
+
+def _differences(locked: dict[str, str], here: dict[str, str]) -> str:
+    names = sorted(name for name in locked.keys() | here.keys() if locked.get(name) != here.get(name))
+    return ", ".join(f"{name} {locked.get(name, 'absent')} there and {here.get(name, 'absent')} here" for name in names)
+
+
+def key_fields(key: str) -> dict[str, Any]:
+    """What the cache key of a call says; ``ValueError`` if it is none."""
+    try:
+        said = json.loads(key)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{key!r} is not the key of a call") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{key!r} is not the key of a call")
+    return said
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(canonical_json(data).encode()).hexdigest()
