@@ -144,6 +144,50 @@ def test_explain_before_and_after_tuning(cache_directory):
     assert re.search(r"memory|disk", invoke("explain", *arguments))
 
 
+def test_tuning_into_a_lock(cache_directory, tmp_path, monkeypatch):
+    from tilewright.ops import Lock
+    from tilewright.ops.config import lockfile
+
+    file = tmp_path / "tilewright.lock.json"
+    # The command makes the lock that the environment asks for, and none that is strict is in its way.
+    monkeypatch.setenv("TILEWRIGHT_LOCK", str(file))
+    monkeypatch.setenv("TILEWRIGHT_LOCK_MISS", "error")
+    forget = lockfile._read_environment.cache_clear
+    forget()
+    try:
+        shape = ("tune", "flash_attention", *SHAPE, "--lock", str(file))
+        assert f"{file} decides 2 calls, 2 of them by this tuning" in invoke(*shape)
+        before = file.read_bytes()
+        assert "nothing measured" in invoke(*shape)
+        assert file.read_bytes() == before
+        assert "decides 3 calls, 1 of them" in invoke(*shape, "--causal", "--no-backward")
+        assert len(Lock.load(file)) == 3
+        explained = invoke("explain", "flash_attention", *SHAPE)
+        assert "lock," in explained
+        assert "an error" not in explained
+        assert "but the call is an error" in invoke("explain", "flash_attention", "--shape", "1,32,2,16")
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+def test_a_lock_of_elsewhere_is_refused_before_anything_is_measured(cache_directory, tmp_path, capsys):
+    from tilewright.ops import Lock, device_fingerprint
+
+    for device, toolchain, message in (
+        ("gpu:other", {}, "two devices"),
+        (device_fingerprint(), {"jax": "0.1"}, "jax 0.1 there"),
+    ):
+        Lock(device, toolchain, ()).save(tmp_path / "a.json")
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", "flash_attention", *SHAPE, "--lock", str(tmp_path / "a.json")])
+        assert ended.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert message in captured.err
+    assert len(PersistentCache(cache_directory)) == 0
+
+
 def test_bench_compares_with_jax_and_writes_json(tmp_path):
     file = tmp_path / "bench.json"
     text = invoke("bench", "flash_attention", *SHAPE, "--iters", "2", "--json", str(file))
@@ -173,6 +217,8 @@ def test_bench_says_what_jax_cannot_do():
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--set", "sliding_window=-1"], "-1"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--budget", "-3"], "-3"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--json", "/nonesuch/x.json"], "/nonesuch"),
+        (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/nonesuch/x.json"], "/nonesuch"),
+        (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/"], "not a regular file"),
         (["explain", "math:nonesuch"], "nonesuch"),
         (["bench", "math:sin"], "math:sin"),
         (["bench", "flash_attention", "--iters", "0"], "0"),

@@ -24,6 +24,12 @@ def tune(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
     ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            "--lock", help="Pin the winners in a lock file, beside what it has decided before.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
@@ -36,4 +42,4 @@ def tune(
         raise typer.BadParameter(f"{budget} is not a positive number of seconds", param_hint="--budget")
     from tilewright.cli.tuning import tune_and_report
 
-    raise typer.Exit(tune_and_report(target, wanted, budget_s=budget, again=again, json_file=json_file))
+    raise typer.Exit(tune_and_report(target, wanted, budget_s=budget, again=again, json_file=json_file, lock_file=lock))

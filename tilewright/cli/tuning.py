@@ -7,17 +7,42 @@ import typer
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import INTERRUPTED, complain, stderr, stdout
 from tilewright.cli.progress import TuningProgress, result_table
-from tilewright.cli.targets import named_calls
-from tilewright.ops import AutotuningResult, default_executor, tune
+from tilewright.cli.targets import named_calls, user_mistakes
+from tilewright.ops import AutotuningResult, Lock, default_executor, device_fingerprint, tune, use_lock
 from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 
 def tune_and_report(
-    target: str, options: CallOptions, *, budget_s: float | None, again: bool, json_file: Path | None
+    target: str,
+    options: CallOptions,
+    *,
+    budget_s: float | None,
+    again: bool,
+    json_file: Path | None,
+    lock_file: Path | None = None,
 ) -> int:
     """Tunes, prints the table, and returns the exit code."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {str(json_file.parent)!r}", param_hint="--json")
+    for file, option in ((json_file, "--json"), (lock_file, "--lock")):
+        if file is not None and not file.parent.is_dir():
+            raise typer.BadParameter(f"there is no directory {str(file.parent)!r}", param_hint=option)
+    # What is measured must not depend on a lock, nor fail where one that the environment names is still to be made.
+    with use_lock(None):
+        if lock_file is not None:
+            _locked_before(lock_file)  # refused now rather than after the tuning
+        result, interrupted = _tune_all(target, options, budget_s=budget_s, again=again)
+        if json_file is not None and result.entries:
+            json_file.write_text(result.to_json() + "\n")
+        code = _report(target, result, interrupted)
+        if lock_file is not None and result.entries:
+            _lock(lock_file, result)
+    return code
+
+
+def _tune_all(
+    target: str, options: CallOptions, *, budget_s: float | None, again: bool
+) -> tuple[AutotuningResult, bool]:
+    """What was found, and whether an interrupt ended it."""
     calls = named_calls(target, options)
     total = AutotuningResult()
     interrupted = False
@@ -32,9 +57,37 @@ def tune_and_report(
             interrupted = result.interrupted
             if interrupted:
                 break
-    if json_file is not None and total.entries:
-        json_file.write_text(total.to_json() + "\n")
-    return _report(target, total, interrupted)
+    return total, interrupted
+
+
+def _locked_before(file: Path) -> Lock | None:
+    """The lock that a file holds, if there is one, to which this process may add.
+
+    Raises:
+      LockError: it cannot be used.
+      typer.BadParameter: it is of another device or toolchain.
+    """
+    if not file.exists():
+        return None
+    lock = Lock.load(file)
+    try:
+        return lock | Lock(device_fingerprint(), toolchain_fingerprint(), ())
+    except ValueError as error:
+        message = f"{str(file)!r} was made elsewhere: {error}; delete it, or give another file"
+        raise typer.BadParameter(message, param_hint="--lock") from error
+
+
+def _lock(file: Path, result: AutotuningResult) -> None:
+    """Pins the winners in a file, in place of earlier decisions on the same calls."""
+    with user_mistakes("--lock"):
+        new = result.to_lock()
+        before = _locked_before(file)
+        lock = new if before is None else before | new
+    try:
+        lock.save(file)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {str(file)!r}: {error.strerror}", param_hint="--lock") from error
+    typer.echo(f"{file} decides {len(lock)} calls, {len(new)} of them by this tuning")
 
 
 def _report(target: str, result: AutotuningResult, interrupted: bool) -> int:
