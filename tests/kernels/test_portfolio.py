@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.portfolio import Choice, Cost, PerDirection, PortfolioKernel, lazy
+from tilewright.kernels.portfolio import Choice, PerDirection, PortfolioKernel, lazy
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.roofline import Cost
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -86,6 +87,9 @@ class Double(PortfolioKernel):
 
     def cost(self, problem: Doubling, direction: Any) -> Cost:
         return Cost(problem.length, 8 * problem.length)
+
+    def least_cost(self, problem: Doubling, direction: Any) -> Cost:
+        return Cost(problem.length, 4 * problem.length)
 
     def reference(self, x: Any, y: Any, **_: Any) -> Any:
         return 2 * x

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
 from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.core.types import Direction
@@ -50,19 +52,6 @@ class PerDirection:
 
     forward: Any = None
     backward: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """What a call must compute and move at least.
-
-    Attributes:
-      flops: floating-point operations of its matrix products.
-      bytes: device memory read and written, each array once.
-    """
-
-    flops: float
-    bytes: float
 
 
 def implementation_name(platform: Platform, algorithm: str | None) -> str:
@@ -142,6 +131,10 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
     @abc.abstractmethod
     def cost(self, problem: Any, direction: Direction) -> Cost:
         """FLOPs and bytes of a call."""
+
+    @abc.abstractmethod
+    def least_cost(self, problem: Any, direction: Direction) -> Cost:
+        """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`."""
 
     @abc.abstractmethod
     def reference(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +241,12 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         if not isinstance(cfg.params, wanted):
             return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
         return implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+
+    def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
+        """The milliseconds that a call takes at the least on its device; a measurement below that is not believed."""
+        one = self.least_cost(self._problem(inv), inv.direction)
+        times = math.prod(axis.size for axis in inv.mapped)
+        return least_ms(Cost(times * one.flops, times * one.bytes), inv.target)
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""

@@ -38,6 +38,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
     - ``tolerance_factor(invocation) -> float``: how many times the oracle's error in the input dtype is allowed; 2.
+    - ``time_bound_ms(invocation) -> float``: below what no measurement of a call can be believed; 0 if that is unknown.
     - ``not_taken(invocation, cfg) -> {name: reasons}``: for ``explain``.
     - ``config_reasons(invocation, cfg) -> [reason]``: why a config cannot run the call; a cached one with reasons is a
       miss.
