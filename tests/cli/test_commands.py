@@ -144,6 +144,19 @@ def test_explain_before_and_after_tuning(cache_directory):
     assert re.search(r"memory|disk", invoke("explain", *arguments))
 
 
+def test_candidates_are_isolated_as_asked(cache_directory, tmp_path):
+    arguments = ("flash_attention", *SHAPE, "--no-backward", "--json", str(tmp_path / "found.json"))
+    for isolation in ("process", "none"):
+        invoke("tune", *arguments, "--again", "--isolation", isolation)
+        (call,) = json.loads((tmp_path / "found.json").read_text())["entries"]
+        assert {candidate["check"] for candidate in call["candidates"]} == {"passed"}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--isolation", "thread"), ("--timeout", "0"), ("--timeout", "inf")])
+def test_how_to_measure_is_checked_first(option, value):
+    assert option in invoke("tune", "flash_attention", *SHAPE, option, value, code=2)
+
+
 def test_bench_compares_with_jax_and_writes_json(tmp_path):
     file = tmp_path / "bench.json"
     text = invoke("bench", "flash_attention", *SHAPE, "--iters", "2", "--json", str(file))

@@ -213,14 +213,15 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
         )
 
-    def not_taken(self, inv: Invocation[Choice, Any], cfg: Choice) -> Mapping[str, tuple[str, ...]]:
-        """For every implementation but the chosen one its reasons, or that it was not preferred."""
-        reasons = self.reasons(inv)
-        chosen = cfg.implementation
+    def not_taken(
+        self, inv: Invocation[Choice, Any], cfg: Choice, measured: Sequence[Any]
+    ) -> Mapping[str, tuple[str, ...]]:
+        """For every implementation but the chosen one its reasons, or how it did in the call's last tuning."""
+        times = [each.time_ms for each in measured if each.config == cfg and each.eligible]
         return {
-            name: tuple(why) or ("supported, but not preferred: nothing measured it as faster",)
-            for name, why in reasons.items()
-            if name != chosen
+            name: tuple(why) or (_how_it_did(name, measured, times[0] if times else None),)
+            for name, why in self.reasons(inv).items()
+            if name != cfg.implementation
         }
 
     def config_reasons(self, inv: Invocation[Choice, Any], cfg: Any) -> list[str]:
@@ -320,6 +321,18 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             f"{self.name} ({inv.direction})",
             {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
         )
+
+
+def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:
+    """What a tuning's candidates of one implementation say, beside the chosen one."""
+    mine = [each for each in measured if each.config.implementation == name]
+    if not mine:
+        return "supported, but not preferred: nothing measured it as faster"
+    times = [each.time_ms for each in mine if each.eligible]
+    if not times:
+        return f"supported, but every candidate failed: {mine[0].error}"
+    distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
+    return f"supported, and measured at {min(times):.4g} ms at best{distance}"
 
 
 _NAMES = frozenset(str(platform) for platform in Platform)

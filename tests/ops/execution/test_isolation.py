@@ -89,7 +89,7 @@ class Hidden(Hostile):
 
 
 def test_what_cannot_be_sent_is_said():
-    with pytest.raises(ValueError, match="tests.hostile cannot be tuned in another process: it cannot be pickled"):
+    with pytest.raises(ValueError, match=r"tests\.hostile cannot be tuned in another process: it cannot be pickled"):
         tuned(Hidden())
 
     class Local(Hostile):

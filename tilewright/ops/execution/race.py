@@ -15,7 +15,7 @@ Search = Literal["halving", "exhaustive"]
 HOPELESS = 1.5
 # Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
 LEAST_NOISE = 0.02
-# Single samples of the same function differ by about this share; nobody is dropped for less, over the root of their number.
+# Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
 EARLY_NOISE = 0.06
 # Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
 PLAUSIBLE = 0.9
