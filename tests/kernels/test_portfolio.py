@@ -163,7 +163,7 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
     assert before["cuda:wrong"] == ("supported, but not preferred: nothing measured it as faster",)
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
     after = Executor(chain).explain_choice(inv, None).rejected
-    assert "every candidate failed: largest error" in after["cuda:wrong"][0]
+    assert "every candidate failed: [0]: largest error" in after["cuda:wrong"][0]
     other = next(c.config for c in call.candidates if c.eligible and c.config != call.winner.config)
     said = kernel.not_taken(inv, Choice("pallas", None, None), call.candidates)["xla"][0]
     assert f"measured at {min(c.time_ms for c in call.candidates if c.eligible):.4g} ms at best" in said

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.hostile import Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
-from tilewright.ops.execution.journal import FOLDER
+from tilewright.ops.execution.journal import unfinished
 from tilewright.ops.execution.tuning import CandidateStarted
 
 X = jnp.ones((64, 64))
@@ -58,13 +58,13 @@ def test_a_killed_tuning_goes_on_where_it_was(tmp_path: Path):
                 break
         time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
-    assert PersistentCache(tmp_path / FOLDER).entries()
+    assert unfinished(PersistentCache(tmp_path)).entries()
     events: list[Any] = []
     call = tune(tmp_path, "right", "also right", "nan", "new", events=events)
     assert "nan" not in started(events)
     assert next(c for c in call.candidates if c.config == Way("nan")).check == "failed"
     assert call.complete
-    assert not PersistentCache(tmp_path / FOLDER).entries()
+    assert not unfinished(PersistentCache(tmp_path)).entries()
 
 
 def test_what_failed_once_is_not_tried_again(tmp_path: Path):
@@ -88,10 +88,10 @@ def test_another_toolchain_tries_it_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_journal_is_none(tmp_path: Path):
-    (tmp_path / FOLDER).mkdir()
+    journal = unfinished(PersistentCache(tmp_path))
     inv = Invocation(Hostile("right", "also right"), (X,))
-    PersistentCache(tmp_path / FOLDER).put(inv.key, Way("right"), measurements=[{"config": 3}], metadata={}, source="")
-    for path in (tmp_path / FOLDER).iterdir():
+    journal.put(inv.key, Way("right"), measurements=[{"config": 3}], metadata={}, source="")
+    for path in journal.path.iterdir():
         path.write_bytes(path.read_bytes()[:-40])
     assert tune(tmp_path, "right", "also right").complete
 

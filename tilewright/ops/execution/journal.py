@@ -1,6 +1,6 @@
 """What earlier tunings of a call left on disk: candidates that failed, and what a killed one had measured."""
 
-import logging
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,12 @@ from tilewright.ops.execution.results import Candidate
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
 
-logger = logging.getLogger(__name__)
-
 FOLDER = "unfinished"
+
+
+def unfinished(cache: PersistentCache) -> PersistentCache:
+    """Where the tunings that write to a cache keep what they have not finished."""
+    return PersistentCache(cache.path / FOLDER)
 
 
 class Journal:
@@ -25,7 +28,7 @@ class Journal:
     def __init__(self, chooser: "ConfigSelectorChain", inv: Invocation[Any, Any], source: str):
         self._inv, self._source = inv, source
         self._results = chooser.persistent
-        self._unfinished = None if self._results is None else PersistentCache(self._results.path / FOLDER)
+        self._unfinished = None if self._results is None else unfinished(self._results)
 
     def known(self, configs: Sequence[Any]) -> dict[int, Candidate]:
         """What is known of candidates, by their index: measurements of a killed tuning, and all failures."""
@@ -62,6 +65,8 @@ class Journal:
         """The result is stored: what is unfinished is no longer needed."""
         if self._unfinished is not None:
             self._unfinished.remove(self._inv.key)
+            with contextlib.suppress(OSError):  # others are not finished
+                self._unfinished.path.rmdir()
 
     def _candidates(self, cache: PersistentCache) -> list[Candidate]:
         entry: Entry | None = cache.entry(self._inv.key, source=self._source)
