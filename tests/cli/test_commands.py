@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.command_line import invoke
 from tilewright import __version__
 from tilewright.cli import main
-from tilewright.cli.app import app
 from tilewright.ops import AutotuningResult, PersistentCache
 
 SHAPE = ["--shape", "1,64,2,16"]
@@ -66,25 +65,6 @@ def plain():
 """
 
 
-@pytest.fixture
-def cache_directory(tmp_path, monkeypatch):
-    """A persistent cache of its own for the default executor."""
-    from tilewright.ops.execution import executor
-
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
-    yield tmp_path / "configs"
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
-
-
-def invoke(*arguments, code=0, **options):
-    result = CliRunner().invoke(app, arguments, **options)
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 def run_program(*arguments, cwd=None, **environment):
     command = [sys.executable, "-c", "from tilewright.cli import main; main()", *arguments]
     return subprocess.run(
@@ -94,7 +74,7 @@ def run_program(*arguments, cwd=None, **environment):
 
 def test_version_and_help():
     assert invoke("--version").strip() == f"tilewright {__version__}"
-    for command in ("info", "tune", "bench", "explain", "build", "cache"):
+    for command in ("info", "tune", "bench", "explain", "report", "build", "cache"):
         assert command in invoke("--help")
         assert "Usage" in invoke(command, "--help")
 

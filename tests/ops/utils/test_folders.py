@@ -3,7 +3,9 @@
 import stat
 from pathlib import Path
 
-from tilewright.ops.utils.folders import absolute, cache_folder, make_folder
+import pytest
+
+from tilewright.ops.utils.folders import absolute, cache_folder, make_folder, replace_file
 
 
 def test_the_environment_names_the_cache_directory(tmp_path, monkeypatch):
@@ -31,3 +33,15 @@ def test_folders_are_made_for_their_owner_alone(tmp_path):
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
+    file = tmp_path / "page"
+    file.write_text("old")
+    replace_file(file, b"new")
+    assert file.read_bytes() == b"new"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError):
+        replace_file(folder, b"new")
+    assert sorted(tmp_path.iterdir()) == [folder, file]

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import stat
 import sys
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
-from tilewright.ops.utils.folders import absolute, cache_folder, make_folder
+from tilewright.ops.utils.folders import absolute, cache_folder, make_folder, replace_file
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
 
 logger = logging.getLogger(__name__)
@@ -205,7 +204,7 @@ class PersistentCache:
           OSError: the file cannot be written.
         """
         documents = self._documents()
-        _replace_file(absolute(file), json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
+        replace_file(absolute(file), json.dumps({"schema": SCHEMA, "entries": documents}, indent=1).encode())
         return len(documents)
 
     def import_(self, file: str | os.PathLike[str], *, overwrite: bool = False) -> int:
@@ -238,7 +237,7 @@ class PersistentCache:
 
     def __iter__(self) -> Iterator[Hashable]:
         """The keys of all intact entries at this moment, stale ones too."""
-        return iter([_lenient(document["key"]) for document in self._documents()])
+        return iter([untagged_if_loaded(document["key"]) for document in self._documents()])
 
     def __len__(self) -> int:
         return len(self._documents())
@@ -303,7 +302,7 @@ class PersistentCache:
             self._writes += 1
             if self._writes % 256 == 1:
                 self._sweep(TEMPORARY_LIFETIME_S)
-            _replace_file(self.path / name, data)
+            replace_file(self.path / name, data)
         except (OSError, ValueError) as error:
             logger.warning("%s is not written: %s", name, error)
             return False
@@ -390,11 +389,11 @@ def _stale(document: Document, source: str | None) -> bool:
 
 def _entry(document: Document, config: Any, source: str | None) -> Entry:
     return Entry(
-        key=_lenient(document["key"]),
+        key=untagged_if_loaded(document["key"]),
         config=config,
         readable=document["readable"],
-        measurements=tuple(_lenient(item) for item in document["measurements"]),
-        metadata=_lenient(document["metadata"]),
+        measurements=tuple(untagged_if_loaded(item) for item in document["measurements"]),
+        metadata=untagged_if_loaded(document["metadata"]),
         toolchain=document["toolchain"],
         source=document["source"],
         created=_created(document),
@@ -402,7 +401,8 @@ def _entry(document: Document, config: Any, source: str | None) -> Entry:
     )
 
 
-def _lenient(data: Any) -> Any:
+def untagged_if_loaded(data: Any) -> Any:
+    """The value of tagged JSON if all its types are loaded, else ``data`` itself; imports nothing."""
     try:
         return untagged(data, resolve=_find_loaded)
     except _REBUILD_ERRORS:
@@ -459,18 +459,3 @@ def _read(path: str | os.PathLike[str], limit: int) -> bytes:
     if len(data) > limit:
         raise ValueError(f"larger than {limit} bytes")
     return data
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 
@@ -26,3 +27,18 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
