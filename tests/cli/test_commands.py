@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.command_line import invoke
 from tilewright import __version__
 from tilewright.cli import main
-from tilewright.cli.app import app
 from tilewright.ops import AutotuningResult, PersistentCache
 
 SHAPE = ["--shape", "1,64,2,16"]
@@ -66,25 +65,6 @@ def plain():
 """
 
 
-@pytest.fixture
-def cache_directory(tmp_path, monkeypatch):
-    """A persistent cache of its own for the default executor."""
-    from tilewright.ops.execution import executor
-
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
-    yield tmp_path / "configs"
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
-
-
-def invoke(*arguments, code=0, **options):
-    result = CliRunner().invoke(app, arguments, **options)
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 def run_program(*arguments, cwd=None, **environment):
     command = [sys.executable, "-c", "from tilewright.cli import main; main()", *arguments]
     return subprocess.run(
@@ -94,7 +74,7 @@ def run_program(*arguments, cwd=None, **environment):
 
 def test_version_and_help():
     assert invoke("--version").strip() == f"tilewright {__version__}"
-    for command in ("info", "tune", "bench", "explain", "build", "cache"):
+    for command in ("info", "tune", "bench", "explain", "report", "build", "cache"):
         assert command in invoke("--help")
         assert "Usage" in invoke(command, "--help")
 
@@ -186,6 +166,19 @@ def test_a_lock_of_elsewhere_is_refused_before_anything_is_measured(cache_direct
         assert captured.out == ""
         assert message in captured.err
     assert len(PersistentCache(cache_directory)) == 0
+
+
+def test_candidates_are_isolated_as_asked(cache_directory, tmp_path):
+    arguments = ("flash_attention", *SHAPE, "--no-backward", "--json", str(tmp_path / "found.json"))
+    for isolation in ("process", "none"):
+        invoke("tune", *arguments, "--again", "--isolation", isolation)
+        (call,) = json.loads((tmp_path / "found.json").read_text())["entries"]
+        assert {candidate["check"] for candidate in call["candidates"]} == {"passed"}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--isolation", "thread"), ("--timeout", "0"), ("--timeout", "inf")])
+def test_how_to_measure_is_checked_first(option, value):
+    assert option in invoke("tune", "flash_attention", *SHAPE, option, value, code=2)
 
 
 def test_bench_compares_with_jax_and_writes_json(tmp_path):

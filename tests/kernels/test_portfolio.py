@@ -1,6 +1,7 @@
 """A small op with four implementations, of which one refuses, one is slow and one cannot be loaded."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.portfolio import Choice, Cost, PerDirection, PortfolioKernel, lazy
+from tilewright.kernels.portfolio import Choice, PerDirection, PortfolioKernel, lazy
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.roofline import Cost
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -87,6 +89,9 @@ class Double(PortfolioKernel):
     def cost(self, problem: Doubling, direction: Any) -> Cost:
         return Cost(problem.length, 8 * problem.length)
 
+    def least_cost(self, problem: Doubling, direction: Any) -> Cost:
+        return Cost(problem.length, 4 * problem.length)
+
     def reference(self, x: Any, y: Any, **_: Any) -> Any:
         return 2 * x
 
@@ -147,6 +152,22 @@ def test_a_wrong_implementation_never_wins() -> None:
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
     assert call.winner.config.platform is Platform.XLA
     assert {c.check for c in call.candidates if c.config.platform is Platform.CUDA} == {"failed"}
+
+
+def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
+    from tilewright.ops import Autotuner, PersistentCache, Tuner
+
+    kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    inv = Invocation(kernel, (jnp.ones(4), None), {"platform": None})
+    before = Executor(chain).explain_choice(inv, Choice("xla", None, FwdParams(q_blocksize=8))).rejected
+    assert before["cuda:wrong"] == ("supported, but not preferred: nothing measured it as faster",)
+    (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
+    after = Executor(chain).explain_choice(inv, None).rejected
+    assert "every candidate failed: [0]: largest error" in after["cuda:wrong"][0]
+    other = next(c.config for c in call.candidates if c.eligible and c.config != call.winner.config)
+    said = kernel.not_taken(inv, Choice("pallas", None, None), call.candidates)["xla"][0]
+    assert f"measured at {min(c.time_ms for c in call.candidates if c.eligible):.4g} ms at best" in said
+    assert other.platform is Platform.XLA
 
 
 @pytest.mark.parametrize(

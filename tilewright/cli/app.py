@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilewright._version import __version__
-from tilewright.cli import bench, build, cache, explain, info, tune
+from tilewright.cli import bench, build, cache, explain, info, report, tune
 from tilewright.cli.output import INTERRUPTED, USAGE, complain
 from tilewright.errors import TilewrightError
 
@@ -38,6 +38,7 @@ app.command("info")(info.info)
 app.command("tune")(tune.tune)
 app.command("bench")(bench.bench)
 app.command("explain")(explain.explain)
+app.command("report")(report.report)
 app.command("build")(build.build)
 app.add_typer(cache.app, name="cache")
 

@@ -93,9 +93,12 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     path: Folder = None,
 ) -> None:
-    """Delete all entries."""
+    """Delete all entries, and what unfinished tunings have measured."""
+    from tilewright.ops.execution.journal import unfinished
+
     cache = _cache(path)
     count = len(cache)
     if not yes:
         typer.confirm(f"Delete {count} entries of {cache.path}?", abort=True)
+    unfinished(cache).clear()
     typer.echo(f"{cache.clear()} entries deleted from {cache.path}")

@@ -21,6 +21,10 @@ def tune(
     backward: options.Backward = True,
     budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
+    isolation: Annotated[
+        str, typer.Option(help="Run candidates in a process of their own: auto, process or none.")
+    ] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a process of its own.")] = 120.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
     ] = None,
@@ -33,13 +37,17 @@ def tune(
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
-    Ctrl-C keeps what was measured.
+    Candidates run in a process of their own: what crashes or hangs is noted, and the tuning goes on. Ctrl-C keeps what
+    was measured, and a tuning that was killed goes on where it was.
     """
     wanted = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     if budget is not None and not budget > 0:
         raise typer.BadParameter(f"{budget} is not a positive number of seconds", param_hint="--budget")
-    from tilewright.cli.tuning import tune_and_report
+    from tilewright.cli.tuning import tune_and_report, tuner_of
 
-    raise typer.Exit(tune_and_report(target, wanted, budget_s=budget, again=again, json_file=json_file, lock_file=lock))
+    tuner = tuner_of(isolation, timeout)
+    raise typer.Exit(
+        tune_and_report(target, wanted, tuner, budget_s=budget, again=again, json_file=json_file, lock_file=lock)
+    )

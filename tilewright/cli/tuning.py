@@ -1,6 +1,9 @@
 """What ``tilewright tune`` does once its arguments are read."""
 
+import math
+import os
 from pathlib import Path
+from typing import cast, get_args
 
 import typer
 
@@ -8,14 +11,29 @@ from tilewright.cli.options import CallOptions
 from tilewright.cli.output import INTERRUPTED, complain, stderr, stdout
 from tilewright.cli.progress import TuningProgress, result_table
 from tilewright.cli.targets import named_calls, user_mistakes
-from tilewright.ops import AutotuningResult, Lock, default_executor, device_fingerprint, tune, use_lock
+from tilewright.ops import AutotuningResult, Lock, Tuner, default_executor, device_fingerprint, tune, use_lock
 from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.execution.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+
+
+def tuner_of(isolation: str, timeout_s: float) -> Tuner:
+    """How to measure.
+
+    Raises:
+      typer.BadParameter: an option is out of its range.
+    """
+    if isolation not in get_args(Isolation):
+        raise typer.BadParameter(f"{isolation!r} is none of {', '.join(get_args(Isolation))}", param_hint="--isolation")
+    if not 0 < timeout_s < math.inf:
+        raise typer.BadParameter(f"{timeout_s} is not a positive number of seconds", param_hint="--timeout")
+    return Tuner(isolation=cast(Isolation, isolation), timeout_s=timeout_s)
 
 
 def tune_and_report(
     target: str,
     options: CallOptions,
+    tuner: Tuner,
     *,
     budget_s: float | None,
     again: bool,
@@ -23,6 +41,8 @@ def tune_and_report(
     lock_file: Path | None = None,
 ) -> int:
     """Tunes, prints the table, and returns the exit code."""
+    # The processes that measure need the device's memory; JAX reads this once, when it first looks for a device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for file, option in ((json_file, "--json"), (lock_file, "--lock")):
         if file is not None and not file.parent.is_dir():
             raise typer.BadParameter(f"there is no directory {str(file.parent)!r}", param_hint=option)
@@ -30,7 +50,7 @@ def tune_and_report(
     with use_lock(None):
         if lock_file is not None:
             _locked_before(lock_file)  # refused now rather than after the tuning
-        result, interrupted = _tune_all(target, options, budget_s=budget_s, again=again)
+        result, interrupted = _tune_all(target, options, tuner, budget_s=budget_s, again=again)
         if json_file is not None and result.entries:
             json_file.write_text(result.to_json() + "\n")
         code = _report(target, result, interrupted)
@@ -40,7 +60,7 @@ def tune_and_report(
 
 
 def _tune_all(
-    target: str, options: CallOptions, *, budget_s: float | None, again: bool
+    target: str, options: CallOptions, tuner: Tuner, *, budget_s: float | None, again: bool
 ) -> tuple[AutotuningResult, bool]:
     """What was found, and whether an interrupt ended it."""
     calls = named_calls(target, options)
@@ -49,7 +69,14 @@ def _tune_all(
     with TuningProgress(stderr()) as progress:
         for call in calls:
             try:
-                result = tune(call.function, *call.args, budget_s=budget_s, reuse=not again, on_event=progress.on_event)
+                result = tune(
+                    call.function,
+                    *call.args,
+                    tuner=tuner,
+                    budget_s=budget_s,
+                    reuse=not again,
+                    on_event=progress.on_event,
+                )
             except KeyboardInterrupt:  # while the program was lowered: nothing of this call was measured yet
                 interrupted = True
                 break

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
 from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.core.types import Direction
@@ -50,19 +52,6 @@ class PerDirection:
 
     forward: Any = None
     backward: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """What a call must compute and move at least.
-
-    Attributes:
-      flops: floating-point operations of its matrix products.
-      bytes: device memory read and written, each array once.
-    """
-
-    flops: float
-    bytes: float
 
 
 def implementation_name(platform: Platform, algorithm: str | None) -> str:
@@ -144,6 +133,10 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         """FLOPs and bytes of a call."""
 
     @abc.abstractmethod
+    def least_cost(self, problem: Any, direction: Direction) -> Cost:
+        """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`."""
+
+    @abc.abstractmethod
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The oracle."""
 
@@ -220,14 +213,15 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
         )
 
-    def not_taken(self, inv: Invocation[Choice, Any], cfg: Choice) -> Mapping[str, tuple[str, ...]]:
-        """For every implementation but the chosen one its reasons, or that it was not preferred."""
-        reasons = self.reasons(inv)
-        chosen = cfg.implementation
+    def not_taken(
+        self, inv: Invocation[Choice, Any], cfg: Choice, measured: Sequence[Any]
+    ) -> Mapping[str, tuple[str, ...]]:
+        """For every implementation but the chosen one its reasons, or how it did in the call's last tuning."""
+        times = [each.time_ms for each in measured if each.config == cfg and each.eligible]
         return {
-            name: tuple(why) or ("supported, but not preferred: nothing measured it as faster",)
-            for name, why in reasons.items()
-            if name != chosen
+            name: tuple(why) or (_how_it_did(name, measured, times[0] if times else None),)
+            for name, why in self.reasons(inv).items()
+            if name != cfg.implementation
         }
 
     def config_reasons(self, inv: Invocation[Choice, Any], cfg: Any) -> list[str]:
@@ -248,6 +242,12 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         if not isinstance(cfg.params, wanted):
             return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
         return implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+
+    def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
+        """The milliseconds that a call takes at the least on its device; a measurement below that is not believed."""
+        one = self.least_cost(self._problem(inv), inv.direction)
+        times = math.prod(axis.size for axis in inv.mapped)
+        return least_ms(Cost(times * one.flops, times * one.bytes), inv.target)
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""
@@ -321,6 +321,18 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             f"{self.name} ({inv.direction})",
             {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
         )
+
+
+def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:
+    """What a tuning's candidates of one implementation say, beside the chosen one."""
+    mine = [each for each in measured if each.config.implementation == name]
+    if not mine:
+        return "supported, but not preferred: nothing measured it as faster"
+    times = [each.time_ms for each in mine if each.eligible]
+    if not times:
+        return f"supported, but every candidate failed: {mine[0].error}"
+    distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
+    return f"supported, and measured at {min(times):.4g} ms at best{distance}"
 
 
 _NAMES = frozenset(str(platform) for platform in Platform)

@@ -23,9 +23,13 @@ from tilewright.ops.execution.executor import default_executor as default_execut
 from tilewright.ops.execution.executor import default_key_builder_with_sharding as default_key_builder_with_sharding
 from tilewright.ops.execution.program import find_invocations as find_invocations
 from tilewright.ops.execution.program import tune as tune
+from tilewright.ops.execution.replay import replay as replay
 from tilewright.ops.execution.results import AutotuningResult as AutotuningResult
 from tilewright.ops.execution.results import Candidate as Candidate
 from tilewright.ops.execution.results import TunedCall as TunedCall
+from tilewright.ops.execution.timing import CuptiTimer as CuptiTimer
+from tilewright.ops.execution.timing import Timer as Timer
+from tilewright.ops.execution.timing import WallTimer as WallTimer
 from tilewright.ops.execution.timing import benchmark as benchmark
 from tilewright.ops.execution.tuning import Autotuner as Autotuner
 from tilewright.ops.execution.tuning import Tuner as Tuner

@@ -130,7 +130,7 @@ class TestExplain:
 
     def test_names_measured_times_and_other_implementations(self, tmp_path, capsys):
         class Portfolio(Product):
-            def not_taken(self, inv, cfg):
+            def not_taken(self, inv, cfg, measured):
                 return {"triton": ("no GPU", "no float8"), "xla": ()}
 
         kernel = Portfolio("tests.executor.portfolio")

@@ -1,9 +1,14 @@
 """The timer, by its arithmetic."""
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import pytest
 
-from tilewright.ops import benchmark
+from tilewright.ops import Device, benchmark
 from tilewright.ops.execution import timing
 from tilewright.ops.execution.timing import Timing, calls_per_sample, time_interleaved
 
@@ -77,3 +82,63 @@ def test_noise_is_half_the_distance_of_the_quartiles(samples, median, noise):
 def test_wrong_input(function, kwargs, message):
     with pytest.raises((TypeError, ValueError), match=message):
         benchmark(function, **kwargs)
+
+
+class TestCupti:
+    """The profiler is a fake that, as the real one, calls once in advance and reports kernels by name."""
+
+    @pytest.fixture
+    def profiler(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+        launched: list[Any] = []
+        write = timing._write
+        monkeypatch.setattr(timing, "_write", lambda size: launched.append(("fill", 5.0)) or write(8))
+        timing._flushing_kernels.cache_clear()
+
+        def measure(function: Any, *, aggregate: bool) -> Any:
+            assert not aggregate
+            # What the profiler would compile could not be called with arrays alone.
+            assert isinstance(function, jax.stages.Wrapped | jax.stages.Compiled | functools.partial)
+
+            def measured(*args: Any) -> Any:
+                function(*args)
+                launched.clear()
+                return function(*args), list(launched)
+
+            return measured
+
+        monkeypatch.setattr("jax.experimental.mosaic.gpu.profiler.measure", measure)
+        yield launched
+        timing._flushing_kernels.cache_clear()
+
+    @staticmethod
+    def launching(launched: list[Any], *times: float) -> Any:
+        class Launching:
+            def __call__(self, *args: Any) -> None:
+                launched.extend(("fill" if t == 5.0 else f"kernel{t}", t) for t in times)
+
+            def trace(self) -> None: ...
+
+            def lower(self) -> None: ...
+
+        return Launching()
+
+    def test_sums_a_calls_kernels_and_leaves_out_the_flush(self, profiler: Any):
+        function = self.launching(profiler, 0.25, 0.5)
+        assert timing.CuptiTimer().sample_ms(function, (), 2) == 0.75
+        assert timing.CuptiTimer(flushed_bytes=0).sample_ms(function, (), 1) == 0.75
+
+    def test_a_kernel_of_the_same_name_is_the_calls_own(self, profiler: Any):
+        assert timing.CuptiTimer().sample_ms(self.launching(profiler, 0.5, 5.0), (), 1) == 5.5
+
+    def test_no_kernel_is_an_error(self, profiler: Any):
+        with pytest.raises(RuntimeError, match="started no kernel"):
+            timing.CuptiTimer(flushed_bytes=0).sample_ms(self.launching(profiler), (), 1)
+
+    def test_without_it_the_hosts_clock_counts(self, monkeypatch: pytest.MonkeyPatch):
+        def measure(function: Any, *, aggregate: bool) -> Any:
+            raise RuntimeError("another subscriber holds CUPTI")
+
+        monkeypatch.setattr("jax.experimental.mosaic.gpu.profiler.measure", measure)
+        gpu = Device("gpu", "NVIDIA Test", (9, 0), 132, fingerprint="gpu:test")
+        assert timing.timer_for(gpu) == timing.WallTimer()
+        assert timing.timer_for(Device("cpu", "cpu")) == timing.WallTimer()

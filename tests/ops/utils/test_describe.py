@@ -12,6 +12,7 @@ from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
 from tilewright.ops.execution.executor import prepared
 from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.serialize import tagged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Inner:
 class Outer:
     inner: Inner = Inner()
     fast: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    sizes: tuple[int, ...] = (64, 32)
+    stages: tuple[int, ...] = (2,)
+    dtype: str = "bfloat16"
+    scale: float = float("inf")
 
 
 def test_a_choice_names_its_implementation_and_the_params_that_are_set():
@@ -49,3 +58,9 @@ def test_the_key_of_a_real_call_names_arrays_mask_and_scale():
 def test_anything_else_comes_as_it_prints():
     for key in ("no json", json.dumps({"a": 1}), json.dumps([1]), ("a", 3), 5):
         assert describe_key(key) == str(key)
+
+
+def test_a_config_whose_type_is_not_loaded_reads_the_same_from_its_tagged_json():
+    choice = Choice(Platform.XLA, None, FwdParams(q_blocksize=128, kv_blocksize=256))
+    for config in (choice, Outer(), Tiles()):
+        assert describe_config(json.loads(json.dumps(tagged(config)))) == describe_config(config)

@@ -16,7 +16,8 @@ from tilewright.kernels.flash_attention.partitioning import attention_partitioni
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
-from tilewright.kernels.portfolio import Cost, PortfolioKernel, lazy
+from tilewright.kernels.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.core.types import Direction
@@ -197,13 +198,23 @@ class FlashAttention(PortfolioKernel):
         # Reads all of that and d_out, and writes the gradients.
         return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
 
+    def least_cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+        """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
+        pairs = problem.batch * problem.heads * problem.q_length * problem.kv_length
+        flops = 2.0 * pairs * visible_share(problem, TileClass.FULL) * (problem.head_dim + problem.value_dim)
+        if direction == "backward":
+            # A caller may want one gradient of all: its product and that of the logits.
+            return Cost(flops, 0.0)
+        rows = problem.batch * problem.q_length * problem.heads
+        return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
 
-def visible_share(problem: AttentionProblem) -> float:
-    """The part of the scores in tiles that the mask, as far as it is static, does not empty."""
+
+def visible_share(problem: AttentionProblem, least: TileClass = TileClass.PARTIAL) -> float:
+    """The part of the scores in tiles of which the mask, as far as it is static, leaves so much."""
     if problem.mask is None or problem.q_length == 0 or problem.kv_length == 0:
         return 1.0
     grid = TileGrid(problem.q_length, problem.kv_length, COST_BLOCK, COST_BLOCK)
-    visible = np.asarray(problem.mask.classify(grid, static_only=True)) != TileClass.EMPTY
+    visible = np.asarray(problem.mask.classify(grid, static_only=True)) >= least
     (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
     area = np.outer(q_last - q_first + 1, kv_last - kv_first + 1)
     return float((visible * area).sum() / (np.prod(visible.shape[:2]) * problem.q_length * problem.kv_length))

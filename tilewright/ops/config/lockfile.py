@@ -15,9 +15,8 @@ from tilewright.ops.config.persistent import REBUILD_ERRORS, parse_document, reb
 from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.device import local_devices
-from tilewright.ops.utils.files import read_file, replace_file
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
-from tilewright.ops.utils.folders import absolute
+from tilewright.ops.utils.folders import absolute, read_file, replace_file
 from tilewright.ops.utils.serialize import canonical_json
 
 logger = logging.getLogger(__name__)

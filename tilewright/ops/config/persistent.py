@@ -18,9 +18,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any
 
-from tilewright.ops.utils.files import read_file, replace_file
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
-from tilewright.ops.utils.folders import absolute, cache_folder, make_folder
+from tilewright.ops.utils.folders import absolute, cache_folder, make_folder, read_file, replace_file
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
 
 logger = logging.getLogger(__name__)
@@ -236,7 +235,7 @@ class PersistentCache:
 
     def __iter__(self) -> Iterator[Hashable]:
         """The keys of all intact entries at this moment, stale ones too."""
-        return iter([_lenient(document["key"]) for document in self._documents()])
+        return iter([untagged_if_loaded(document["key"]) for document in self._documents()])
 
     def __len__(self) -> int:
         return len(self._documents())
@@ -389,11 +388,11 @@ def _stale(document: Document, source: str | None) -> bool:
 
 def _entry(document: Document, config: Any, source: str | None) -> Entry:
     return Entry(
-        key=_lenient(document["key"]),
+        key=untagged_if_loaded(document["key"]),
         config=config,
         readable=document["readable"],
-        measurements=tuple(_lenient(item) for item in document["measurements"]),
-        metadata=_lenient(document["metadata"]),
+        measurements=tuple(untagged_if_loaded(item) for item in document["measurements"]),
+        metadata=untagged_if_loaded(document["metadata"]),
         toolchain=document["toolchain"],
         source=document["source"],
         created=_created(document),
@@ -401,7 +400,8 @@ def _entry(document: Document, config: Any, source: str | None) -> Entry:
     )
 
 
-def _lenient(data: Any) -> Any:
+def untagged_if_loaded(data: Any) -> Any:
+    """The value of tagged JSON if all its types are loaded, else ``data`` itself; imports nothing."""
     try:
         return untagged(data, resolve=_find_loaded)
     except REBUILD_ERRORS:

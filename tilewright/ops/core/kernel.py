@@ -38,7 +38,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
     - ``tolerance_factor(invocation) -> float``: how many times the oracle's error in the input dtype is allowed; 2.
-    - ``not_taken(invocation, cfg) -> {name: reasons}``: for ``explain``.
+    - ``time_bound_ms(invocation) -> float``: below what no measurement of a call can be believed; 0 if that is unknown.
+    - ``not_taken(invocation, cfg, measured) -> {name: reasons}``: for ``explain``; ``measured`` are the ``Candidate``s
+      of the call's last tuning, if the disk cache has one.
     - ``config_reasons(invocation, cfg) -> [reason]``: why a config cannot run the call; a cached one with reasons is a
       miss.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.

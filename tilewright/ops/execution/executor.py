@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 import jax
@@ -86,7 +86,10 @@ class Executor(Generic[Cfg, Out]):
         selection = self.chooser.lookup(inv, cfg=cfg)
         rejected = optional_method(inv.kernel, "not_taken")
         time_ms, step = selection.time_ms, selection.step
+        measured: Sequence[Any] = ()
         if isinstance(self.chooser, ConfigSelectorChain):
+            stored = self.chooser.measurements(inv)
+            measured = () if stored is None else stored[2]
             time_ms = self.chooser.measured_ms(inv, selection.config)
             policy = self.chooser.effective_policy()
             if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
@@ -100,7 +103,7 @@ class Executor(Generic[Cfg, Out]):
             step,
             time_ms,
             inv.key,
-            {} if rejected is None else rejected(inv, selection.config),
+            {} if rejected is None else rejected(inv, selection.config, measured),
             selection.detail,
         )
 

@@ -30,9 +30,15 @@ def measuring_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _numerics_of_caller(x64: bool, precision: Any, device: Any) -> Iterator[None]:
+def _numerics(x64: bool, precision: Any, device: Any) -> Iterator[None]:
     with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.default_device(device):
         yield
+
+
+def numerics_of(config: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context manager in which another thread has the numerics and the default device of this one."""
+    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
+    return lambda: _numerics(*settings)
 
 
 def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
@@ -47,15 +53,14 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
     Raises:
       Whatever the function raised, and ``KeyboardInterrupt`` after it has returned if the caller was interrupted.
     """
-    config = jax.config
-    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
+    numerics = numerics_of(jax.config)
     context = contextvars.copy_context()
     cancelled, done = threading.Event(), threading.Event()
     outcome: dict[str, Any] = {}
 
     def work() -> None:
         try:
-            with _numerics_of_caller(*settings):
+            with numerics():
                 outcome["value"] = context.run(function, cancelled)
         except BaseException as error:  # raised again in the caller's thread
             outcome["error"] = error

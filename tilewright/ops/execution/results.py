@@ -110,6 +110,12 @@ class TunedCall:
         before, after = self.heuristic and self.heuristic.time_ms, self.winner.time_ms
         return before / after if before and after else None
 
+    @property
+    def regret(self) -> float | None:
+        """By how much of it the winner's time is above the least that was measured; the noise rule allows for some."""
+        times = [c.time_ms for c in self.candidates if c.eligible and c.time_ms is not None]
+        return None if self.winner.time_ms is None or not times else self.winner.time_ms / min(times) - 1
+
     def as_json(self) -> dict[str, Any]:
         said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return said | {"candidates": [c.as_json() for c in self.candidates]}

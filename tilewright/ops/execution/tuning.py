@@ -2,22 +2,37 @@
 
 import dataclasses
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
-from tilewright.ops.core.kernel import Invocation, Kernel
+from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
+from tilewright.ops.execution.bench import Bench, LocalBench, threads_to_compile
+from tilewright.ops.execution.events import (
+    CallStarted,
+    CallTuned,
+    CandidateFailed,
+    CandidateMeasured,
+    CandidateStarted,
+    Event,
+)
+from tilewright.ops.execution.isolation import ProcessBench, Task, why_not_sent
+from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
-from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
-from tilewright.ops.execution.timing import benchmark, check_counts, time_interleaved
+from tilewright.ops.execution.race import Limits, Race, Search
+from tilewright.ops.execution.results import AutotuningResult, TunedCall
+from tilewright.ops.execution.timing import Timer, benchmark, check_counts, timer_for
 from tilewright.ops.execution.workload import Workload
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Autotuner",
@@ -32,12 +47,7 @@ __all__ = [
     "benchmark",
 ]
 
-logger = logging.getLogger(__name__)
-
-# A candidate this many times slower than the best so far is not measured a second time.
-HOPELESS = 1.5
-# Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
-LEAST_NOISE = 0.02
+Isolation = Literal["none", "process", "auto"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,65 +57,38 @@ class Tuner:
     Attributes:
       warmup: untimed calls of each candidate after its first.
       iters: timed samples of each candidate that is still in the race.
+      isolation: "process" runs candidates in a process of its own, which is replaced when it crashes, hangs, leaks or
+        loses its device; "none" in this one; "auto" is "process" wherever the call can be sent to another process.
+      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a process of its own.
+      search: see `Limits`.
+      timer: takes the samples; by default what suits the device.
     """
 
     warmup: int = 2
     iters: int = 5
+    isolation: Isolation = "none"
+    timeout_s: float = 120.0
+    search: Search = "halving"
+    timer: Timer | None = None
 
     def __post_init__(self) -> None:
         check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
+        for name, kind in (("isolation", Isolation), ("search", Search)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, get_args(kind)))}"
+                )
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+        if self.timer is not None and not isinstance(self.timer, Timer):
+            raise TypeError(f"timer={self.timer!r} must be a Timer or None")
 
 
 def check_tuner(tuner: Any) -> None:
     """Raises unless it is a ``Tuner``."""
     if not isinstance(tuner, Tuner):
         raise TypeError(f"{tuner=} must be a Tuner or None")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallStarted:
-    """A call is about to be tuned."""
-
-    inv: Invocation[Any, Any]
-    shapes: str
-    num_candidates: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CandidateStarted:
-    """A candidate is about to be compiled and run."""
-
-    index: int
-    config: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CandidateMeasured:
-    """A candidate ran; ``best_ms`` is the fastest time so far, its own included."""
-
-    index: int
-    config: Any
-    time_ms: float
-    best_ms: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CandidateFailed:
-    """A candidate raised or was found wrong."""
-
-    index: int
-    config: Any
-    error: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallTuned:
-    """A call has its winner, measured now or known before."""
-
-    call: TunedCall
-
-
-Event = Callable[[Any], None]
 
 
 class Autotuner:
@@ -236,11 +219,66 @@ class Autotuner:
         inputs: Any,
         cancelled: threading.Event,
     ) -> TunedCall | None:
-        race = _Race(self, inv, self._candidates(inv, configs), inputs, cancelled)
-        entry = race.run()
-        if entry is not None:
-            self.chooser.store(inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
+        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
+
+        candidates = self._candidates(inv, configs)
+        self._emit(CallStarted(inv, describe_key(inv.key), len(candidates)))
+        journal = Journal(self.chooser, inv, implementation_source(inv))
+        bench = self._bench(inv, candidates, inputs)
+        race = Race(
+            bench,
+            candidates,
+            self._limits(inv, cancelled),
+            known=journal.known(candidates),
+            emit=self._emit,
+            record=lambda _: journal.record(race.found),
+        )
+        try:
+            chosen = race.run()
+        finally:
+            bench.close()
+        if chosen is None:
+            if cancelled.is_set():
+                return None
+            errors = [c.exception or ValueError(c.error) for c in race.found]
+            raise ExceptionGroup(f"every candidate of {inv.kernel.name} ({inv.direction}) failed", errors)
+        complete = len(race.found) == len(candidates) and not cancelled.is_set()
+        shapes, found = describe_key(inv.key), tuple(race.found)
+        entry = TunedCall(inv.kernel.name, inv.direction, inv.key, shapes, found, chosen, complete=complete)
+        self.chooser.store(inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
+        if complete:
+            journal.finish()
         return entry
+
+    def _limits(self, inv: Invocation[Any, Any], cancelled: threading.Event) -> Limits:
+        deadline = math.inf if self.budget_s is None else time.monotonic() + self.budget_s
+        bound = optional_method(inv.kernel, "time_bound_ms")
+        return Limits(
+            self.tuner.iters,
+            self.tuner.search,
+            0.0 if bound is None else bound(inv),
+            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < deadline,
+            cancelled=cancelled.is_set,
+        )
+
+    def _bench(self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any) -> Bench:
+        """Where the candidates run.
+
+        Raises:
+          ValueError: in a process of their own they cannot, and that was asked for.
+        """
+        tuner = self.tuner
+        if tuner.isolation != "none":
+            task = Task.of(inv, candidates, inputs, self.chooser, tuner.timer, tuner.warmup, verify=self.verify)
+            why = why_not_sent(task)
+            if not why:
+                return ProcessBench(task, timeout_s=tuner.timeout_s)
+            if tuner.isolation == "process":
+                raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
+            logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
+        work = Workload(inv, self.chooser, inputs, verify=self.verify)
+        ahead = 0 if inv.target.kind == "cpu" else threads_to_compile()  # on a CPU it would disturb what is measured
+        return LocalBench(work, candidates, tuner.timer or timer_for(inv.target), warmup=tuner.warmup, ahead=ahead)
 
     def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> list[Any]:
         """The heuristic, then what another toolchain found best, then the rest; each once."""
@@ -252,105 +290,6 @@ class Autotuner:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique
-
-
-class _Race:
-    """One call's tuning: every candidate once, then the promising ones in turn, then the best against the heuristic."""
-
-    def __init__(self, owner: Autotuner, inv: Any, configs: list[Any], inputs: Any, cancelled: threading.Event):
-        self.owner = owner
-        self.inv = inv
-        self.configs = configs
-        self.inputs = inputs
-        self.cancelled = cancelled
-        self.deadline = None if owner.budget_s is None else time.monotonic() + owner.budget_s
-        self.found: list[Candidate] = []
-        self.compiled: dict[int, Callable[..., Any]] = {}
-
-    def may_go_on(self) -> bool:
-        return not self.cancelled.is_set() and (self.deadline is None or time.monotonic() < self.deadline)
-
-    def run(self) -> TunedCall | None:
-        owner, inv = self.owner, self.inv
-        owner._emit(CallStarted(inv, describe_key(inv.key), len(self.configs)))
-        work = Workload(inv, owner.chooser, self.inputs, verify=owner.verify)
-        for index, config in enumerate(self.configs):
-            # The heuristic is measured whatever the budget: without it no other could be judged.
-            if self.cancelled.is_set() or (index and not self.may_go_on()):
-                break
-            self.found.append(self._first_run(work, index, config))
-        eligible = [i for i, c in enumerate(self.found) if c.eligible]
-        if not eligible:
-            if self.cancelled.is_set():
-                return None
-            errors = [c.exception or ValueError(c.error) for c in self.found]
-            raise ExceptionGroup(f"every candidate of {inv.kernel.name} ({inv.direction}) failed", errors)
-        if len(eligible) > 1:
-            self._measure(work, self._promising(eligible), owner.tuner.iters)
-            chosen = self._winner(work, eligible)
-        else:
-            self._measure(work, eligible, owner.tuner.iters)
-            chosen = eligible[0]
-        complete = len(self.found) == len(self.configs) and not self.cancelled.is_set()
-        return TunedCall(
-            inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), tuple(self.found), chosen, complete=complete
-        )
-
-    def _first_run(self, work: Workload, index: int, config: Any) -> Candidate:
-        """Compiles, runs, checks and takes a first sample."""
-        emit, heuristic = self.owner._emit, index == 0
-        emit(CandidateStarted(index, config))
-        try:
-            function = work.compile(config)
-            wrong = work.check(function(*work.operands))
-            samples = () if wrong else time_interleaved([function], work.operands, warmup=0, iters=1)[0].samples_ms
-        except Exception as error:  # a candidate may fail in any way; the evidence is kept
-            message = f"{type(error).__name__}: {error}"
-            emit(CandidateFailed(index, config, message))
-            return Candidate(config, check="unchecked", error=message, heuristic=heuristic, exception=error)
-        if wrong:
-            message = "; ".join(wrong)
-            emit(CandidateFailed(index, config, message))
-            return Candidate(config, check="failed", error=message, heuristic=heuristic)
-        self.compiled[index] = function
-        check = "passed" if work.checked else "unchecked"
-        candidate = Candidate(config, samples, check=check, heuristic=heuristic)
-        times = [c.time_ms for c in [*self.found, candidate] if c.eligible and c.time_ms is not None]
-        emit(CandidateMeasured(index, config, times[-1], min(times)))
-        return candidate
-
-    def _promising(self, eligible: Sequence[int]) -> list[int]:
-        best = min(self._time(i) for i in eligible)
-        return [i for i in eligible if self._time(i) <= HOPELESS * best or self.found[i].heuristic]
-
-    def _time(self, index: int) -> float:
-        time_ms = self.found[index].time_ms
-        return float("inf") if time_ms is None else time_ms
-
-    def _measure(self, work: Workload, indices: Sequence[int], iters: int) -> None:
-        """Samples candidates in turn; the first sample of each, taken alone, is dropped once there are better ones."""
-        if not self.may_go_on():
-            return
-        timings = time_interleaved(
-            [self.compiled[i] for i in indices],
-            work.operands,
-            warmup=self.owner.tuner.warmup,
-            iters=iters,
-            may_go_on=self.may_go_on,
-        )
-        for i, timing in zip(indices, timings, strict=True):
-            known = self.found[i].samples_ms if len(self.found[i].samples_ms) > 1 else ()
-            self.found[i] = dataclasses.replace(self.found[i], samples_ms=known + timing.samples_ms)
-
-    def _winner(self, work: Workload, eligible: Sequence[int]) -> int:
-        """The fastest, unless the heuristic is within the noise of it."""
-        best = min(eligible, key=self._time)
-        if 0 not in eligible or best == 0:
-            return best
-        self._measure(work, [0, best], self.owner.tuner.iters)
-        heuristic, other = self.found[0], self.found[best]
-        noise = max(heuristic.noise_ms + other.noise_ms, LEAST_NOISE * self._time(0))
-        return best if self._time(best) < self._time(0) - noise else 0
 
 
 def autotune(

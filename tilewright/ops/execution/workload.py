@@ -1,6 +1,7 @@
 """What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,18 @@ class Workload:
         function = self._call.function(config, self._mapped, self._device)
         return jax.jit(lambda *operands: jax.tree.leaves(function(*operands))).lower(*self.operands).compile()
 
+    def recheck(self, config: Any) -> list[str]:
+        """What is wrong with the results of a config that are written over poison, as an element left out would be."""
+        function = self._call.function(config, self._mapped, self._device)
+        shapes = jax.tree.leaves(jax.eval_shape(function, *self.operands))
+        # The outputs take the place of donated arrays, which nothing else reads.
+        poisoned = jax.jit(
+            lambda poison, *operands: jax.tree.leaves(function(*operands)), donate_argnums=0, keep_unused=True
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self.check(poisoned([_poison(shape) for shape in shapes], *self.operands))
+
     def check(self, results: Sequence[Any]) -> list[str]:
         """How results differ from the oracle's by more than the numerics policy allows."""
         if self._wanted is None:
@@ -90,10 +103,11 @@ class Workload:
     def _add_cotangents(self, chooser: "ConfigChooser") -> None:
         """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""
         inv, count = self._inv, len(self.operands)
-        forward = chooser.lookup(dataclasses.replace(inv, direction="forward", mapped=self._forward_axes(count)))
+        forward_inv = forward_of(inv)
+        forward = chooser.lookup(forward_inv)
         pair = gradient_form(inv.kernel) == "residuals"
         stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
-        function = stage.function(forward.config, self._forward_axes(count), self._device)
+        function = stage.function(forward.config, forward_inv.mapped, self._device)
         results = jax.jit(function)(*self.operands)
         out, residuals = results if pair else (results, ())
         keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
@@ -110,9 +124,6 @@ class Workload:
         config = inv.kernel.heuristic_cfg(inv)
         given = jax.eval_shape(backward.function(config, self._mapped, self._device), *self.operands)
         self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
-
-    def _forward_axes(self, count: int) -> tuple[Any, ...]:
-        return tuple(dataclasses.replace(axis, mapped=axis.mapped[:count]) for axis in self._inv.mapped)
 
     def _oracle(self) -> tuple[list[Any], list[Any], float]:
         """The reference's results in high precision and in the input dtype, and the policy's factor."""
@@ -141,6 +152,22 @@ class Workload:
 
         out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
         return list(pull([c.astype(x.dtype) for c, x in zip(cotangents, out, strict=True)]))
+
+
+def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    """The forward pass whose results a backward pass starts from."""
+    count = len(split((inv.abstract_args, inv.abstract_kwargs))[0])
+    mapped = tuple(dataclasses.replace(axis, mapped=axis.mapped[:count]) for axis in inv.mapped)
+    return dataclasses.replace(inv, direction="forward", mapped=mapped)
+
+
+def _poison(like: Any) -> jax.Array:
+    """Values that no kernel returns, as far as the dtype has such."""
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return jnp.full(like.shape, jnp.nan, like.dtype)
+    if jnp.issubdtype(like.dtype, jnp.integer):
+        return jnp.full(like.shape, jnp.iinfo(like.dtype).max, like.dtype)
+    return jnp.zeros(like.shape, like.dtype)
 
 
 def _cotangent(key: jax.Array, result: Any) -> Any:

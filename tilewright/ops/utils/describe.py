@@ -10,30 +10,47 @@ from typing import Any
 def describe_config(config: Any) -> str:
     """A config as people read it: nested dataclasses flattened, fields that are None left out.
 
-    A platform, and the algorithm if there is one, stand first and without their names.
+    A platform, and the algorithm if there is one, stand first and without their names. A config whose type is not
+    loaded may come as its tagged JSON (`ops.utils.serialize`).
     """
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+    if not _has_fields(config):
         return _value(config)
     said = dict(_fields(config))
     platform = [str(said.pop(name)) for name in ("platform", "algorithm") if name in said]
     return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in said.items()])
 
 
+def _has_fields(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "$dataclass" in value and isinstance(value.get("fields"), dict)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _fields(config: Any) -> list[tuple[str, str]]:
+    if isinstance(config, dict):
+        fields = list(config["fields"].items())
+    else:
+        fields = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
     found: list[tuple[str, str]] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is None:
-            continue
-        if dataclasses.is_dataclass(value):
+    for name, value in fields:
+        if _has_fields(value):
             found += _fields(value)
-        else:
-            found.append((field.name, _value(value)))
+        elif value is not None:
+            found.append((name, _value(value)))
     return found
 
 
 def _value(value: Any) -> str:
-    return str(value.value) if isinstance(value, enum.Enum) else str(value)
+    match value:
+        case enum.Enum():
+            return str(value.value)
+        case {"$enum": _, "name": name}:
+            return str(name).lower()
+        case {"$tuple": list(items)}:
+            return f"({', '.join(map(_value, items))}{',' * (len(items) == 1)})"
+        case {"$dtype": str(said)} | {"$float": str(said)} | {"$callable": str(said)}:
+            return said
+    return str(value)
 
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}

@@ -1,0 +1,419 @@
+"""The page of ``tilewright report``, read back with parsers that know nothing of how it was made."""
+
+import base64
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import re
+import statistics
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.support.command_line import invoke
+from tilewright.cli import main
+from tilewright.cli.markup import visible
+from tilewright.cli.report_calls import ReportedCall, calls_of_cache
+from tilewright.cli.report_page import LONGEST_MESSAGE, render
+from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.registry import Platform
+from tilewright.ops import AutotuningResult, Candidate, FwdParams, PersistentCache, TunedCall
+from tilewright.ops.config.persistent import Entry
+from tilewright.ops.utils.device import current_device
+
+DATE = "2026-02-03"
+HOSTILE = "<script>alert(1)</script> \"'><img src=x onerror=y> &lt; <!-- \x1b[31m \x00 \ud800 \u202e ]]> </pre></style>"
+VOID = {"meta", "path", "line", "rect", "circle"}
+
+
+def config(block):
+    return Choice(Platform.XLA, None, FwdParams(q_blocksize=block, kv_blocksize=64))
+
+
+FIELD = (
+    Candidate(config(64), (2.0, 2.2, 2.1), check="passed", heuristic=True),
+    Candidate(config(128), (1.0, 1.3, 1.04, 1.05), check="passed"),
+    Candidate(config(256), (1.06, 1.0, 1.01), check="passed"),
+    Candidate(config(512), error="XlaRuntimeError: out of memory\n  at <frame 1>"),
+    Candidate(config(1024), check="failed", error="0.5 is too far off"),
+    Candidate(config(2048), error="XlaRuntimeError: out of memory\n  at <frame 1>"),
+)
+
+
+def result_of(*fields, device="gpu:H100:9.0", chosen=1, **toolchain):
+    calls = [
+        TunedCall("attention", "forward", f"key {i}", f"f32[{i},8]", candidates, chosen)
+        for i, candidates in enumerate(fields)
+    ]
+    return AutotuningResult(tuple(calls), device=device, toolchain=toolchain or {"jax": "0.12.0"})
+
+
+def page_of(result, tmp_path, name="result.json"):
+    (tmp_path / name).write_text(result.to_json())
+    out = tmp_path / "page.html"
+    invoke("report", str(tmp_path / name), "--out", str(out), "--date", DATE)
+    return out.read_text(encoding="utf-8")
+
+
+def reported(candidates, chosen=0, **fields):
+    call = TunedCall("op", "forward", "key", "f32[8]", tuple(candidates), chosen)
+    return ReportedCall(dataclasses.replace(call, **fields), "cpu:x", {"jax": "1"}, "file")
+
+
+class Page(HTMLParser):
+    """Elements in order, with attributes; text by the elements around it."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.tree = ElementTree.fromstring(text.partition("\n")[2])
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag in VOID
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((tuple(self.open), data))
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment: {data}")
+
+    @property
+    def shape(self):
+        return [(tag, sorted(attributes)) for tag, attributes in self.elements]
+
+    def text(self, tag):
+        return "".join(data for around, data in self.texts if tag in around)
+
+    def table(self, kind, number=0):
+        table = [e for e in self.tree.iter("table") if e.get("class") == kind][number]
+        return [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")][1:]
+
+    def definitions(self, number):
+        made = list(self.tree.iter("dl"))[number]
+        terms = ["".join(e.itertext()) for e in made.iter("dt")]
+        return dict(zip(terms, ["".join(e.itertext()) for e in made.iter("dd")], strict=True))
+
+
+def milliseconds(samples):
+    return f"{statistics.median(samples):.3g} ms"
+
+
+def test_the_numbers_are_those_of_the_result(tmp_path):
+    page = Page(page_of(result_of(FIELD, FIELD[:2]), tmp_path))
+    default, chosen, fastest = (statistics.median(FIELD[i].samples_ms) for i in (0, 1, 2))
+
+    row = page.table("calls")[0]
+    assert row[:2] == ["1. attention forward", "f32[0,8]"]
+    assert row[2:5] == [f"{default:.3g} ms", f"{chosen:.3g} ms", f"{default / chosen:.2f}×"]
+    assert row[5:7] == ["6", "3"]
+    assert row[7].endswith("result.json (measured)")
+
+    head, figures, first, second = (page.definitions(i) for i in range(4))
+    assert head == {"Device": "gpu:H100:9.0", "Toolchain": "jax 0.12.0", "Date": DATE}
+    assert figures["Calls"] == "2"
+    assert figures["Candidates"] == "8, 3 failed"
+    assert figures["Saved, one run of each call"] == f"{2 * (default - chosen):.3g} ms of {2 * default:.3g} ms"
+    assert figures["Speedup, geometric mean"] == f"{default / chosen:.2f}×"
+    assert first["Regret"].startswith(f"{chosen - fastest:.3g} ms ({(chosen - fastest) / fastest:.1%}) above")
+    assert first["Regret"].endswith("xla q_blocksize=256 kv_blocksize=64")
+    assert first["Chosen"].startswith("xla q_blocksize=128 kv_blocksize=64, 1.04 ms ±")
+    assert second["Regret"].startswith("none")
+
+
+def test_the_table_of_candidates_is_sorted_and_complete(tmp_path):
+    rows = Page(page_of(result_of(FIELD), tmp_path)).table("field")
+    order = [FIELD[i] for i in (2, 1, 0)]
+    assert [row[0] for row in rows] == ["1", "2", "3", "–", "–", "–"]
+    assert [row[2] for row in rows[:3]] == [milliseconds(c.samples_ms) for c in order]
+    assert [row[3] for row in rows[:3]] == [f"{c.noise_ms:.3g} ms" for c in order]
+    assert [row[4] for row in rows] == ["3", "4", "3", "0", "0", "0"]
+    assert [row[1] for row in rows[:3]] == [f"xla q_blocksize={n} kv_blocksize=64" for n in (256, 128, 64)]
+    assert [row[7] for row in rows] == ["", "chosen", "default", "failure 1", "failure 2", "failure 1"]
+    assert [row[6] for row in rows] == ["passed"] * 3 + ["unchecked", "failed", "unchecked"]
+
+
+def test_every_message_stands_once_with_all_whom_it_concerns(tmp_path):
+    page = Page(page_of(result_of(FIELD), tmp_path))
+    assert ["".join(e.itertext()) for e in page.tree.iter("pre")] == [FIELD[3].error, FIELD[4].error]
+    (first,) = [e for e in page.tree.iter("p") if e.get("id") == "call-1-failure-1"]
+    said = "".join(first.itertext())
+    assert "2 candidates" in said
+    assert "q_blocksize=512" in said
+    assert "q_blocksize=2048" in said
+
+
+def test_the_plot_shows_every_sample_and_marks_chosen_and_default(tmp_path):
+    page = Page(page_of(result_of(FIELD), tmp_path))
+    (plot,) = page.tree.iter("svg")
+    (dots,) = [e.get("d") for e in plot.iter("path") if e.get("class") == "dots"]
+    points = [tuple(map(int, point)) for point in re.findall(r"M(\d+) (\d+)h0", dots)]
+    assert len({x for x, _ in points}) == 3
+    by_candidate = [sorted({y for x, y in points if x == column}) for column in sorted({x for x, _ in points})]
+    # With the median of an even number, which is no sample itself.
+    assert [len(ys) for ys in by_candidate] == [3, 5, 3]
+    bars = [tuple(map(int, bar)) for bar in re.findall(r"M(\d+) (\d+)h\d+", dots_of(plot, "bars"))]
+    assert [y for _, y in bars] == sorted((y for _, y in bars), reverse=True)
+    labels = {"".join(e.itertext()) for e in plot.iter("text")}
+    assert {"chosen: 1.04 ms", "default: 2.1 ms", "ms per call"} <= labels
+    assert plot.get("role") == "img"
+    named = {e.get("id"): e.text for e in plot.iter() if e.get("id")}
+    said = [named[name] for name in plot.get("aria-labelledby").split()]
+    assert said[0] == "The field of attention forward"
+    assert "chosen one is number 2" in said[1]
+
+
+def dots_of(plot, kind):
+    return next(e.get("d") for e in plot.iter("path") if e.get("class") == kind)
+
+
+def test_a_wide_field_has_a_logarithmic_axis_and_hundreds_of_columns():
+    field = [Candidate(config(64 + i), (1.02**i, 1.03**i), check="passed") for i in range(400)]
+    page = Page(render([reported(field)], date=DATE))
+    (plot,) = page.tree.iter("svg")
+    assert "log scale" in "".join(plot.itertext())
+    assert len(re.findall("M", dots_of(plot, "bars"))) == 400
+    assert len({e.get("x") for e in plot.iter("rect") if e.get("class") == "hit"}) == 400
+
+
+def test_one_that_is_wrong_but_fast_is_crossed_out_and_no_measure_of_regret():
+    wrong = Candidate(config(1), (0.1, 0.1), check="failed", error="wrong")
+    page = Page(render([reported([*FIELD[:3], wrong], chosen=2)], date=DATE))
+    assert page.definitions(2)["Regret"].startswith("none")
+    assert dots_of(next(page.tree.iter("svg")), "wrong").count("M") == 1
+
+
+def test_a_kept_default_says_so():
+    page = Page(render([reported(FIELD[:1])], date=DATE))
+    assert page.definitions(2)["Default"] == "the same: it was kept"
+    assert "default, kept: 2.1 ms" in {"".join(e.itertext()) for e in page.tree.iter("text")}
+
+
+def test_the_page_needs_nothing_and_runs_nothing(tmp_path):
+    page = Page(page_of(result_of(FIELD, FIELD), tmp_path))
+    assert not {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "object", "base", "form"}
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.elements:
+        assert not {name for name in attributes if name.startswith("on") or name in ("src", "style")}
+        if "href" in attributes:
+            assert attributes["href"].removeprefix("#") in ids
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.text("style").encode()).digest()).decode()
+    assert policy.split("; ")[:2] == ["default-src 'none'", f"style-src 'sha256-{digest}'"]
+    assert not re.search(r"https?:|url\(|@import", page.text("style"))
+
+
+def all_texts(text):
+    """A call of which every string is ``text``."""
+    candidates = (
+        Candidate(text, (1.0, 2.0), check=text, heuristic=True),
+        Candidate(text, (0.5,), check=text),
+        Candidate(text, check=text, error=text),
+    )
+    call = TunedCall(text, text, text, text, candidates, 1, step=text)
+    return ReportedCall(call, text, {text: text}, text, (text,))
+
+
+PLAIN = Page(render([all_texts("x")], date=DATE))
+
+
+@given(st.text(st.characters(), min_size=1, max_size=200))
+@example(HOSTILE)
+@example("&#60;script&#62; &amp;")
+@example("\r\n \t\x0b\x0c\x85\u2028\ufeff\ufffe\U0001ffff")
+@example(" ")
+def test_no_text_becomes_an_element(text):
+    made = render([all_texts(text)], date=DATE)
+    assert made.encode().decode() == made
+    page = Page(made)
+    assert page.shape == PLAIN.shape
+    assert page.text("pre") == visible(text)
+
+
+@given(st.lists(st.lists(st.floats(), max_size=4), min_size=1, max_size=6))
+@example([[1e308, 1e-320], [0.0], [-1.0], [math.inf, 1.0], [math.nan]])
+@example([[1e-300, 1e-299], [1e11]])
+@example([[5e-324], [5e-324]])
+@example([[1e11], [1e11 + 1e-4]])
+def test_no_number_breaks_the_page(samples):
+    field = [Candidate("c", tuple(times), heuristic=not i) for i, times in enumerate(samples)]
+    page = Page(render([reported(field)], date=DATE))
+    for tag, attributes in page.elements:
+        if tag in ("line", "path", "rect", "circle"):
+            assert not re.search(r"nan|inf", " ".join(map(str, attributes.values())))
+
+
+def test_what_cannot_be_seen_is_spelt_out():
+    assert visible("\x1b[31mred\x00\ud800\u202e\ufeff\r\na\rb\tc") == (
+        "\\x1b[31mred\\x00\\ud800\\u202e\\ufeff\na\\x0db\tc"
+    )
+    assert visible("größer 日本 × 🙂") == "größer 日本 × 🙂"
+
+
+def test_hostile_text_goes_through_the_command(tmp_path):
+    field = (*FIELD[:2], Candidate(HOSTILE, error=HOSTILE))
+    page = Page(page_of(result_of(field, device=HOSTILE, **{HOSTILE: HOSTILE}), tmp_path))
+    assert page.text("pre") == visible(HOSTILE)
+    assert "script" not in {tag for tag, _ in page.elements}
+
+
+def test_a_message_of_megabytes_is_cut_with_a_note():
+    message = "begin" + "x" * 3_000_000 + "the end"
+    text = render([reported([*FIELD[:2], Candidate(config(1), error=message)])], date=DATE)
+    assert len(text) < LONGEST_MESSAGE + 30_000
+    shown = Page(text).text("pre")
+    assert shown.startswith("begin")
+    assert shown.endswith("the end")
+    assert f"{len(message) - LONGEST_MESSAGE:,} of {len(message):,} characters left out" in shown
+
+
+def test_many_messages_share_the_room():
+    field = [*FIELD[:2], *(Candidate(config(i + 1), error=f"{i} " + "x" * 20_000) for i in range(300))]
+    assert len(render([reported(field)], date=DATE)) < 1_500_000
+
+
+def test_large_results_stay_small():
+    field = [Candidate(config(i + 1), tuple(1 + i / 100 + j / 7 for j in range(5)), check="passed") for i in range(300)]
+    assert len(render([reported(field)], date=DATE)) < 150_000
+    # Fifteen thousand candidates: more than any browser's user will scroll through.
+    assert len(render([reported(field, key=str(i)) for i in range(50)], date=DATE)) < 4_000_000
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    first = page_of(result_of(FIELD, FIELD[:2]), tmp_path)
+    assert page_of(result_of(FIELD, FIELD[:2]), tmp_path) == first
+    invoke("report", str(tmp_path / "result.json"), "--out", str(tmp_path / "today.html"))
+    dates = {datetime.datetime.now(datetime.UTC).date().isoformat()}
+    today = (tmp_path / "today.html").read_text()
+    dates.add(datetime.datetime.now(datetime.UTC).date().isoformat())
+    assert today in [first.replace(DATE, date) for date in dates]
+
+
+def test_files_merge_and_the_later_counts(tmp_path):
+    (tmp_path / "a.json").write_text(result_of(FIELD, FIELD, device="gpu:A").to_json())
+    (tmp_path / "b.json").write_text(result_of(FIELD[:2], device="gpu:B", jax="9").to_json())
+    out = tmp_path / "page.html"
+    said = invoke("report", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--out", str(out))
+    assert "2 calls" in said
+    page = Page(out.read_text())
+    assert [row[5] for row in page.table("calls")] == ["2", "6"]
+    assert page.definitions(0)["Device"] == "gpu:B; gpu:A"
+    assert page.table("places") == [["gpu:B", "jax 9", "1"], ["gpu:A", "jax 0.12.0", "2"]]
+
+
+def test_a_result_can_be_reported_where_its_kernels_are_not_installed(tmp_path):
+    said = json.loads(result_of(FIELD).to_json())
+    for candidate in said["entries"][0]["candidates"]:
+        candidate["config"] = {"$dataclass": "this:Config", "fields": {"rows": 4, "none": None}}
+    (tmp_path / "result.json").write_text(json.dumps(said))
+    invoke("report", str(tmp_path / "result.json"), "--out", str(tmp_path / "page.html"))
+    assert Page((tmp_path / "page.html").read_text()).table("field")[0][1] == "rows=4"
+    assert "this" not in sys.modules  # a module of the standard library that prints when it is imported
+
+
+def test_without_files_the_disk_cache_is_reported(cache_directory, tmp_path):
+    invoke("tune", "flash_attention", "--shape", "1,32,2,16", "--json", str(tmp_path / "result.json"))
+    cache = PersistentCache(cache_directory)
+    elsewhere = json.dumps({"op": "other", "direction": "forward", "device": "gpu:elsewhere"})
+    cache.put(elsewhere, 1, measurements=[Candidate(1, (1.0,)).fields()], metadata={"time_ms": 1.0})
+    out = tmp_path / "page.html"
+    assert invoke("report", "--out", str(out)).startswith("2 calls, ")
+    page = Page(out.read_text())
+    result = AutotuningResult.from_json((tmp_path / "result.json").read_text())
+    by_direction = {row[0].split()[-1]: row for row in page.table("calls")}
+    for call in result:
+        row = by_direction[call.direction]
+        assert row[1] == call.shapes
+        assert row[3] == f"{call.winner.time_ms:.3g} ms"
+        assert row[7].startswith("disk cache, 20")
+    assert page.definitions(0)["Device"] == result.device == current_device().fingerprint
+
+
+def test_an_entry_whose_config_is_of_an_unknown_type_is_reported_all_the_same():
+    tagged = [{"$dataclass": "gone:Config", "fields": {"rows": rows}} for rows in (1, 2)]
+    measurements = tuple(
+        {"config": c, "samples_ms": {"$tuple": [ms]}, "check": "passed", "error": "", "heuristic": ms == 3.0}
+        for c, ms in zip(tagged, (3.0, 2.0), strict=True)
+    )
+    key = json.dumps({"op": "mine", "direction": "forward", "device": "cpu:x", "args": [], "kwargs": {}})
+    created = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    entry = Entry(key, None, "Config(2)", measurements, {"time_ms": 2.0, "complete": False}, {}, "", created, True)
+    unusable = dataclasses.replace(entry, measurements=())
+    calls, left_out = calls_of_cache([entry, unusable, dataclasses.replace(entry, key="{}")], "cpu:x")
+    assert left_out == 1
+    page = Page(render(calls, date=DATE))
+    assert page.definitions(2)["Chosen"] == "rows=2, 2 ms"
+    assert "cut short" in page.definitions(2)["Note"]
+    assert "stale" in page.definitions(2)["Note"]
+
+
+def exits_with_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("tilewright: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"\x00\xff\xfe", "result.json"),
+        (b"[]", "AutotuningResult"),
+        (b'{"schema": 2, "entries": []}', "schema"),
+        (b'{"schema": 1, "device": "", "toolchain": {}, "interrupted": false, "entries": []}', "no call"),
+        (b'{"schema": 1, "entries": [{"op": "x"}]}', "AutotuningResult"),
+        (b"[" * 100_000, "result.json"),
+        (json.dumps({**json.loads(result_of(FIELD).to_json()), "toolchain": 3}).encode(), "AutotuningResult"),
+    ],
+    ids=["empty", "binary", "list", "schema", "no call", "no candidates", "deep", "toolchain"],
+)
+def test_what_is_no_result_is_refused_and_nothing_written(content, message, tmp_path, capsys):
+    good, file, out = tmp_path / "good.json", tmp_path / "result.json", tmp_path / "page.html"
+    good.write_text(result_of(FIELD).to_json())
+    file.write_bytes(content)
+    out.write_text("old")
+    line = exits_with_one_line([good, file, "--out", out], capsys)
+    assert message in line
+    assert "result.json" in line
+    assert out.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [good, out, file]
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    file.write_text(result_of(FIELD).to_json())
+    missing = tmp_path / "missing.json"  # would be complained about if it were read
+    assert "no directory" in exits_with_one_line([missing, "--out", tmp_path / "nowhere" / "x.html"], capsys)
+    assert "is a directory" in exits_with_one_line([missing, "--out", tmp_path], capsys)
+    assert "one of the files" in exits_with_one_line([file, "--out", file], capsys)
+    assert "cannot read" in exits_with_one_line([missing, "--out", tmp_path / "x.html"], capsys)
+    assert "--date" in exits_with_one_line([file, "--date", "today"], capsys)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_empty_cache_is_said_to_be(cache_directory, tmp_path, capsys):
+    line = exits_with_one_line(["--out", tmp_path / "page.html"], capsys)
+    assert str(cache_directory) in line
+    assert not (tmp_path / "page.html").exists()

@@ -1,0 +1,116 @@
+"""Candidates that crash, hang, leak or lie, in a process of their own."""
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from tests.support.hostile import SIZE, Halting, Hostile, Way
+from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
+from tilewright.ops.execution import isolation
+from tilewright.ops.execution.tuning import CandidateFailed
+
+X = jnp.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE)
+ISOLATED = Tuner(0, 2, isolation="process", timeout_s=15.0)
+
+
+def tuned(kernel: Hostile, tuner: Tuner = ISOLATED, **options: Any) -> Any:
+    options.setdefault("chooser", ConfigSelectorChain())
+    (call,) = Autotuner(tuner, **options).tune(Invocation(kernel, (X,)))
+    return call
+
+
+def errors(call: Any) -> dict[str, str]:
+    return {candidate.config.name: candidate.error for candidate in call.candidates}
+
+
+def test_everything_that_a_candidate_may_not_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(isolation, "LEAK_LIMIT", 200 << 20)
+    events: list[Any] = []
+    ways = ("right", "leak", "abort", "nan", "sleep", "wrong in one tile", "exit", "raise", "also right")
+    with caplog.at_level(logging.INFO, "tilewright"):
+        call = tuned(Hostile(*ways), dataclasses.replace(ISOLATED, timeout_s=6.0), on_event=events.append)
+    said = errors(call)
+    assert {name for name, error in said.items() if not error} == {"right", "leak", "also right"}
+    assert "killed by SIGABRT" in said["abort"]
+    assert "<b>dying</b> of a deliberate abort" in said["abort"]
+    assert "did not answer within 6 s" in said["sleep"]
+    assert "exited with code 7" in said["exit"]
+    assert "ValueError: <script>a deliberate error</script>" in said["raise"]
+    assert "non-finite" in said["nan"]
+    assert "largest error" in said["wrong in one tile"]
+    assert call.complete
+    assert not call.winner.error
+    assert "is replaced" in caplog.text
+    assert [e.config.name for e in events if isinstance(e, CandidateFailed)] == [n for n in ways if said[n]]
+    # This process has not noticed anything.
+    assert float((X + 1).sum()) == pytest.approx(float(X.sum()) + SIZE * SIZE)
+
+
+def test_every_candidate_may_fail():
+    with pytest.raises(ExceptionGroup) as caught:
+        tuned(Hostile("exit", "raise"))
+    assert [str(e)[:20] for e in caught.value.exceptions] == ["the process that ran", "ValueError: <script>"]
+
+
+@pytest.mark.parametrize("said_ms", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_broken_clock_measures_nothing(said_ms: float):
+    tuner = dataclasses.replace(ISOLATED, isolation="none", timer=Halting(said_ms))
+    with pytest.raises(ExceptionGroup) as caught:
+        tuned(Hostile("right", "also right"), tuner)
+    assert all("the clock is broken" in str(error) for error in caught.value.exceptions)
+
+
+def test_a_timer_is_taken_along():
+    call = tuned(Hostile("right", "also right"), dataclasses.replace(ISOLATED, timer=Halting(3.0)))
+    assert [candidate.time_ms for candidate in call.candidates] == [3.0, 3.0]
+    assert call.winner.config == Way("right")
+
+
+def test_arrays_and_the_results_are_those_of_this_process(tmp_path: Any):
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    call = tuned(Hostile("right", "nan"), chooser=chain)
+    kept = PersistentCache(tmp_path).get(call.key)
+    assert kept == Way("right")
+    inputs = ((X,), {})
+    (given,) = Autotuner(ISOLATED, chooser=chain).tune(Invocation(Hostile("right"), (X,)), inputs=inputs)
+    assert given.winner.check == "passed"
+
+
+class Hidden(Hostile):
+    """Has something that no other process can be given."""
+
+    def __init__(self) -> None:
+        super().__init__("right")
+        self.secret = lambda: os.getpid()
+
+
+def test_what_cannot_be_sent_is_said():
+    with pytest.raises(ValueError, match=r"tests\.hostile cannot be tuned in another process: it cannot be pickled"):
+        tuned(Hidden())
+
+    class Local(Hostile):
+        pass
+
+    with pytest.raises(ValueError, match="Local cannot be imported there"):
+        tuned(Local("right"))
+    assert tuned(Local("right"), dataclasses.replace(ISOLATED, isolation="auto")).winner.config == Way("right")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"isolation": "thread"}, ValueError),
+        ({"search": "genetic"}, ValueError),
+        ({"timeout_s": 0}, ValueError),
+        ({"timeout_s": float("inf")}, ValueError),
+        ({"timeout_s": True}, ValueError),
+        ({"timer": 3}, TypeError),
+    ],
+)
+def test_a_tuner_checks_its_fields(fields: dict[str, Any], error: type[Exception]):
+    with pytest.raises(error, match=next(iter(fields))):
+        Tuner(**fields)

@@ -1,0 +1,169 @@
+"""The strategy against benches that say what the test wants; no clock, no device."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from tilewright.ops.execution.bench import Bench, CandidateError, Trial
+from tilewright.ops.execution.events import CandidateFailed, CandidateStarted
+from tilewright.ops.execution.race import Limits, Race
+from tilewright.ops.execution.replay import replay
+from tilewright.ops.execution.results import Candidate, TunedCall
+
+LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: False)
+
+
+class Said(Bench):
+    """Samples by candidate: a number, or an iterator whose exceptions are the candidate's."""
+
+    def __init__(self, times: Sequence[Any], rechecks: dict[int, list[str]] | None = None):
+        self._samples = [itertools.repeat(t) if isinstance(t, int | float) else iter(t) for t in times]
+        self._rechecks = rechecks or {}
+        self.started: list[int] = []
+        self.sampled: list[int] = []
+
+    def expect(self, indices: Sequence[int]) -> None:
+        pass
+
+    def start(self, index: int) -> Trial:
+        self.started.append(index)
+        try:
+            return Trial("passed", "", self.sample_ms(index))
+        except CandidateError as error:
+            return Trial(error=str(error))
+
+    def sample_ms(self, index: int) -> float:
+        self.sampled.append(index)
+        said = next(self._samples[index])
+        if isinstance(said, str):
+            raise CandidateError(said)
+        return said
+
+    def recheck(self, index: int) -> list[str]:
+        return self._rechecks.get(index, [])
+
+    def close(self) -> None:
+        pass
+
+
+def race(bench: Said, count: int, limits: Limits = LIMITS, known: dict[int, Candidate] | None = None) -> Any:
+    events: list[Any] = []
+    run = Race(bench, range(count), limits, known=known or {}, emit=events.append, record=lambda _: None)
+    return run.run(), run.found, events
+
+
+def noisy(generator: np.random.Generator, true_ms: float, spread: float = 0.01) -> Iterator[float]:
+    while True:
+        yield true_ms * float(generator.lognormal(0, spread))
+
+
+def test_the_fastest_wins():
+    chosen, found, _ = race(Said([2.0, 1.0, 3.0, 1.5]), 4)
+    assert chosen == 1
+    assert [c.heuristic for c in found] == [True, False, False, False]
+
+
+def test_what_is_fast_in_its_first_run_alone_does_not_win():
+    chosen, found, _ = race(Said([1.0, itertools.chain([0.1], itertools.repeat(1.3))]), 2)
+    assert chosen == 0
+    assert 0.1 not in found[1].samples_ms
+
+
+def test_what_becomes_slow_does_not_win():
+    chosen, _, _ = race(Said([1.0, itertools.chain([0.5] * 5, itertools.repeat(4.0))]), 2)
+    assert chosen == 0
+
+
+def test_a_failure_while_it_is_sampled_is_the_candidates_own():
+    chosen, found, events = race(Said([1.0, iter([0.5, 0.5, "an illegal address"]), 0.7]), 3)
+    assert chosen == 2
+    assert found[1].error == "an illegal address"
+    assert [(e.index, e.error) for e in events if isinstance(e, CandidateFailed)] == [(1, "an illegal address")]
+
+
+def test_a_sample_that_cannot_be_true_is_not_believed():
+    limits = dataclasses.replace(LIMITS, bound_ms=0.5)
+    chosen, found, _ = race(Said([1.0, 0.4, 0.6, iter([0.7, 0.7, 0.01])]), 4, limits)
+    assert chosen == 2
+    assert [bool(c.error) for c in found] == [False, True, False, True]
+    assert "take 0.5 ms at the device's peak rates" in found[1].error
+    assert race(Said([1.0, 0.46]), 2, limits)[0] == 1  # rated peaks are not exact
+
+
+def test_a_winner_that_leaves_elements_out_is_replaced_by_the_next():
+    chosen, found, _ = race(Said([1.0, 0.5, 0.6], {1: ["non-finite values"]}), 3)
+    assert chosen == 2
+    assert found[1].error == "over poisoned memory: non-finite values"
+    assert race(Said([1.0, 0.5], {0: ["wrong"], 1: ["wrong"]}), 2)[0] is None
+
+
+def test_the_heuristic_has_to_be_right_as_well():
+    assert race(Said([1.0, 1.2], {0: ["wrong"]}), 2)[0] == 1
+
+
+def test_nobody_drops_out_within_the_noise():
+    generator = np.random.default_rng(3)
+    times = [2.0, *(1.0 + 0.002 * i for i in range(6)), 1.4]
+    _, found, _ = race(Said([noisy(generator, t) for t in times]), len(times))
+    assert all(len(c.samples_ms) >= LIMITS.iters for c in found[1:7])
+    assert len(found[7].samples_ms) < LIMITS.iters
+
+
+def test_halving_takes_fewer_samples_and_finds_the_same():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        times = [1.0, *generator.uniform(0.6, 1.6, 60)]
+        candidates = tuple(
+            Candidate(i, tuple(itertools.islice(noisy(generator, t), 40)), "passed", heuristic=i == 0)
+            for i, t in enumerate(times)
+        )
+        call = TunedCall("op", "forward", "key", "", candidates, 0)
+        quick, few = replay(call, "halving", iters=16)
+        slow, many = replay(call, "exhaustive", iters=16)
+        assert few < 0.7 * many
+        assert times[quick.chosen] <= 1.02 * times[slow.chosen]
+        assert times[quick.chosen] <= 1.02 * min(times)
+        assert quick.regret is not None
+        assert quick.regret < 0.02
+
+
+def test_a_replay_of_failures_is_an_error():
+    call = TunedCall("op", "forward", "key", "", (Candidate(0, error="it died"),), 0)
+    with pytest.raises(ValueError, match="no candidate of op"):
+        replay(call)
+
+
+class TestResuming:
+    KNOWN: ClassVar[dict[int, Candidate]] = {
+        0: Candidate(0, (1.0, 1.0), "passed"),
+        1: Candidate(1, (0.5,), "passed"),
+        2: Candidate(2, (9.0,), "passed"),
+        3: Candidate(3, (), "unchecked", "it died"),
+    }
+
+    def test_only_what_may_win_is_started_again(self):
+        bench = Said([1.0, 0.5, 9.0, 0.1, 0.7])
+        chosen, found, events = race(bench, 5, known=self.KNOWN)
+        assert chosen == 1
+        assert set(bench.started) == {0, 1, 4}
+        assert found[0].heuristic
+        assert found[3].error == "it died"
+        assert {e.index for e in events if isinstance(e, CandidateStarted)} == {0, 1, 4}
+
+    def test_what_fails_now_is_out(self):
+        assert race(Said([1.0, iter(["gone"]), 9.0, 0.1, 0.7]), 5, known=self.KNOWN)[0] == 4
+
+
+def test_a_cancelled_race_starts_nothing():
+    bench = Said([1.0, 0.5])
+    stopped = dataclasses.replace(LIMITS, may_go_on=lambda: False, cancelled=lambda: True)
+    assert race(bench, 2, stopped)[0] is None
+    assert not bench.started
+
+
+def test_without_time_the_heuristic_is_measured_nevertheless():
+    assert race(Said([1.0, 0.5]), 2, dataclasses.replace(LIMITS, may_go_on=lambda: False))[0] == 0

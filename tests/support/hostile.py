@@ -1,0 +1,89 @@
+"""A kernel whose candidates do what candidates may not do, importable by the processes that tuning starts."""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.ops import Kernel
+from tilewright.ops.execution.timing import Timer
+
+SIZE = 64
+_HOARD: list[np.ndarray] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a candidate computes: "right", or in some way that it should not."""
+
+    name: str = "right"
+
+
+def _abort(x: np.ndarray) -> np.ndarray:
+    os.write(2, b"<b>dying</b> of a deliberate abort\n")
+    os.abort()
+
+
+def _sleep(x: np.ndarray) -> np.ndarray:
+    time.sleep(3600)
+    return x
+
+
+def _leak(x: np.ndarray) -> np.ndarray:
+    _HOARD.append(np.ones(40 << 20))  # 320 MB, touched
+    return x
+
+
+def _exit(x: np.ndarray) -> np.ndarray:
+    os._exit(7)
+
+
+_CALLBACKS = {"abort": _abort, "sleep": _sleep, "leak": _leak, "exit": _exit}
+
+
+class Hostile(Kernel[Way, jax.Array]):
+    """``2 * x``; the first of its ways is the heuristic."""
+
+    def __init__(self, *ways: str) -> None:
+        super().__init__("tests.hostile")
+        self.ways = ways or ("right",)
+
+    def run(self, x: jax.Array, *, cfg: Way) -> jax.Array:
+        right = 2 * x
+        match cfg.name:
+            case "raise":
+                raise ValueError("<script>a deliberate error</script>")
+            case "nan":
+                return right.at[3, 5].set(jnp.nan)
+            case "wrong in one tile":
+                return right.at[32:48, 16:32].multiply(1.01)
+        if cfg.name in _CALLBACKS:
+            return jax.pure_callback(_CALLBACKS[cfg.name], jax.ShapeDtypeStruct(x.shape, x.dtype), right)
+        return right
+
+    def reference(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    def heuristic_cfg(self, inv: Any) -> Way:
+        return Way(self.ways[0])
+
+    def config_space(self, inv: Any) -> list[Way]:
+        return [Way(name) for name in self.ways]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halting(Timer):
+    """Every call takes a millisecond; nothing is waited for."""
+
+    said_ms: float = 1.0
+
+    def calls(self, function: Any, args: Any) -> int:
+        return 1
+
+    def sample_ms(self, function: Any, args: Any, calls: int) -> float:
+        jax.block_until_ready(function(*args))
+        return self.said_ms

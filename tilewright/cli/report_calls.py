@@ -1,0 +1,183 @@
+"""What a report is about: tuned calls from result files and from the disk cache, and what is to be said of each."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewright.cli.entries import key_fields
+from tilewright.ops.config.persistent import Entry, untagged_if_loaded
+from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.utils.describe import describe_config, describe_key
+
+# Longer than any sample; what lies beyond is damage, and no axis has room for it.
+LONGEST_MS = 1e12
+
+
+def sound(time_ms: float | None) -> float | None:
+    """A time if it can be one."""
+    return time_ms if time_ms is not None and 0 <= time_ms < LONGEST_MS else None
+
+
+def time_of(candidate: Candidate | None) -> float | None:
+    """The median of a candidate, if it has one."""
+    return None if candidate is None else sound(candidate.time_ms)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedCall:
+    """One call of a report.
+
+    Attributes:
+      device: fingerprint of the device that was measured.
+      toolchain: versions of what compiled the candidates.
+      origin: the file that it is known from and the step that found it, or the disk cache.
+      remarks: what else a reader should know of the measurement.
+    """
+
+    call: TunedCall
+    device: str
+    toolchain: Mapping[str, Any]
+    origin: str
+    remarks: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def measured(self) -> list[Candidate]:
+        """The candidates that have a time, fastest first."""
+        return sorted((c for c in self.call.candidates if time_of(c) is not None), key=lambda c: time_of(c) or 0.0)
+
+    @property
+    def unmeasured(self) -> list[Candidate]:
+        return [c for c in self.call.candidates if time_of(c) is None]
+
+    @property
+    def failed(self) -> list[Candidate]:
+        return [c for c in self.call.candidates if c.error]
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.call.winner
+
+    @property
+    def default(self) -> Candidate | None:
+        return self.call.heuristic
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """Of those that were not found wrong."""
+        return next((c for c in self.measured if c.eligible), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """The default's time over the chosen one's."""
+        before, after = time_of(self.default), time_of(self.chosen)
+        return before / after if before and after else None
+
+    @property
+    def saved_ms(self) -> float | None:
+        before, after = time_of(self.default), time_of(self.chosen)
+        return None if before is None or after is None else before - after
+
+    @property
+    def regret_ms(self) -> float | None:
+        """What the chosen one takes longer than the fastest; ``None`` if it is no right answer itself."""
+        mine, best = time_of(self.chosen), time_of(self.fastest)
+        return mine - best if mine is not None and best is not None and self.chosen.eligible else None
+
+    @property
+    def regret_is_noise(self) -> bool:
+        """Whether the two medians differ by less than their noises together."""
+        if self.fastest is None or self.regret_ms is None:
+            return False
+        return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
+
+    def rank(self, candidate: Candidate) -> int | None:
+        """Its place among the measured, from 1."""
+        return next((i for i, other in enumerate(self.measured, 1) if other is candidate), None)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+
+
+def merged(*parts: Iterable[ReportedCall]) -> list[ReportedCall]:
+    """All calls; where two parts know one, the later counts."""
+    return list({reported.call.key: reported for part in parts for reported in part}.values())
+
+
+def calls_of_file(file: Path) -> list[ReportedCall]:
+    """The calls of a file that ``tilewright tune --json`` wrote.
+
+    Configs become words, so that a file can be read where its kernels are not installed, and makes us import nothing.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is something else, of another schema, or holds no call.
+    """
+    try:
+        said = json.loads(file.read_bytes())
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # of which from_json says more
+            for entry in said["entries"]:
+                for candidate in entry["candidates"]:
+                    candidate["config"] = describe_config(candidate["config"])
+        result = AutotuningResult.from_json(json.dumps(said))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not result.entries:
+        raise ValueError("it holds no call")
+    cut = ("the tuning was interrupted",) if result.interrupted else ()
+    return [
+        ReportedCall(call, result.device, result.toolchain, f"{file} ({call.step})", (*_remarks(call.complete), *cut))
+        for call in result
+    ]
+
+
+def calls_of_cache(entries: Iterable[Entry], device: str) -> tuple[list[ReportedCall], int]:
+    """The calls that a disk cache has measurements of on one kind of device, and how many of its entries it lacks."""
+    wanted = [entry for entry in entries if key_fields(entry).get("device") == device]
+    found = [_call_of_entry(entry, device) for entry in wanted]
+    calls = [reported for reported in found if reported is not None]
+    return sorted(calls, key=lambda r: (r.call.op, r.call.shapes, r.call.direction != "forward")), len(found) - len(
+        calls
+    )
+
+
+def _call_of_entry(entry: Entry, device: str) -> ReportedCall | None:
+    try:
+        candidates = tuple(_candidate(said) for said in entry.measurements)
+        key = key_fields(entry)
+        call = TunedCall(
+            str(key.get("op", "?")),
+            str(key.get("direction", "?")),
+            str(entry.key),
+            describe_key(entry.key),
+            tuple(dataclasses.replace(c, config=describe_config(c.config)) for c in candidates),
+            _chosen(entry, candidates),
+            "disk",
+            bool(entry.metadata.get("complete", True)),
+        )
+    except (TypeError, ValueError, AttributeError):  # written by another version, with other fields
+        return None
+    remarks = _remarks(call.complete)
+    if entry.stale:
+        remarks = (*remarks, "stale: measured with other versions than those installed now, so not in use")
+    return ReportedCall(call, device, entry.toolchain, f"disk cache, {entry.created:%Y-%m-%d %H:%M}", remarks)
+
+
+def _candidate(said: Mapping[str, Any]) -> Candidate:
+    """A stored measurement; where the type of its config is not loaded, the whole comes as tagged JSON."""
+    return Candidate(**{name: untagged_if_loaded(value) for name, value in said.items()})
+
+
+def _chosen(entry: Entry, candidates: Sequence[Candidate]) -> int:
+    if entry.config is not None:
+        return next((i for i, c in enumerate(candidates) if c.config == entry.config), -1)
+    return next((i for i, c in enumerate(candidates) if c.time_ms == entry.metadata.get("time_ms")), -1)
+
+
+def _remarks(complete: bool) -> tuple[str, ...]:
+    return () if complete else ("cut short: some candidates were not tried",)

@@ -1,0 +1,307 @@
+"""A report as one HTML page that needs nothing else and runs no script; well-formed XML too."""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tilewright._version import __version__
+from tilewright.cli.markup import Markup, element, joined, word
+from tilewright.cli.output import milliseconds
+from tilewright.cli.report_calls import ReportedCall, geometric_mean, sound, time_of
+from tilewright.cli.report_plot import FieldPlot
+from tilewright.cli.report_style import STYLE
+from tilewright.ops.execution.results import Candidate
+
+# Characters of all failures' messages together, and of one: the longest that compilers print without a dump.
+ALL_MESSAGES = 1_000_000
+LONGEST_MESSAGE, SHORTEST_MESSAGE = 20_000, 500
+# Beyond these the page would grow by its repetitions of configs.
+MOST_TOOLTIPS = 2000
+MOST_NAMES = 12
+
+
+def render(calls: Sequence[ReportedCall], *, date: str) -> str:
+    """The page; the same calls and date give the same text."""
+    title = f"Tuning report: {_count(len(calls), 'call')} on {_listed(c.device for c in calls)}"
+    messages = sum(len(_failures(reported)) for reported in calls)
+    limit = max(SHORTEST_MESSAGE, min(LONGEST_MESSAGE, ALL_MESSAGES // max(1, messages)))
+    tooltips = sum(len(reported.call.candidates) for reported in calls) <= MOST_TOOLTIPS
+    sections = [_section(reported, number, limit=limit, tooltips=tooltips) for number, reported in enumerate(calls, 1)]
+    body = element("main", _summary(calls, date), _calls_table(calls), *sections, _environment(calls))
+    page = element("html", _head(title), element("body", body), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _head(title: str) -> Markup:
+    style = Markup(STYLE)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("meta", name="generator", content=f"tilewright {__version__}"),
+        element("title", title),
+        element("style", style),
+    )
+
+
+def _summary(calls: Sequence[ReportedCall], date: str) -> Markup:
+    saved = [c.saved_ms for c in calls if c.saved_ms is not None]
+    before = sum(time_of(c.default) or 0.0 for c in calls if c.saved_ms is not None)
+    mean = geometric_mean([c.speedup for c in calls if c.speedup])
+    failed = sum(len(c.failed) for c in calls)
+    figures = {
+        "Calls": len(calls),
+        "Candidates": f"{sum(len(c.call.candidates) for c in calls)}" + (f", {failed} failed" if failed else ""),
+        "Saved, one run of each call": f"{milliseconds(sum(saved))} of {milliseconds(before)}" if saved else "–",
+        "Speedup, geometric mean": f"{mean:.2f}×" if mean else "–",
+    }
+    facts = {
+        "Device": _listed(c.device for c in calls),
+        "Toolchain": _listed((_versions(c) for c in calls), "several, see Environment"),
+        "Date": date,
+    }
+    return element(
+        "header",
+        element("h1", "Tuning report"),
+        _definitions(facts, "facts"),
+        _definitions(figures, "figures", group=True),
+    )
+
+
+def _definitions(said: dict[str, Any], kind: str, *, group: bool = False) -> Markup:
+    pairs = [(element("dt", name), element("dd", value)) for name, value in said.items()]
+    return element("dl", *(element("div", *pair) if group else joined(*pair) for pair in pairs), class_=kind)
+
+
+def _table(kind: str, caption: str, columns: Sequence[str], rows: Iterable[Markup]) -> Markup:
+    """A table in a box that scrolls, also by keyboard. ``kind`` is its class, by which the style knows its columns."""
+    heads = element("tr", *(element("th", name, scope="col") for name in columns))
+    table = element("table", element("caption", caption), element("thead", heads), element("tbody", *rows), class_=kind)
+    box = "scroll tall" if kind == "field" else "scroll"
+    return element("div", table, class_=box, tabindex=0, role="region", aria_label=caption)
+
+
+def _calls_table(calls: Sequence[ReportedCall]) -> Markup:
+    columns = ("call", "shapes", "default", "chosen", "speedup", "candidates", "failures", "known from")
+    rows = [_call_row(reported, number) for number, reported in enumerate(calls, 1)]
+    note = "Default: what would run without tuning. Chosen: what the tuning picked. Times are medians of one call."
+    return element(
+        "section",
+        element("h2", "Calls", id="calls"),
+        _table("calls", note, columns, rows),
+        aria_labelledby="calls",
+    )
+
+
+def _call_row(reported: ReportedCall, number: int) -> Markup:
+    call = reported.call
+    figures = (
+        milliseconds(time_of(reported.default)),
+        milliseconds(time_of(reported.chosen)),
+        f"{reported.speedup:.2f}×" if reported.speedup else "–",
+        len(call.candidates),
+        len(reported.failed) or "–",
+    )
+    return element(
+        "tr",
+        element("td", element("a", f"{number}. {_name(reported)}", href=f"#call-{number}")),
+        element("td", word(call.shapes)),
+        *(element("td", figure) for figure in figures),
+        element("td", word(reported.origin)),
+    )
+
+
+def _section(reported: ReportedCall, number: int, *, limit: int, tooltips: bool) -> Markup:
+    name = f"call-{number}"
+    return element(
+        "section",
+        element("h2", f"{number}. {_name(reported)}", id=name),
+        element("p", element("code", word(reported.call.shapes, 2000))),
+        _facts(reported),
+        _figure(reported, name, tooltips=tooltips),
+        element("h3", "Candidates"),
+        _candidates_table(reported, name),
+        _failure_list(reported, name, limit),
+        aria_labelledby=name,
+    )
+
+
+def _facts(reported: ReportedCall) -> Markup:
+    default, chosen = reported.default, reported.chosen
+    facts: dict[str, Any] = {"Chosen": joined(_config(chosen), _timing(chosen))}
+    if default is chosen:
+        facts["Default"] = "the same: it was kept"
+    else:
+        facts["Default"] = joined(_config(default), _timing(default)) if default else "not among the candidates"
+    if reported.speedup and default is not chosen:
+        facts["Speedup"] = f"{reported.speedup:.2f}×, {milliseconds(reported.saved_ms)} saved per call"
+    facts["Regret"] = _regret(reported)
+    facts["Known from"] = word(reported.origin)
+    facts["Device"] = word(reported.device)
+    if reported.remarks:
+        facts["Note"] = "; ".join(reported.remarks)
+    return _definitions(facts, "facts")
+
+
+def _regret(reported: ReportedCall) -> Markup:
+    regret, fastest, best = reported.regret_ms, reported.fastest, time_of(reported.fastest)
+    if regret is None or fastest is None or best is None:
+        return joined("unknown: no median of a right answer to compare with")
+    if regret == 0:
+        return joined("none: no right candidate has a lower median")
+    share = f" ({regret / best:.1%})" if best else ""
+    noise = ", no more than the two medians' noise" if reported.regret_is_noise else ""
+    return joined(f"{milliseconds(regret)}{share} above the fastest right candidate{noise}: ", _config(fastest))
+
+
+def _figure(reported: ReportedCall, name: str, *, tooltips: bool) -> Markup:
+    if not reported.measured:
+        return element("p", "No candidate was measured, so there is nothing to draw.", class_="soft")
+    said = "Each column is a candidate, numbered as in the table: dots are samples, the bar is their median."
+    if reported.default is reported.chosen:
+        said += " The disc is the chosen candidate, which is the default too."
+    else:
+        said += " The disc is the chosen candidate, the open square the default."
+    if any(not c.eligible for c in reported.measured):
+        said += " A cross is the median of one that failed."
+    if reported.unmeasured:
+        said += f" Not drawn for want of a time: {_count(len(reported.unmeasured), 'candidate')}."
+    plot = FieldPlot(reported, f"{name}-plot", tooltips=tooltips).markup()
+    return element(
+        "figure",
+        element("div", plot, class_="plot", tabindex=0, role="region", aria_label=f"Plot of call {name[5:]}"),
+        element("figcaption", said),
+    )
+
+
+def _candidates_table(reported: ReportedCall, name: str) -> Markup:
+    group = {id(c): number for number, same in enumerate(_failures(reported).values(), 1) for c in same}
+    columns = ("no.", "config", "median", "noise", "samples", "of chosen", "check", "remarks")
+    ranked = [*enumerate(reported.measured, 1), *((None, c) for c in reported.unmeasured)]
+    rows = [_candidate_row(reported, c, rank, name, group.get(id(c))) for rank, c in ranked]
+    caption = f"{_count(len(rows), 'candidate')}, fastest first. Noise is half the distance between the quartiles."
+    return _table("field", caption, columns, rows)
+
+
+def _candidate_row(
+    reported: ReportedCall, candidate: Candidate, rank: int | None, name: str, failure: int | None
+) -> Markup:
+    mine, chosen = time_of(candidate), time_of(reported.chosen)
+    tags = _tags(reported, candidate)
+    figures = (
+        milliseconds(mine),
+        milliseconds(sound(candidate.noise_ms) if len(candidate.samples_ms) > 1 else None),
+        len(candidate.samples_ms),
+        f"{mine / chosen:.2f}×" if mine is not None and chosen else "–",
+    )
+    remarks: list[Markup] = [element("span", tag, class_=f"tag {tag}") for tag in tags]
+    if failure:
+        remarks.append(element("a", f"failure {failure}", href=f"#{name}-failure-{failure}"))
+    return element(
+        "tr",
+        element("td", rank or "–"),
+        element("td", word(candidate.config)),
+        *(element("td", figure) for figure in figures),
+        element("td", word(candidate.check, 40)),
+        element("td", joined(*remarks, between=" ")),
+        class_=tags[0] if tags else None,
+    )
+
+
+def _tags(reported: ReportedCall, candidate: Candidate) -> list[str]:
+    marked = {"chosen": reported.chosen, "default": reported.default}
+    return [tag for tag, one in marked.items() if one is candidate]
+
+
+def _failures(reported: ReportedCall) -> dict[str, list[Candidate]]:
+    """The candidates that failed, by what is said of it."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in reported.failed:
+        found.setdefault(str(candidate.error), []).append(candidate)
+    return found
+
+
+def _failure_list(reported: ReportedCall, name: str, limit: int) -> Markup:
+    failures = _failures(reported)
+    if not failures:
+        return Markup()
+    made = [element("h3", f"Failures: {_count(len(reported.failed), 'candidate')}")]
+    for number, (message, candidates) in enumerate(failures.items(), 1):
+        names = joined(*(_config(c) for c in candidates[:MOST_NAMES]), between="; ")
+        more = f"; and {len(candidates) - MOST_NAMES} more" if len(candidates) > MOST_NAMES else ""
+        check = f", check {word(candidates[0].check, 40)}"
+        head = f"Failure {number}, {_count(len(candidates), 'candidate')}{check}: "
+        made.append(element("p", element("strong", head), names, more, id=f"{name}-failure-{number}"))
+        made.append(_message(message, limit))
+    return joined(*made)
+
+
+def _message(message: str, limit: int) -> Markup:
+    """What a compiler or a check said, as text; the middle of what is too long is left out, and that is said."""
+    if len(message) <= limit:
+        return element("pre", message, tabindex=0)
+    tail = limit // 4
+    head = limit - tail
+    left_out = element("strong", f"\n[… {len(message) - limit:,} of {len(message):,} characters left out …]\n")
+    return element("pre", message[:head], left_out, message[-tail:], tabindex=0)
+
+
+def _environment(calls: Sequence[ReportedCall]) -> Markup:
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for number, reported in enumerate(calls, 1):
+        numbers.setdefault((word(reported.device), _versions(reported)), []).append(number)
+    rows = [
+        element("tr", element("td", device), element("td", versions), element("td", _ranges(which)))
+        for (device, versions), which in numbers.items()
+    ]
+    return element(
+        "section",
+        element("h2", "Environment", id="environment"),
+        _table("places", "What was measured on what", ("device", "toolchain", "calls"), rows),
+        element("p", f"Written by tilewright {__version__}.", class_="soft"),
+        aria_labelledby="environment",
+    )
+
+
+def _name(reported: ReportedCall) -> str:
+    return f"{word(reported.call.op, 100)} {word(reported.call.direction, 40)}"
+
+
+def _config(candidate: Candidate) -> Markup:
+    return element("code", word(candidate.config))
+
+
+def _timing(candidate: Candidate) -> str:
+    time_ms = time_of(candidate)
+    noise = f" ± {milliseconds(sound(candidate.noise_ms))}" if len(candidate.samples_ms) > 1 else ""
+    return f", {milliseconds(time_ms)}{noise}" if time_ms is not None else ", no time"
+
+
+def _versions(reported: ReportedCall) -> str:
+    return ", ".join(f"{word(name, 60)} {word(version, 60)}" for name, version in sorted(reported.toolchain.items()))
+
+
+def _listed(values: Iterable[Any], otherwise: str = "") -> str:
+    """The different values in the order of their first; or ``otherwise``, if it is given and there are several."""
+    different = list(dict.fromkeys(word(value) for value in values))
+    return otherwise if otherwise and len(different) > 1 else "; ".join(different)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``1–3, 5`` for 1, 2, 3, 5."""
+    said: list[list[int]] = []
+    for number in numbers:
+        if said and number == said[-1][-1] + 1:
+            said[-1][1:] = [number]
+        else:
+            said.append([number])
+    return ", ".join("–".join(map(str, span)) for span in said)
+
+
+def _count(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"

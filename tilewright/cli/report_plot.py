@@ -1,0 +1,184 @@
+"""The field of a call's candidates as a picture: every sample a dot, every median a bar, fastest first."""
+
+import math
+
+from tilewright.cli.markup import Markup, element, word
+from tilewright.cli.output import milliseconds
+from tilewright.cli.report_calls import ReportedCall, sound, time_of
+from tilewright.ops.execution.results import Candidate
+
+# In units of the picture, which are about half a pixel: paths of whole numbers are short.
+WIDTH, HEIGHT = 1920, 640
+LEFT, RIGHT, TOP, BOTTOM = 150, 40, 110, 90
+# From this ratio of the slowest to the fastest sample on, a linear axis would press the fast ones together.
+LOG_FROM = 6.0
+
+
+class Axis:
+    """Milliseconds to a height in the picture."""
+
+    def __init__(self, times_ms: list[float]):
+        low, high = min(times_ms), max(times_ms)
+        self.log = low > 0 and high / low > LOG_FROM
+        if self.log:
+            self.low, self.high = low / 1.15, high * 1.15
+        else:
+            pad = max((high - low or high) * 0.08, 1e-9)
+            self.low, self.high = max(0.0, low - pad), high + pad
+
+    def at(self, time_ms: float) -> int:
+        if self.log:
+            low = math.log(self.low)
+            share = (math.log(time_ms) - low) / (math.log(self.high) - low)
+        else:
+            share = (time_ms - self.low) / (self.high - self.low)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM))
+
+    def ticks(self) -> list[float]:
+        """Up to nine round numbers."""
+        if not self.log:
+            return list(_round_steps(self.low, self.high))
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for factors in ((1, 2, 5), (1, 3), (1,)):
+            found = [f * 10.0**d for d in decades for f in factors if self.low <= f * 10.0**d <= self.high]
+            if len(found) <= 9:
+                return found
+        return found[:: math.ceil(len(found) / 9)]
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    rough = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+class FieldPlot:
+    """The picture of one call.
+
+    Args:
+      name: an id of the page, from which those of the title and the description are made.
+      tooltips: whether every candidate says its config under the pointer.
+    """
+
+    def __init__(self, reported: ReportedCall, name: str, *, tooltips: bool):
+        self.reported = reported
+        self.name = name
+        self.tooltips = tooltips
+        self.field = reported.measured
+        self.axis = Axis([sample for c in self.field for sample in _samples(c)])
+        self.slot = (WIDTH - LEFT - RIGHT) / len(self.field)
+
+    def x(self, rank: int) -> int:
+        return round(LEFT + (rank - 0.5) * self.slot)
+
+    def markup(self) -> Markup:
+        return element(
+            "svg",
+            element(
+                "title", f"The field of {self.reported.call.op} {self.reported.call.direction}", id=f"{self.name}-t"
+            ),
+            element("desc", self._description(), id=f"{self.name}-d"),
+            self._time_axis(),
+            self._rank_axis(),
+            self._samples(),
+            self._medians(),
+            *self._marks(),
+            *(self._tooltips() if self.tooltips else ()),
+            viewBox=f"0 0 {WIDTH} {HEIGHT}",
+            role="img",
+            aria_labelledby=f"{self.name}-t {self.name}-d",
+        )
+
+    def _description(self) -> str:
+        first, last = time_of(self.field[0]), time_of(self.field[-1])
+        said = [f"{len(self.field)} candidates, medians from {milliseconds(first)} to {milliseconds(last)}"]
+        for what, candidate in (("chosen", self.reported.chosen), ("default", self.reported.default)):
+            rank = candidate and self.reported.rank(candidate)
+            if candidate and rank:
+                said.append(f"the {what} one is number {rank} with {milliseconds(time_of(candidate))}")
+        return "; ".join(said) + "."
+
+    def _time_axis(self) -> Markup:
+        made = [element("text", f"ms per call{', log scale' * self.axis.log}", x=16, y=36)]
+        for tick in self.axis.ticks():
+            y = self.axis.at(tick)
+            made.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+            made.append(element("text", f"{tick:.4g}", class_="end", x=LEFT - 16, y=y + 9))
+        return element("g", *made, class_="axis")
+
+    def _rank_axis(self) -> Markup:
+        count, base = len(self.field), HEIGHT - BOTTOM
+        step = next(s for s in (1, 2, 5, *(f * 10**k for k in range(1, 9) for f in (1, 2, 5))) if count / s <= 20)
+        ranks = [1, *range(step, count + 1, step)] if step > 1 else range(1, count + 1)
+        made = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base)]
+        made += [element("text", rank, class_="middle", x=self.x(rank), y=base + 36) for rank in ranks]
+        made.append(element("text", "candidates, fastest first", class_="end", x=WIDTH - RIGHT, y=HEIGHT - 12))
+        return element("g", *made, class_="axis")
+
+    def _samples(self) -> Markup:
+        # Lines without length under round caps: a tenth of the bytes of circles.
+        dots = dict.fromkeys(
+            f"M{self.x(rank)} {self.axis.at(sample)}h0"
+            for rank, candidate in enumerate(self.field, 1)
+            for sample in _samples(candidate)
+        )
+        return element("path", class_="dots" if len(self.field) <= 100 else "dots many", d="".join(dots))
+
+    def _medians(self) -> Markup:
+        half = max(3, round(min(self.slot * 0.36, 26)))
+        right, wrong = [], []
+        for rank, candidate in enumerate(self.field, 1):
+            x, y = self.x(rank), self.axis.at(time_of(candidate) or 0.0)
+            if candidate.eligible:
+                right.append(f"M{x - half} {y}h{2 * half}")
+            else:
+                wrong.append(f"M{x - 10} {y - 10}l20 20m0-20l-20 20")
+        made = [element("path", class_="bars", d="".join(right))]
+        return element("g", *made, *([element("path", class_="wrong", d="".join(wrong))] if wrong else []))
+
+    def _marks(self) -> list[Markup]:
+        chosen, default = self.reported.chosen, self.reported.default
+        if default is chosen:
+            return [self._mark(chosen, "chosen", "default, kept", 80)]
+        made = [self._mark(default, "default", "default", 44)] if default else []
+        return [*made, self._mark(chosen, "chosen", "chosen", 80)]
+
+    def _mark(self, candidate: Candidate, kind: str, label: str, top: int) -> Markup:
+        """A label above, a line down from it, and a disc (chosen) or an open square (default) on the median."""
+        rank, time_ms = self.reported.rank(candidate), time_of(candidate)
+        if rank is None or time_ms is None:
+            return Markup()
+        x, y = self.x(rank), self.axis.at(time_ms)
+        side, shift = ("start", -12) if x < WIDTH / 2 else ("end", 12)
+        if kind == "chosen":
+            shape = element("circle", cx=x, cy=y, r=12)
+        else:
+            shape = element("rect", x=x - 13, y=y - 13, width=26, height=26)
+        return element(
+            "g",
+            element("line", x1=x, x2=x, y1=top + 10, y2=max(top + 10, y - 16)),
+            shape,
+            element("text", f"{label}: {milliseconds(time_ms)}", class_=side, x=x + shift, y=top),
+            class_=f"mark {kind}",
+        )
+
+    def _tooltips(self) -> list[Markup]:
+        width = max(1, round(self.slot))
+        return [
+            element(
+                "rect",
+                element("title", f"{rank}. {milliseconds(time_of(c))}: {word(c.config)}"),
+                class_="hit",
+                x=self.x(rank) - width // 2,
+                y=TOP,
+                width=width,
+                height=HEIGHT - TOP - BOTTOM,
+            )
+            for rank, c in enumerate(self.field, 1)
+        ]
+
+
+def _samples(candidate: Candidate) -> list[float]:
+    """Those that can be times, and the median of all."""
+    return [s for s in (*candidate.samples_ms, candidate.time_ms) if sound(s) is not None and s is not None]

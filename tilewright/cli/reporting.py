@@ -1,0 +1,64 @@
+"""What ``tilewright report`` does once its arguments are read."""
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from tilewright.cli.output import complain
+from tilewright.cli.report_calls import ReportedCall, calls_of_cache, calls_of_file, merged
+from tilewright.cli.report_page import render
+from tilewright.ops.utils.folders import absolute, replace_file
+
+
+def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -> str:
+    """Writes the page and returns a line that says what is in it.
+
+    Raises:
+      typer.BadParameter: there is nothing to report, or no place to write it to. Nothing is written then.
+    """
+    _check_place(out, files)
+    calls = merged(*map(_read, files)) if files else _known_here()
+    date = date or datetime.datetime.now(datetime.UTC).date()
+    page = render(calls, date=date.isoformat()).encode()
+    try:
+        replace_file(absolute(out), page)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {str(out)!r}: {error.strerror}", param_hint="--out") from error
+    return f"{len(calls)} calls, {len(page) / 1024:.0f} KiB written to {out}"
+
+
+def _check_place(out: Path, files: Sequence[Path]) -> None:
+    if not absolute(out).parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
+    if out.is_dir():
+        raise typer.BadParameter(f"{str(out)!r} is a directory", param_hint="--out")
+    if any(out.exists() and file.exists() and os.path.samefile(out, file) for file in files):
+        raise typer.BadParameter(f"{str(out)!r} is one of the files to report", param_hint="--out")
+
+
+def _read(file: Path) -> list[ReportedCall]:
+    try:
+        return calls_of_file(file)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror}") from error
+    except ValueError as error:
+        message = f"{str(file)!r} is no result of 'tilewright tune --json' that can be reported: {error}"
+        raise typer.BadParameter(message) from error
+
+
+def _known_here() -> list[ReportedCall]:
+    """What the user's disk cache has measurements of on the present device."""
+    import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
+    from tilewright.ops.config.persistent import PersistentCache
+    from tilewright.ops.utils.device import current_device
+
+    cache, device = PersistentCache(), current_device().fingerprint
+    calls, left_out = calls_of_cache(cache.entries(), device)
+    if not calls:
+        raise typer.BadParameter(f"{cache.path} holds no measurements of {device}; tune something, or name files")
+    if left_out:
+        complain(f"{left_out} entries of {cache.path} hold no measurements that can be read, and are left out")
+    return calls

@@ -1,0 +1,147 @@
+"""Where the candidates of one call are compiled, checked and timed: here, or wherever else a ``Bench`` takes them."""
+
+import abc
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tilewright.ops.execution.outside import numerics_of
+from tilewright.ops.execution.timing import Timer
+from tilewright.ops.execution.workload import Workload
+
+
+class CandidateError(Exception):
+    """A candidate that had run before could not run again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """How a candidate's first run went.
+
+    Attributes:
+      check: "passed", "failed", or "unchecked" where there is no oracle or it did not come to that.
+      error: what it raised, what the check found, or how its process died; empty if all was well.
+      sample_ms: its first sample, unless there was an error.
+      exception: what it raised, if that is at hand.
+    """
+
+    check: str = "unchecked"
+    error: str = ""
+    sample_ms: float | None = None
+    exception: Exception | None = None
+
+
+class Bench(abc.ABC):
+    """The candidates of one call, by their index."""
+
+    @abc.abstractmethod
+    def expect(self, indices: Sequence[int]) -> None:
+        """Says which candidates will be started next, in that order."""
+
+    @abc.abstractmethod
+    def start(self, index: int) -> Trial:
+        """Compiles, runs and checks a candidate, and takes a first sample; what goes wrong is in the trial."""
+
+    @abc.abstractmethod
+    def sample_ms(self, index: int) -> float:
+        """One more sample of a candidate that was started without an error.
+
+        Raises:
+          CandidateError: it failed.
+        """
+
+    @abc.abstractmethod
+    def recheck(self, index: int) -> list[str]:
+        """How its results over poisoned memory differ from the oracle's; empty where there is no oracle.
+
+        Raises:
+          CandidateError: it failed.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+def failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class LocalBench(Bench):
+    """The bench in this process.
+
+    Args:
+      work: the call.
+      configs: the candidates.
+      timer: takes the samples.
+      warmup: untimed calls of a candidate between its first sample and the next.
+      ahead: how many candidates are compiled in other threads while one is measured.
+    """
+
+    def __init__(self, work: Workload, configs: Sequence[Any], timer: Timer, *, warmup: int, ahead: int = 0):
+        self._work, self._configs, self._timer, self._warmup = work, configs, timer, warmup
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._calls: dict[int, int] = {}
+        self._ahead = ahead
+        self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
+        self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
+
+    def expect(self, indices: Sequence[int]) -> None:
+        if self._pool is None:
+            return
+        numerics = numerics_of(jax.config)  # of this thread; those of the pool have their own
+        for index in indices[: self._ahead]:
+            if index not in self._pending and index not in self._functions:
+                self._pending[index] = self._pool.submit(self._compile, self._configs[index], numerics)
+
+    def start(self, index: int) -> Trial:
+        operands = self._work.operands
+        try:
+            pending = self._pending.pop(index, None)
+            function = self._work.compile(self._configs[index]) if pending is None else pending.result()
+            wrong = self._work.check(function(*operands))
+            if wrong:
+                return Trial("failed", "; ".join(wrong))
+            calls = self._timer.calls(function, operands)
+            sample = self._timer.sample_ms(function, operands, calls)
+        except Exception as error:  # a candidate may fail in any way; the evidence is kept
+            return Trial(error=failure(error), exception=error)
+        self._functions[index] = function
+        return Trial("passed" if self._work.checked else "unchecked", "", sample)
+
+    def sample_ms(self, index: int) -> float:
+        function, operands = self._functions[index], self._work.operands
+        try:
+            if index not in self._calls:
+                for _ in range(self._warmup):
+                    jax.block_until_ready(function(*operands))
+                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
+            return self._timer.sample_ms(function, operands, self._calls[index])
+        except Exception as error:  # as above
+            raise CandidateError(failure(error)) from error
+
+    def recheck(self, index: int) -> list[str]:
+        if not self._work.checked:
+            return []
+        try:
+            return self._work.recheck(self._configs[index])
+        except Exception as error:  # as above
+            raise CandidateError(failure(error)) from error
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._functions.clear()
+
+    def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
+        with numerics():
+            return self._work.compile(config)
+
+
+def threads_to_compile() -> int:
+    """How many candidates are worth compiling beside the one that is measured on another device."""
+    return max(0, min(4, (os.cpu_count() or 1) - 1))

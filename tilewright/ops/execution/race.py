@@ -1,0 +1,234 @@
+"""Which candidate wins: a strategy that sees samples alone, wherever they come from."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from tilewright.ops.execution.bench import Bench, CandidateError, Trial
+from tilewright.ops.execution.events import CandidateFailed, CandidateMeasured, CandidateStarted
+from tilewright.ops.execution.results import Candidate
+
+Search = Literal["halving", "exhaustive"]
+
+# A candidate this many times slower than the best so far is not measured a second time.
+HOPELESS = 1.5
+# Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
+LEAST_NOISE = 0.02
+# Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
+EARLY_NOISE = 0.06
+# Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
+PLAUSIBLE = 0.9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a race.
+
+    Attributes:
+      iters: samples of each candidate that stays in it.
+      search: "halving" drops the slower half, noise allowed for, whenever the number of samples has doubled;
+        "exhaustive" samples all that are not hopeless to the end.
+      bound_ms: no device of the kind computes the call in less; 0 if nothing is known.
+      may_go_on: whether there is time left.
+      cancelled: whether the user has had enough; then not even the heuristic is started.
+    """
+
+    iters: int
+    search: Search
+    bound_ms: float
+    may_go_on: Callable[[], bool]
+    cancelled: Callable[[], bool]
+
+
+class Race:
+    """Every candidate once, then the promising ones in turn, then all that may be the best against each other.
+
+    The first candidate is the heuristic: it is measured whatever the limits say, and keeps its place unless another is
+    faster by more than the noise. The winner's results are checked once more, over poisoned memory; if they are wrong,
+    the next best wins.
+
+    Args:
+      known: candidates that an earlier tuning measured or saw fail; they are started when they are needed.
+      emit: is called with events.
+      record: is called with every candidate that is new or was found wrong.
+
+    Attributes:
+      found: what is known of the candidates so far, in their order.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        configs: Sequence[Any],
+        limits: Limits,
+        *,
+        known: Mapping[int, Candidate],
+        emit: Callable[[Any], None],
+        record: Callable[[Candidate], None],
+    ):
+        self._bench, self._configs, self._limits, self._known = bench, configs, limits, known
+        self._emit, self._record = emit, record
+        self.found: list[Candidate] = []
+        self._started: set[int] = set()
+        # Candidates whose only sample was taken alone, right after the first run.
+        self._alone: set[int] = set()
+
+    def run(self) -> int | None:
+        """The index of the winner; ``None`` if no candidate was found right."""
+        self._first_runs()
+        eligible = self._eligible()
+        if eligible:
+            self._search(self._promising(eligible) if len(eligible) > 1 else eligible)
+        while eligible := self._eligible():
+            chosen = self._winner(eligible)
+            if self._stands(chosen):
+                return chosen
+        return None
+
+    def _first_runs(self) -> None:
+        for index in range(len(self._configs)):
+            if self._limits.cancelled() or (index and not self._limits.may_go_on()):
+                return
+            if index in self._known:
+                self.found.append(dataclasses.replace(self._known[index], heuristic=index == 0))
+            else:
+                self._bench.expect([i for i in range(index, len(self._configs)) if i not in self._known])
+                self._emit(CandidateStarted(index, self._configs[index]))
+                self.found.append(self._candidate(index, self._bench.start(index)))
+                self._record(self.found[index])
+            self._tell(index)
+
+    def _candidate(self, index: int, trial: Trial) -> Candidate:
+        config, heuristic = self._configs[index], index == 0
+        if trial.sample_ms is None:
+            return Candidate(config, (), trial.check, trial.error, heuristic, trial.exception)
+        impossible = self._impossible(trial.sample_ms)
+        if impossible:
+            return Candidate(config, (), "failed", impossible, heuristic)
+        self._started.add(index)
+        self._alone.add(index)
+        return Candidate(config, (trial.sample_ms,), trial.check, "", heuristic)
+
+    def _impossible(self, sample_ms: float) -> str:
+        """Why a sample cannot be true; empty if it can."""
+        if not (math.isfinite(sample_ms) and sample_ms > 0):
+            return f"the clock is broken: a call took {sample_ms} ms"
+        if sample_ms < PLAUSIBLE * self._limits.bound_ms:
+            return (
+                f"the clock is broken: a call took {sample_ms:.4g} ms, and its arithmetic and memory traffic take "
+                f"{self._limits.bound_ms:.4g} ms at the device's peak rates"
+            )
+        return ""
+
+    def _tell(self, index: int) -> None:
+        candidate = self.found[index]
+        if not candidate.eligible:
+            self._emit(CandidateFailed(index, candidate.config, candidate.error))
+            return
+        self._emit(
+            CandidateMeasured(index, candidate.config, self._time(index), min(map(self._time, self._eligible())))
+        )
+
+    def _eligible(self) -> list[int]:
+        return [i for i, candidate in enumerate(self.found) if candidate.eligible]
+
+    def _time(self, index: int) -> float:
+        time_ms = self.found[index].time_ms
+        return math.inf if time_ms is None else time_ms
+
+    def _noise(self, one: int, other: int) -> float:
+        """By how much the medians of two candidates may differ and mean nothing."""
+        slower = max(self._time(one), self._time(other))
+        return max(self.found[one].noise_ms + self.found[other].noise_ms, LEAST_NOISE * slower)
+
+    def _promising(self, eligible: Sequence[int]) -> list[int]:
+        best = min(map(self._time, eligible))
+        return [i for i in eligible if self._time(i) <= HOPELESS * best or i == 0]
+
+    def _search(self, alive: Sequence[int]) -> None:
+        taken = 0
+        while taken < self._limits.iters and self._limits.may_go_on():
+            exhaustive = self._limits.search == "exhaustive"
+            count = self._limits.iters - taken if exhaustive else min(max(1, taken), self._limits.iters - taken)
+            alive = self._rounds(alive, count)
+            taken += count
+            if not exhaustive and len(alive) > 2:
+                alive = self._better_half(alive)
+
+    def _rounds(self, indices: Sequence[int], count: int) -> list[int]:
+        """Samples candidates in turn, every second round backwards; returns those that went through all of it."""
+        alive = list(indices)
+        for number in range(count):
+            if number and not self._limits.may_go_on():
+                break
+            for index in alive[:: -1 if number % 2 else 1]:
+                if not self._sample(index):
+                    alive.remove(index)
+        return alive
+
+    def _better_half(self, alive: Sequence[int]) -> list[int]:
+        ranked = sorted(alive, key=self._time)
+        best, limit = ranked[0], self._time(ranked[(len(ranked) - 1) // 2])
+        early = EARLY_NOISE * self._time(best) / math.sqrt(len(self.found[best].samples_ms))
+
+        def stays(index: int) -> bool:
+            behind = self._time(index) - self._time(best)
+            return index == 0 or self._time(index) <= limit or behind <= max(early, self._noise(index, best))
+
+        return [index for index in alive if stays(index)]
+
+    def _sample(self, index: int) -> bool:
+        """Takes one more sample; whether it could be taken."""
+        if not self._is_started(index):
+            return False
+        try:
+            sample = self._bench.sample_ms(index)
+        except CandidateError as error:
+            return self._fail(index, str(error))
+        impossible = self._impossible(sample)
+        if impossible:
+            return self._fail(index, impossible)
+        kept = () if index in self._alone else self.found[index].samples_ms
+        self._alone.discard(index)
+        self.found[index] = dataclasses.replace(self.found[index], samples_ms=(*kept, sample))
+        return True
+
+    def _is_started(self, index: int) -> bool:
+        """Starts a candidate that an earlier tuning had measured."""
+        if index not in self._started:
+            self._emit(CandidateStarted(index, self._configs[index]))
+            trial = self._bench.start(index)
+            if trial.error:
+                return self._fail(index, trial.error, trial.check)
+            self._started.add(index)
+        return True
+
+    def _fail(self, index: int, error: str, check: str = "failed") -> bool:
+        self.found[index] = dataclasses.replace(self.found[index], check=check, error=error)
+        self._record(self.found[index])
+        self._tell(index)
+        return False
+
+    def _winner(self, eligible: Sequence[int]) -> int:
+        """The fastest, unless the heuristic is within the noise of it."""
+        best = min(eligible, key=self._time)
+        if best == 0:
+            return 0
+        near = [i for i in eligible if i == 0 or self._time(i) - self._time(best) <= self._noise(i, best)]
+        if len(near) > 1 and self._limits.may_go_on():
+            near = self._rounds(near, self._limits.iters) or near
+            best = min((i for i in near if self.found[i].eligible), key=self._time, default=best)
+        if 0 not in near or not self.found[0].eligible:
+            return best
+        return best if self._time(best) < self._time(0) - self._noise(0, best) else 0
+
+    def _stands(self, index: int) -> bool:
+        """Whether a winner's results are right over poisoned memory, too."""
+        if not self.found[index].eligible or not self._is_started(index):
+            return False
+        try:
+            wrong = self._bench.recheck(index)
+        except CandidateError as error:
+            wrong = [str(error)]
+        return self._fail(index, "over poisoned memory: " + "; ".join(wrong)) if wrong else True

@@ -1,0 +1,93 @@
+"""What the process of `isolation` runs: ``python -m tilewright.ops.execution.worker FD``."""
+
+import dataclasses
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.execution.bench import CandidateError, LocalBench, failure, threads_to_compile
+from tilewright.ops.execution.isolation import Task
+from tilewright.ops.execution.timing import timer_for
+from tilewright.ops.execution.workload import Workload, forward_of
+
+
+def main() -> None:
+    # The parent has chosen already, and the lock that the environment names may be the one that is being made.
+    for name in ("TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
+        os.environ.pop(name, None)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        task: Task = pickle.loads(connection.recv_bytes())
+        bench = bench_of(task)
+    except Exception as error:  # whatever it is, the parent is to say it
+        connection.send(("broken", failure(error), held_bytes()))
+        return
+    connection.send(("ok", None, held_bytes()))
+    while True:
+        try:
+            name, *arguments = connection.recv()
+        except EOFError:
+            return
+        connection.send(("ok", answer(bench, name, *arguments), held_bytes()))
+
+
+def bench_of(task: Task) -> LocalBench:
+    for name, value in task.settings.items():
+        jax.config.update(name, value)
+    device = task.inv.target
+    here = jax.devices()[0].device_kind
+    if device.present and device.name not in (here, "cpu"):
+        raise RuntimeError(f"the call is for {device.name}, and this process has {here}")
+    cache = ConfigCache()
+    chain = ConfigSelectorChain(cache, PersistentCache())
+    if task.forward is not None:
+        cache.put(forward_of(task.inv).key, task.forward, origin="autotune")
+    work = Workload(task.inv, chain, task.inputs, verify=task.verify)
+    ahead = 0 if device.kind == "cpu" else threads_to_compile()
+    return LocalBench(work, task.configs, task.timer or timer_for(device), warmup=task.warmup, ahead=ahead)
+
+
+def answer(bench: LocalBench, name: str, *arguments: Any) -> Any:
+    match name:
+        case "expect":
+            return bench.expect(*arguments)
+        case "start":
+            trial = bench.start(*arguments)
+            # An exception may hold anything, and some cannot be rebuilt from what was pickled; its message is kept.
+            return dataclasses.replace(trial, exception=None)
+        case "sample_ms" | "recheck":
+            try:
+                return "", getattr(bench, name)(*arguments)
+            except CandidateError as error:
+                return str(error), None
+        case "healthy":
+            return is_healthy()
+    raise ValueError(f"{name=} is no request")
+
+
+def is_healthy() -> bool:
+    """Whether the device still computes: after an illegal address nothing in the process does."""
+    try:
+        return float(jax.jit(lambda x: (x + 1).sum())(jnp.arange(4.0))) == 10.0
+    except Exception:  # that is the answer
+        return False
+
+
+def held_bytes() -> int:
+    """Memory of this process, and of the device as far as it says."""
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    statistics = jax.devices()[0].memory_stats() or {}
+    return held + int(statistics.get("bytes_in_use", 0))
+
+
+if __name__ == "__main__":
+    main()
