@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.flash_attention import cudnn_jax
 from tilewright.kernels.portfolio import PortfolioKernel
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.executor import prepared
@@ -78,6 +79,7 @@ FLASH_ATTENTION = (
     Probe("`sliding_window`", {"causal": True, "sliding_window": 64}),
     Probe("`mask`, an array", {"mask": _array(BATCH, 1, LENGTH, LENGTH, dtype=jnp.bool_)}),
     Probe("`bias`", {"bias": _array(1, HEADS, LENGTH, LENGTH)}),
+    Probe("`bias` of the query's dtype", {"bias": _array(1, HEADS, LENGTH, LENGTH, dtype=jnp.bfloat16)}),
     Probe("`logits_soft_cap`", {"logits_soft_cap": 30.0}),
     Probe("`softmax_aux` (sinks)", {"softmax_aux": _array(HEADS)}),
     Probe("segment ids", {"q_segment_ids": _IDS, "kv_segment_ids": _IDS}),
@@ -136,8 +138,9 @@ def op_table(name: str, op: PortfolioKernel, probes: tuple[Probe, ...]) -> list[
 
 
 def capability_table() -> str:
-    """The tables of all ops, whatever compilers this machine has."""
-    with mock.patch.object(toolchain, "missing", return_value=[]):
+    """The tables of all ops, whatever compilers and libraries this machine has."""
+    newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
+    with mock.patch.object(toolchain, "missing", return_value=[]), newest:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS)
 
 

@@ -19,6 +19,7 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, visible_ranges
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions, dropout_keys
+from tilewright.kernels.flash_attention.operands import into_batch, widened, with_positive_scale
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -235,7 +236,7 @@ class CudaFlashAttention(Implementation):
         """``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
             return empty_forward(inputs)
-        inputs = _with_positive_scale(inputs)
+        inputs = with_positive_scale(inputs)
         call = _Call.of(inputs, "forward", params.variant, False)
         sinks = None
         if inputs.softmax_aux is not None:
@@ -256,7 +257,7 @@ class CudaFlashAttention(Implementation):
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
         d_out, d_lse = cotangents
-        turned, inputs = inputs.options.softmax_scale < 0, _with_positive_scale(inputs)
+        turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call = _Call.of(inputs, "backward", params.variant, params.deterministic)
         arrays = {
             "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out,
@@ -279,16 +280,6 @@ class CudaFlashAttention(Implementation):
             "bias": bias,
             "softmax_aux": sinks,
         }
-
-
-def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """The same logits without a negative scale: some kernels look for the greatest product before they scale it."""
-    scale = inputs.options.softmax_scale
-    if scale >= 0:
-        return inputs
-    return dataclasses.replace(
-        inputs, query=-inputs.query, options=dataclasses.replace(inputs.options, softmax_scale=-scale)
-    )
 
 
 def _score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
@@ -371,8 +362,7 @@ class _Call:
             if not is_mapped and own[0] == 1 and not apart:
                 folded[name] = array
                 continue
-            array = array if is_mapped else array[None]
-            folded[name] = jnp.broadcast_to(array, (size, batch, *own[1:])).reshape(size * batch, *own[1:])
+            folded[name] = into_batch(array, is_mapped, size, batch)
         bias = folded.get("bias")
         problem = dataclasses.replace(
             self.problem,
@@ -432,6 +422,4 @@ def _widened(array: Any, dim: int | None, absent: Any) -> Any:
     """With zeros up to ``dim`` at the end of the last axis; without elements where there is no array."""
     if array is None:
         return jnp.zeros((0,), absent)
-    if dim is None or array.shape[-1] == dim:
-        return array
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, dim - array.shape[-1])])
+    return array if dim is None else widened(array, dim)

@@ -43,6 +43,7 @@ class FlashAttention(PortfolioKernel):
             implementations=(
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
             ),
         )

@@ -1,0 +1,107 @@
+"""The one place that knows how JAX calls cuDNN's attention.
+
+``jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)`` rounds the log-sum-exp to the output's
+dtype and keeps its backward pass to itself, and its custom partitioning cannot be lowered behind a primitive of ours.
+So both directions go to what it calls in the end, which JAX does not promise to keep: where that takes other
+arguments than it did, importing this module is an ``ImportError`` that says so.
+"""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+FORWARD_OPERANDS = (
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v",
+)  # fmt: skip
+"""Those that a call lacks are arrays without elements."""
+
+OPERANDS = {
+    "_dot_product_attention_fwd_p_wrapper": FORWARD_OPERANDS,
+    "_dot_product_attention_bwd_p_wrapper": (*FORWARD_OPERANDS, "activation", "fwd_output", "grad_output"),
+}
+"""Of the primitives of both directions, whose ``impl`` is what runs on each device."""
+
+PARAMETERS = (
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
+    "score_mod",
+)  # fmt: skip
+"""All that a primitive is known to take besides; ``score_mod`` only since JAX 0.12."""
+
+type Lengths = tuple[Any, Any] | None
+
+
+def known_parameters(module: Any) -> dict[str, tuple[str, ...]]:
+    """What each primitive takes of ``PARAMETERS``.
+
+    Raises:
+      ImportError: the module's functions are not what they were.
+    """
+    found = {}
+    try:
+        _ = module.check_cudnn_version, module.cuda_versions, module.MaskType.PADDING_CAUSAL
+        _ = module.AttentionLayout.BTNH
+        for primitive in OPERANDS:
+            taken = inspect.signature(getattr(module, primitive).impl).parameters.values()
+            found[primitive] = tuple(each.name for each in taken if each.kind is not each.VAR_POSITIONAL)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImportError(f"this JAX calls cuDNN's attention in another way: {error}") from error
+    for primitive, operands in OPERANDS.items():
+        names = found[primitive]
+        found[primitive] = names[len(operands) :]
+        if names[: len(operands)] != operands or not set(found[primitive]) <= set(PARAMETERS):
+            raise ImportError(f"this JAX calls cuDNN's attention with other arguments: {names}")
+    return found
+
+
+_KNOWN = known_parameters(fused)
+
+
+def cudnn_version() -> int | None:
+    """Such as 91900 for 9.19.0; None where JAX finds no cuDNN."""
+    return None if fused.cuda_versions is None else fused.check_cudnn_version()
+
+
+def forward(
+    query: Any, key: Any, value: Any, bias: Any, lengths: Lengths, *, scale: float, causal: bool, window: int | None
+) -> tuple[Any, ...]:
+    """``(out, lse)``: ``[batch, length, heads, head_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
+
+    Args:
+      lengths: of queries and of keys, int32 ``[batch]`` each; what cuDNN writes beyond them is its own.
+      causal: from the top left.
+      window: the keys that a query sees, its own the last of them; only where causal.
+    """
+    given = {"query": query, "key": key, "value": value}
+    return _call("_dot_product_attention_fwd_p_wrapper", given, bias, lengths, scale, causal, window)
+
+
+def backward(
+    query: Any, key: Any, value: Any, bias: Any, lengths: Lengths, out: Any, lse: Any, d_out: Any,
+    *, scale: float, causal: bool, window: int | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of query, key, value and, if there is one, of a bias, from what ``forward`` gave."""
+    given = {"query": query, "key": key, "value": value, "activation": lse, "fwd_output": out, "grad_output": d_out}
+    return _call("_dot_product_attention_bwd_p_wrapper", given, bias, lengths, scale, causal, window)
+
+
+def _call(
+    primitive: str, given: dict[str, Any], bias: Any, lengths: Lengths, scale: float, causal: bool, window: int | None
+) -> tuple[Any, ...]:
+    kinds = fused.MaskType
+    mask_type = kinds.CAUSAL if causal else kinds.NO_MASK
+    if bias is not None:
+        given = {**given, "bias": bias}
+    if lengths is not None:
+        mask_type = kinds.PADDING_CAUSAL if causal else kinds.PADDING
+        given = {**given, "q_seqlen": lengths[0], "kv_seqlen": lengths[1]}
+    parameters = {
+        "scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (bias is not None, bias is not None),
+        "mask_type": mask_type, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
+        "is_training": True, "score_mod": None,
+    }  # fmt: skip
+    absent = jnp.zeros(0, given["query"].dtype)
+    operands = [given.get(name, absent) for name in OPERANDS[primitive]]
+    known = {name: parameters[name] for name in _KNOWN[primitive]}
+    return tuple(getattr(fused, primitive).impl(*operands, **known))
