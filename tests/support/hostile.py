@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from tilewright.ops import Kernel
 from tilewright.ops.execution.timing import Timer
+from tilewright.ops.execution.workload import Workload
 
 SIZE = 64
 _HOARD: list[np.ndarray] = []
@@ -42,7 +44,25 @@ def _exit(x: np.ndarray) -> np.ndarray:
     os._exit(7)
 
 
-_CALLBACKS = {"abort": _abort, "sleep": _sleep, "leak": _leak, "exit": _exit}
+def _lose(x: np.ndarray) -> np.ndarray:
+    """From now on nothing computes in this process, as after an illegal address."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    main: Any = sys.modules["__main__"]
+    main.is_healthy = lambda: False
+    Workload.compile = Workload.check = broken  # type: ignore[method-assign]
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def _lose_later(x: np.ndarray) -> np.ndarray:
+    _CALLS.append(0)
+    return _lose(x) if len(_CALLS) > 4 else x  # not in the first run, nor in the first sample
+
+
+_CALLS: list[int] = []
+_CALLBACKS = {"lose": _lose, "lose later": _lose_later, "abort": _abort, "sleep": _sleep, "leak": _leak, "exit": _exit}
 
 
 class Hostile(Kernel[Way, jax.Array]):

@@ -50,6 +50,24 @@ def test_everything_that_a_candidate_may_not_do(monkeypatch: pytest.MonkeyPatch,
     assert float((X + 1).sum()) == pytest.approx(float(X.sum()) + SIZE * SIZE)
 
 
+def test_what_leaks_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation, "LEAK_LIMIT", 200 << 20)
+    call = tuned(Hostile("leak", "raise"))  # the heuristic is never dropped, however slow
+    assert call.winner.config == Way("leak")
+    assert len(call.winner.samples_ms) == 2
+    assert not call.winner.error
+
+
+@pytest.mark.parametrize("way", ["lose", "lose later"])
+def test_a_lost_device_is_the_fault_of_one_alone(way: str, caplog: pytest.LogCaptureFixture):
+    tuner = dataclasses.replace(ISOLATED, iters=6, timer=Halting())
+    with caplog.at_level(logging.INFO, "tilewright"):
+        call = tuned(Hostile("right", way, "also right"), tuner)
+    assert "has lost its device" in caplog.text
+    assert {name for name, error in errors(call).items() if error} == {way}
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in errors(call)[way]
+
+
 def test_every_candidate_may_fail():
     with pytest.raises(ExceptionGroup) as caught:
         tuned(Hostile("exit", "raise"))

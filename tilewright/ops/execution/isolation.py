@@ -207,10 +207,11 @@ class ProcessBench(Bench):
                 self._ask("expect", list(indices))
 
     def start(self, index: int) -> Trial:
+        self._replace_if_it_leaks()
         try:
             trial: Trial = self._ask("start", index)
-            if trial.error and not self._ask("healthy"):
-                self._replace()
+            if trial.error:
+                self._replace_unless_healthy()
         except WorkerDied as error:
             return Trial(error=f"the process that ran it is no more: {error}")
         if not trial.error:
@@ -227,23 +228,23 @@ class ProcessBench(Bench):
         self._replace()
 
     def _of_started(self, request: str, index: int) -> Any:
+        self._replace_if_it_leaks()
         if index not in self._started:  # it ran in a worker that is no more
             trial = self.start(index)
             if trial.error:
                 raise CandidateError(trial.error)
         try:
             error, answer = self._ask(request, index)
+            if error:
+                self._started.discard(index)
+                self._replace_unless_healthy()
         except WorkerDied as death:
             raise CandidateError(f"the process that ran it is no more: {death}") from death
         if error:
-            self._started.discard(index)
             raise CandidateError(error)
         return answer
 
     def _ask(self, *request: Any) -> Any:
-        if self._worker is not None and self._worker.holds - self._worker.born_with > LEAK_LIMIT:
-            logger.info("a worker holds %.1f GB and is replaced", self._worker.holds / 1e9)
-            self._replace()
         if self._worker is None:
             self._worker = Worker(self._task)
         try:
@@ -252,6 +253,17 @@ class ProcessBench(Bench):
             self._worker = None
             self._started.clear()
             raise
+
+    def _replace_if_it_leaks(self) -> None:
+        if self._worker is not None and self._worker.holds - self._worker.born_with > LEAK_LIMIT:
+            logger.info("a worker holds %.1f GB and is replaced", self._worker.holds / 1e9)
+            self._replace()
+
+    def _replace_unless_healthy(self) -> None:
+        """After an illegal address nothing works in a process, and the next candidates are not to blame for it."""
+        if not self._ask("healthy"):
+            logger.info("a worker has lost its device and is replaced")
+            self._replace()
 
     def _replace(self) -> None:
         if self._worker is not None:
