@@ -1,6 +1,7 @@
 """Flash attention: the argument list, and what all its backends share."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from tilewright.kernels.portfolio import PortfolioKernel, lazy
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.core.parts import OraclePart
 from tilewright.ops.core.types import Direction
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
@@ -28,6 +30,9 @@ type Results = tuple[Output, LogSumExp]
 
 BACKWARD_FLOPS = 2.5
 """Matrix products of the backward pass per one of the forward: five to two."""
+
+MOST_LOGIT_BYTES = 4 << 30
+"""Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
 
 COST_BLOCK = 64
 """Tile size with which the visible part of a mask is counted."""
@@ -166,6 +171,17 @@ class FlashAttention(PortfolioKernel):
         out, lse = attention_reference(inputs, inputs.query.dtype)
         return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
 
+    def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
+        """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
+        args, kwargs = invocation.abstract_args, invocation.abstract_kwargs
+        problem = self.problem(*args, **kwargs)
+        masked_by_arrays = bool(jax.tree.leaves(problem.mask))
+        if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES or masked_by_arrays or kwargs["unbatched"]:
+            return []
+        places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
+        # What is dropped counts from the first head of the first element, for which the oracle takes its part.
+        return [oracle_part(problem, *place) for place in dict.fromkeys(places[:1] if problem.dropout else places)]
+
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
         query, keys, value, bias, mask, softmax_aux = invocation.abstract_args
@@ -209,6 +225,36 @@ class FlashAttention(PortfolioKernel):
             return Cost(flops, 0.0)
         rows = problem.batch * problem.q_length * problem.heads
         return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
+
+
+def oracle_part(problem: AttentionProblem, element: int, kv_head: int) -> OraclePart:
+    """The query heads of one head of keys, of one batch element, as a call of its own."""
+    groups = problem.groups
+    heads = slice(kv_head * groups, (kv_head + 1) * groups)
+
+    def of(array: Any, axes: Mapping[int, slice]) -> Any:
+        """The slices of the axes that are not broadcast."""
+        if array is None:
+            return None
+        return array[tuple(axes.get(i, slice(None)) if n > 1 else slice(None) for i, n in enumerate(array.shape))]
+
+    one = slice(element, element + 1)
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        query, key, value, bias, mask, sinks = args
+        keys = {0: one, 2: slice(kv_head, kv_head + 1)}
+        parts = (of(query, {0: one, 2: heads}), of(key, keys), of(value, keys), of(bias, {0: one, 1: heads}))
+        return (*parts, mask, of(sinks, {0: heads})), kwargs
+
+    def results(returned: Any) -> Any:
+        if isinstance(returned, tuple):
+            return of(returned[0], {0: one, 2: heads}), of(returned[1], {0: one, 1: heads})
+        return of(returned, {0: one, 2: heads})
+
+    alone = problem.batch == 1 and problem.kv_heads == 1
+    bias_alone = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
+    shared = [position for position, is_alone in ((3, alone or bias_alone), (5, problem.batch == 1)) if not is_alone]
+    return OraclePart(arguments, results, tuple(shared))
 
 
 def visible_share(problem: AttentionProblem, least: TileClass = TileClass.PARTIAL) -> float:

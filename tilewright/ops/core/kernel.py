@@ -37,6 +37,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     - ``forward_with_residuals(*args, cfg, **kwargs) -> (out, residuals)`` and
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
+    - ``oracle_parts(invocation) -> [OraclePart]``: where the reference of the whole call would not fit into memory, the
+      parts to check instead; none for the whole.
     - ``tolerance_factor(invocation) -> float``: how many times the oracle's error in the input dtype is allowed; 2.
     - ``time_bound_ms(invocation) -> float``: below what no measurement of a call can be believed; 0 if that is unknown.
     - ``not_taken(invocation, cfg, measured) -> {name: reasons}``: for ``explain``; ``measured`` are the ``Candidate``s

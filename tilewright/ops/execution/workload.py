@@ -1,6 +1,7 @@
 """What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from tilewright.ops.config.context import current_overrides
 from tilewright.ops.core.arrays import split
 from tilewright.ops.core.call import Call, Selector, map_axes
 from tilewright.ops.core.kernel import Invocation, gradient_form, optional_method
+from tilewright.ops.core.parts import OraclePart
 from tilewright.ops.execution.numerics import tree_violations, widened
 
 if TYPE_CHECKING:
@@ -73,8 +75,11 @@ class Workload:
         """How results differ from the oracle's by more than the numerics policy allows."""
         if self._wanted is None:
             return []
-        ref, lowp, factor = self._wanted
-        return tree_violations(list(results), ref, lowp, factor=factor)
+        factor, answers = self._wanted
+        found = [] if len(answers) == 1 and answers[0].part is None else _not_numbers(results)
+        for each in answers:
+            found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
+        return found
 
     def _sampled(self) -> tuple[list[Any], Any]:
         """Random arguments, those of mapped leaves stacked along the mapped axes."""
@@ -125,33 +130,88 @@ class Workload:
         given = jax.eval_shape(backward.function(config, self._mapped, self._device), *self.operands)
         self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
 
-    def _oracle(self) -> tuple[list[Any], list[Any], float]:
-        """The reference's results in high precision and in the input dtype, and the policy's factor."""
+    def _oracle(self) -> tuple[float, list["_Answer"]]:
+        """The policy's factor, and the reference's results of the whole call or of some parts of it."""
         factor = optional_method(self._inv.kernel, "tolerance_factor")
+        parts = optional_method(self._inv.kernel, "oracle_parts")
+        chosen = [] if parts is None or self._mapped else list(parts(self._inv))
+        answers = [self._answer(part) for part in chosen or [None]]
+        return 2.0 if factor is None else factor(self._inv), answers
+
+    def _answer(self, part: OraclePart | None) -> "_Answer":
+        """The reference's results in high precision and in the input dtype."""
         one = self._reference_gradients if self._inv.direction == "backward" else self._reference
-        answer = jax.jit(map_axes(one, self._mapped))
+        answer = jax.jit(map_axes(functools.partial(one, part), self._mapped))
         # Some devices round float32 products by default; that is part of lowp's error, not of ref's.
         with jax.default_matmul_precision("highest"):
             ref = answer(*widened(self.operands))
-        lowp = answer(*self.operands)
-        return ref, lowp, 2.0 if factor is None else factor(self._inv)
+        return _Answer(part, ref, answer(*self.operands))
 
-    def _reference(self, *arrays: Any) -> list[Any]:
+    def _reference(self, part: OraclePart | None, *arrays: Any) -> list[Any]:
+        return jax.tree.leaves(self._reference_tree(part, *arrays))
+
+    def _reference_tree(self, part: OraclePart | None, *arrays: Any) -> Any:
         args, kwargs = self._call.structure.join(arrays)
-        return jax.tree.leaves(optional_method(self._inv.kernel, "reference")(*args, **kwargs))
+        if part is not None:
+            args, kwargs = part.arguments(args, kwargs)
+        return optional_method(self._inv.kernel, "reference")(*args, **kwargs)
 
-    def _reference_gradients(self, *operands: Any) -> list[Any]:
+    def _reference_gradients(self, part: OraclePart | None, *operands: Any) -> list[Any]:
         arrays, cotangents = operands[: self._call.num_arrays], operands[len(operands) - self._num_cotangents :]
-        wanted = [i for i, flag in enumerate(self._call.wanted) if flag]
+        wanted = self._wanted_leaves
 
         def of_wanted(*values: Any) -> list[Any]:
             complete = list(arrays)
             for i, value in zip(wanted, values, strict=True):
                 complete[i] = value
-            return [x for x in self._reference(*complete) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return [x for x in self._reference(part, *complete) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
-        return list(pull([c.astype(x.dtype) for c, x in zip(cotangents, out, strict=True)]))
+        given = list(cotangents) if part is None else self._results_of_part(part, arrays, cotangents)
+        # Of a part the gradients are as large as the arrays, and zero outside of it.
+        gradients = pull([c.astype(x.dtype) for c, x in zip(given, out, strict=True)])
+        return self._of_part(part, list(gradients))
+
+    @property
+    def _wanted_leaves(self) -> list[int]:
+        return [i for i, flag in enumerate(self._call.wanted) if flag]
+
+    def _of_part(self, part: OraclePart | None, results: list[Any]) -> list[Any]:
+        """What of the stage's results a part determines."""
+        arrays = self.operands[: self._call.num_arrays]
+        if part is None:
+            return results
+        if self._inv.direction == "forward":
+            return self._results_of_part(part, arrays, results)
+        complete = list(arrays)
+        for i, gradient in zip(self._wanted_leaves, results, strict=True):
+            complete[i] = gradient
+        args, kwargs = self._call.structure.join(complete)
+        restricted, _ = split(part.arguments(args, kwargs))
+        positions = [position for position, arg in enumerate(args) for _ in split(arg)[0]]
+        return [restricted[i] for i in self._wanted_leaves if not (i < len(positions) and positions[i] in part.shared)]
+
+    def _results_of_part(self, part: OraclePart, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        tree = jax.tree.structure(jax.eval_shape(functools.partial(self._reference_tree, None), *arrays))
+        return jax.tree.leaves(part.results(jax.tree.unflatten(tree, results)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the oracle says of a part, or of the whole call."""
+
+    part: OraclePart | None
+    ref: list[Any]
+    lowp: list[Any]
+
+
+def _not_numbers(results: Sequence[Any]) -> list[str]:
+    """That there are some, which outside of the parts nothing else would find."""
+    return [
+        f"[{i}]: {count} elements are not numbers"
+        for i, array in enumerate(results)
+        if jnp.issubdtype(array.dtype, jnp.inexact) and (count := int(jnp.isnan(array).sum()))
+    ]
 
 
 def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
