@@ -201,8 +201,7 @@ class FlashAttention(PortfolioKernel):
 
     def cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
         """FLOPs of the tiles that a static mask leaves, and bytes of every array read or written once."""
-        scores = problem.batch * problem.heads * problem.q_length * problem.kv_length * visible_share(problem)
-        flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
+        flops = product_flops(problem, TileClass.PARTIAL)
         item = problem.dtype.itemsize
         rows = problem.batch * problem.q_length * problem.heads
         query, out = rows * problem.head_dim * item, rows * problem.value_dim * item
@@ -218,8 +217,7 @@ class FlashAttention(PortfolioKernel):
 
     def least_cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
-        pairs = problem.batch * problem.heads * problem.q_length * problem.kv_length
-        flops = 2.0 * pairs * visible_share(problem, TileClass.FULL) * (problem.head_dim + problem.value_dim)
+        flops = product_flops(problem, TileClass.FULL)
         if direction == "backward":
             # A caller may want one gradient of all: its product and that of the logits.
             return Cost(flops, 0.0)
@@ -257,7 +255,13 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int) -> Oracle
     return OraclePart(arguments, results, tuple(shared))
 
 
-def visible_share(problem: AttentionProblem, least: TileClass = TileClass.PARTIAL) -> float:
+def product_flops(problem: AttentionProblem, least: TileClass) -> float:
+    """Of the forward pass's two matrix products, in tiles of which a static mask leaves so much."""
+    scores = math.prod(problem.score_shape) * visible_share(problem, least)
+    return 2.0 * scores * (problem.head_dim + problem.value_dim)
+
+
+def visible_share(problem: AttentionProblem, least: TileClass) -> float:
     """The part of the scores in tiles of which the mask, as far as it is static, leaves so much."""
     if problem.mask is None or problem.q_length == 0 or problem.kv_length == 0:
         return 1.0

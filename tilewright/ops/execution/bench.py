@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from tilewright.ops.core.types import Device
 from tilewright.ops.execution.outside import numerics_of
-from tilewright.ops.execution.timing import Timer
+from tilewright.ops.execution.timing import Timer, timer_for
 from tilewright.ops.execution.workload import Workload
 
 
@@ -142,6 +143,8 @@ class LocalBench(Bench):
             return self._work.compile(config)
 
 
-def threads_to_compile() -> int:
-    """How many candidates are worth compiling beside the one that is measured on another device."""
-    return max(0, min(4, (os.cpu_count() or 1) - 1))
+def bench_on(device: Device, work: Workload, configs: Sequence[Any], timer: Timer | None, warmup: int) -> LocalBench:
+    """The bench for a device that this process has; the timer is what suits it unless there is one."""
+    # On a CPU, compiling beside what is measured would disturb it.
+    ahead = 0 if device.kind == "cpu" else max(0, min(4, (os.cpu_count() or 1) - 1))
+    return LocalBench(work, configs, timer or timer_for(device), warmup=warmup, ahead=ahead)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
 from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
-from tilewright.ops.execution.bench import Bench, LocalBench, threads_to_compile
+from tilewright.ops.execution.bench import Bench, bench_on
 from tilewright.ops.execution.events import (
     CallStarted,
     CallTuned,
@@ -24,7 +24,7 @@ from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
 from tilewright.ops.execution.race import Limits, Race, Search
 from tilewright.ops.execution.results import AutotuningResult, TunedCall
-from tilewright.ops.execution.timing import Timer, benchmark, check_counts, timer_for
+from tilewright.ops.execution.timing import Timer, benchmark, check_counts
 from tilewright.ops.execution.workload import Workload
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
@@ -277,8 +277,7 @@ class Autotuner:
                 raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
             logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
         work = Workload(inv, self.chooser, inputs, verify=self.verify)
-        ahead = 0 if inv.target.kind == "cpu" else threads_to_compile()  # on a CPU it would disturb what is measured
-        return LocalBench(work, candidates, tuner.timer or timer_for(inv.target), warmup=tuner.warmup, ahead=ahead)
+        return bench_on(inv.target, work, candidates, tuner.timer, tuner.warmup)
 
     def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> list[Any]:
         """The heuristic, then what another toolchain found best, then the rest; each once."""

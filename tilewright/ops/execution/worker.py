@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.execution.bench import CandidateError, LocalBench, failure, threads_to_compile
+from tilewright.ops.execution.bench import CandidateError, LocalBench, bench_on, failure
 from tilewright.ops.execution.isolation import Task
-from tilewright.ops.execution.timing import timer_for
 from tilewright.ops.execution.workload import Workload, forward_of
 
 
@@ -51,8 +50,7 @@ def bench_of(task: Task) -> LocalBench:
     if task.forward is not None:
         cache.put(forward_of(task.inv).key, task.forward, origin="autotune")
     work = Workload(task.inv, chain, task.inputs, verify=task.verify)
-    ahead = 0 if device.kind == "cpu" else threads_to_compile()
-    return LocalBench(work, task.configs, task.timer or timer_for(device), warmup=task.warmup, ahead=ahead)
+    return bench_on(device, work, task.configs, task.timer, task.warmup)
 
 
 def answer(bench: LocalBench, name: str, *arguments: Any) -> Any:

@@ -167,7 +167,7 @@ class Workload:
             return [x for x in self._reference(part, *complete) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
-        given = list(cotangents) if part is None else self._results_of_part(part, arrays, cotangents)
+        given = list(cotangents) if part is None else self._results_of_part(part, cotangents)
         # Of a part the gradients are as large as the arrays, and zero outside of it.
         gradients = pull([c.astype(x.dtype) for c, x in zip(given, out, strict=True)])
         return self._of_part(part, list(gradients))
@@ -178,12 +178,11 @@ class Workload:
 
     def _of_part(self, part: OraclePart | None, results: list[Any]) -> list[Any]:
         """What of the stage's results a part determines."""
-        arrays = self.operands[: self._call.num_arrays]
         if part is None:
             return results
         if self._inv.direction == "forward":
-            return self._results_of_part(part, arrays, results)
-        complete = list(arrays)
+            return self._results_of_part(part, results)
+        complete = list(self.operands[: self._call.num_arrays])
         for i, gradient in zip(self._wanted_leaves, results, strict=True):
             complete[i] = gradient
         args, kwargs = self._call.structure.join(complete)
@@ -191,9 +190,13 @@ class Workload:
         positions = [position for position, arg in enumerate(args) for _ in split(arg)[0]]
         return [restricted[i] for i in self._wanted_leaves if not (i < len(positions) and positions[i] in part.shared)]
 
-    def _results_of_part(self, part: OraclePart, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        tree = jax.tree.structure(jax.eval_shape(functools.partial(self._reference_tree, None), *arrays))
-        return jax.tree.leaves(part.results(jax.tree.unflatten(tree, results)))
+    def _results_of_part(self, part: OraclePart, results: Sequence[Any]) -> list[Any]:
+        return jax.tree.leaves(part.results(jax.tree.unflatten(self._results_tree, results)))
+
+    @functools.cached_property
+    def _results_tree(self) -> Any:
+        arrays = self.operands[: self._call.num_arrays]
+        return jax.tree.structure(jax.eval_shape(functools.partial(self._reference_tree, None), *arrays))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
