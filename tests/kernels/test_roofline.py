@@ -87,6 +87,11 @@ def test_memory_beyond_the_cache_counts():
     assert least_ms(Cost(0.0, peaks.cache + peaks.bandwidth), H100) == pytest.approx(1e3)
 
 
+def test_every_row_of_the_table_is_reached():
+    found = {peaks_of(Device("gpu", f"NVIDIA {name} 80GB")) for name in ("H200", "GH200", "H100", "A100-SXM4")}
+    assert len(found) == 4
+
+
 def test_an_unknown_device_has_no_bound():
     assert peaks_of(Device("cpu", "cpu")) is None
     assert least_ms(Cost(1e30, 1e30), Device("gpu", "NVIDIA Z9", (12, 0))) == 0.0

@@ -35,8 +35,8 @@ class Peaks:
 
 # By what a device's name holds; the first that fits.
 _PEAKS = (
-    ("H200", Peaks(989.4e12, 4.8e12, 50 << 20)),
     ("GH200", Peaks(989.4e12, 4.9e12, 60 << 20)),
+    ("H200", Peaks(989.4e12, 4.8e12, 50 << 20)),
     ("H100", Peaks(989.4e12, 3.9e12, 50 << 20)),  # the fastest memory among the cards of that name
     ("A100", Peaks(312e12, 2.04e12, 40 << 20)),
 )
