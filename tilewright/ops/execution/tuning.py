@@ -14,6 +14,7 @@ from tilewright.ops.execution.bench import Bench, bench_on
 from tilewright.ops.execution.events import (
     CallStarted,
     CallTuned,
+    CandidateDropped,
     CandidateFailed,
     CandidateMeasured,
     CandidateStarted,
@@ -22,7 +23,7 @@ from tilewright.ops.execution.events import (
 from tilewright.ops.execution.isolation import ProcessBench, Task, why_not_sent
 from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
-from tilewright.ops.execution.race import Limits, Race, Search
+from tilewright.ops.execution.race import Limits, Outlook, Race, Search
 from tilewright.ops.execution.results import AutotuningResult, TunedCall
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
 from tilewright.ops.execution.workload import Workload
@@ -38,6 +39,7 @@ __all__ = [
     "Autotuner",
     "CallStarted",
     "CallTuned",
+    "CandidateDropped",
     "CandidateFailed",
     "CandidateMeasured",
     "CandidateStarted",
@@ -229,6 +231,7 @@ class Autotuner:
             bench,
             candidates,
             self._limits(inv, cancelled),
+            outlooks=[_outlook(inv, config) for config in candidates],
             known=journal.known(candidates),
             emit=self._emit,
             record=lambda _: journal.record(race.found),
@@ -289,6 +292,16 @@ class Autotuner:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique
+
+
+def _outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
+    """What a kernel says of a config without running it."""
+    reasons = optional_method(inv.kernel, "config_reasons")
+    against = [] if reasons is None else reasons(inv, config)
+    if against:
+        return Outlook("; ".join(against))
+    bound = optional_method(inv.kernel, "config_bound_ms")
+    return Outlook("", 0.0 if bound is None else bound(inv, config))
 
 
 def autotune(
