@@ -68,8 +68,7 @@ class ReportedCall:
 
     @property
     def fastest(self) -> Candidate | None:
-        """Of those that were not found wrong."""
-        return next((c for c in self.measured if c.eligible), None)
+        return self.call.fastest
 
     @property
     def speedup(self) -> float | None:
@@ -84,9 +83,7 @@ class ReportedCall:
 
     @property
     def regret_ms(self) -> float | None:
-        """What the chosen one takes longer than the fastest; ``None`` if it is no right answer itself."""
-        mine, best = time_of(self.chosen), time_of(self.fastest)
-        return mine - best if mine is not None and best is not None and self.chosen.eligible else None
+        return None if time_of(self.chosen) is None else sound(self.call.regret_ms)
 
     @property
     def regret_is_noise(self) -> bool:

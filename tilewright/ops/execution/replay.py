@@ -1,5 +1,6 @@
 """A recorded tuning run again without its device: what another search would have found, and for how many samples."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
@@ -64,5 +65,5 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
     chosen = race.run()
     if chosen is None:
         raise ValueError(f"no candidate of {call.op} ({call.direction}) was found right")
-    found = TunedCall(call.op, call.direction, call.key, call.shapes, tuple(race.found), chosen)
+    found = dataclasses.replace(call, candidates=tuple(race.found), chosen=chosen)
     return found, bench.samples

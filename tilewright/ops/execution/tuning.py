@@ -205,6 +205,8 @@ class Autotuner:
 
     def _known(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The entry of a call that a cache has measurements of."""
+        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
+
         stored = self.chooser.measurements(inv)
         if stored is None:
             return None
@@ -212,7 +214,8 @@ class Autotuner:
         chosen = next((i for i, c in enumerate(candidates) if c.config == config), None)
         if chosen is None:
             return None
-        return TunedCall(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), candidates, chosen, step)
+        # Measurements of another source than the present one are not given out.
+        return TunedCall.of(inv, candidates, chosen, step=step, source=implementation_source(inv))
 
     def _tune_one(
         self,
@@ -223,9 +226,10 @@ class Autotuner:
     ) -> TunedCall | None:
         from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
 
+        source = implementation_source(inv)
         candidates = self._candidates(inv, configs)
         self._emit(CallStarted(inv, describe_key(inv.key), len(candidates)))
-        journal = Journal(self.chooser, inv, implementation_source(inv))
+        journal = Journal(self.chooser, inv, source)
         bench = self._bench(inv, candidates, inputs)
         race = Race(
             bench,
@@ -246,8 +250,7 @@ class Autotuner:
             errors = [c.exception or ValueError(c.error) for c in race.found]
             raise ExceptionGroup(f"every candidate of {inv.kernel.name} ({inv.direction}) failed", errors)
         complete = len(race.found) == len(candidates) and not cancelled.is_set()
-        shapes, found = describe_key(inv.key), tuple(race.found)
-        entry = TunedCall(inv.kernel.name, inv.direction, inv.key, shapes, found, chosen, complete=complete)
+        entry = TunedCall.of(inv, race.found, chosen, complete=complete, source=source)
         self.chooser.store(inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
         if complete:
             journal.finish()
