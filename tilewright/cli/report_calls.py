@@ -56,7 +56,11 @@ class ReportedCall:
 
     @property
     def failed(self) -> list[Candidate]:
-        return [c for c in self.call.candidates if c.error]
+        return [c for c in self.call.candidates if c.failed]
+
+    @property
+    def dropped(self) -> list[Candidate]:
+        return [c for c in self.call.candidates if c.dropped]
 
     @property
     def chosen(self) -> Candidate:
@@ -91,10 +95,6 @@ class ReportedCall:
         if self.fastest is None or self.regret_ms is None:
             return False
         return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
-
-    def rank(self, candidate: Candidate) -> int | None:
-        """Its place among the measured, from 1."""
-        return next((i for i, other in enumerate(self.measured, 1) if other is candidate), None)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
