@@ -31,7 +31,7 @@ type Results = tuple[Output, LogSumExp]
 BACKWARD_FLOPS = 2.5
 """Matrix products of the backward pass per one of the forward: five to two."""
 
-MOST_LOGIT_BYTES = 4 << 30
+MOST_LOGIT_BYTES = 2 << 30
 """Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
 
 COST_BLOCK = 64
