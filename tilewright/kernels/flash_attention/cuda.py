@@ -23,6 +23,7 @@ from tilewright.kernels.flash_attention.operands import into_batch, widened, wit
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -193,6 +194,20 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
     return found
 
 
+def queries_of_a_block(variant: Variant) -> int | None:
+    """How many of one head's queries a block of a forward variant has; ``None`` for a backward variant."""
+    match variant:
+        case cuda_variants.ForwardVariant():
+            return variant.block_q
+        case cuda_ampere_variants.AmpereForwardVariant():
+            return variant.tile.queries
+        case cuda_hopper_variants.HopperForwardVariant():
+            return variant.tile_q
+        case cuda_hopper_variants.HopperWideForwardVariant():
+            return cuda_hopper_variants.WIDE_TILE_Q
+    return None
+
+
 class CudaFlashAttention(Implementation):
     """Serves float32, float16 and bfloat16 of any head dim, and every option, on compute capability 5.0 and up."""
 
@@ -259,6 +274,19 @@ class CudaFlashAttention(Implementation):
         if not said:
             return [f"there is no variant {params.variant!r}"]
         return min(said, key=len)
+
+    def footprints(
+        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+    ) -> list[Footprint]:
+        """The grid of a forward variant; shared memory is among its requirements, the rest in compiled libraries."""
+        if direction == "backward" or params.variant is None:
+            return []
+        fields = problem_fields(problem, False)
+        variants = (each for _, each, _ in each_variant(direction, fields, problem.dtype.itemsize, params.variant))
+        rows = [queries_of_a_block(variant) for variant in variants]
+        if not rows or rows[0] is None:
+            return []
+        return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
         """``(out, lse)``."""

@@ -48,9 +48,8 @@ class FlashAttention(PortfolioKernel):
             implementations=(
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
-                # Proven against an emulation alone so far: what nobody asked for or measured does not run by it.
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
             ),
         )
 

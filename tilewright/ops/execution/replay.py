@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
-from tilewright.ops.execution.race import Limits, Race, Search
+from tilewright.ops.execution.race import Limits, Outlook, Race, Search
 from tilewright.ops.execution.results import Candidate, TunedCall
 
 
@@ -51,12 +51,13 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
       ValueError: the record has no candidate that was found right.
     """
     bench = RecordedBench(call.candidates)
-    limits = Limits(iters, search, 0.0, lambda: True, lambda: False)
+    limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
     race = Race(
         bench,
         [candidate.config for candidate in call.candidates],
         limits,
-        known={},
+        outlooks=[Outlook()] * len(call.candidates),
+        known={i: candidate for i, candidate in enumerate(call.candidates) if candidate.dropped},
         emit=lambda _: None,
         record=lambda _: None,
     )

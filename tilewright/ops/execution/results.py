@@ -29,8 +29,9 @@ class Candidate:
 
     Attributes:
       samples_ms: milliseconds per call; empty if it never ran.
-      check: "passed", "failed", or "unchecked" where the kernel has no reference.
-      error: the message of its exception, or what its check found; empty if all was well.
+      check: "passed", "failed", "unchecked" where the kernel has no reference, or "dropped" if it was never started:
+        it cannot run, or cannot be the fastest.
+      error: the message of its exception, what its check found, or why it was dropped; empty if all was well.
       heuristic: whether it is what would run without tuning.
       exception: the exception itself; not kept by JSON.
     """
@@ -55,6 +56,16 @@ class Candidate:
     def eligible(self) -> bool:
         """Whether it ran, was measured and was not found wrong."""
         return bool(self.samples_ms) and not self.error
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it was never started, for the reason in ``error``."""
+        return self.check == "dropped"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was started and did not come to a time, or was found wrong."""
+        return bool(self.error) and not self.dropped
 
     def fields(self) -> dict[str, Any]:
         """All that another process can be told."""
