@@ -49,8 +49,9 @@ class FlashAttention(PortfolioKernel):
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
-                # Proven against an emulation alone so far: what nobody asked for or measured does not run by it.
+                # Proven against emulations alone so far: what nobody asked for or measured does not run by these.
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
             ),
         )
 
