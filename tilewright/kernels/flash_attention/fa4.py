@@ -270,6 +270,8 @@ def backward_params_reasons(params: Any, head_dim: int, value_dim: int, grouped:
         reasons.append(f"warpgroups are divided evenly, got {params=}")
     if params.block_q % 16 or params.block_k % 16:
         reasons.append(f"tiles are multiples of 16, got {params.block_q=}, {params.block_k=}")
+    if params.block_q * head_dim % 1024:
+        reasons.append(f"sums are cleared 1024 at a time, got {params.block_q=}, {head_dim=}")
     in_registers = params.score_groups_q == 1 and params.d_key_groups_k == groups
     in_registers = in_registers and params.swap_scores and not params.swap_d_key
     halves = params.block_q * (queries * head_dim + params.d_out_stages * value_dim)
@@ -377,7 +379,8 @@ class Fa4FlashAttention(Implementation):
         _, value_dim = computed_dims(call.problem, "backward")
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
         arrays |= {"out": widened(out, value_dim), "d_out": widened(d_out, value_dim)}
-        d_query, d_key, d_value = call.inside(*call.run(fa4_cute.backward, arrays, complete), blind)
+        d_query, d_key, d_value = call.run(fa4_cute.backward, arrays, complete)
+        d_query, d_key, d_value = call.inside(d_query, d_key, d_value, blind)
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
             "query": (-d_query if turned else d_query)[..., :head_dim],

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LEAST_VERSIONS = {"flash-attn-4": "4.0.0b20", "quack-kernels": "0.5.3", "nvidia-cutlass-dsl": "4.7.0"}
-"""Of the packages. Before these, the kernels or the bridge took other arguments."""
+LEAST_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
+"""The first that were tried: from one beta to the next the kernels take other arguments."""
 
 KERNELS = {
     "forward": ("flash_fwd_sm90", "FlashAttentionForwardSm90"),
@@ -143,8 +143,8 @@ def _without_torch() -> Iterator[None]:
     importlib.import_module("tvm_ffi")  # which would take the stand-in for PyTorch and patch it
     before = {name: sys.modules.pop(name) for name in _TORCH if name in sys.modules}
     stand_ins = {name: _StandIn(name) for name in _TORCH}
-    for module in stand_ins.values():
-        module.__path__ = []
+    for stand_in in stand_ins.values():
+        stand_in.__path__ = []
     try:
         hollow = [name for name in _HOLLOW if name not in sys.modules]
         for name in hollow:
