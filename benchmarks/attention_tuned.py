@@ -35,6 +35,9 @@ from tilewright.ops.execution.workload import Workload
 MOST_BEHIND = 0.02
 """A tuned call that is slower than its default or than a single backend by more is a defect of the tuner."""
 
+NEAR = 1.5
+"""An implementation whose fastest is this many times slower than the winner is not measured again."""
+
 
 def invocation(case: AttentionCase, direction: Direction) -> Invocation[Any, Any]:
     """The call of a case, without its arrays."""
@@ -47,12 +50,14 @@ def invocation(case: AttentionCase, direction: Direction) -> Invocation[Any, Any
 
 
 def contenders(call: TunedCall) -> dict[str, Candidate]:
-    """The winner, the default, and the fastest of each implementation by the tuning's own samples."""
+    """The winner, the default, and the fastest of each implementation that came near by the tuning's own samples."""
     found = {"tuned": call.winner}
     if call.heuristic is not None and call.heuristic.eligible:
         found["default"] = call.heuristic
-    for each in sorted((c for c in call.candidates if c.eligible), key=lambda c: c.time_ms or math.inf):
-        found.setdefault(each.config.implementation, each)
+    times = {c.config: c.time_ms for c in call.candidates if c.eligible and c.time_ms is not None}
+    for each in sorted((c for c in call.candidates if c.config in times), key=lambda c: times[c.config]):
+        if times[each.config] <= NEAR * min(times.values()):
+            found.setdefault(each.config.implementation, each)
     return found
 
 
@@ -150,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = {"command": command, "environment": environment(), "versions": versions(), "driver": driver()}
     cells = {(cell["case"], cell["direction"]): cell for cell in before["cells"]}
     runs, mine = [*before["runs"], run], []
-    with tempfile.TemporaryDirectory() as empty:
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as compiled:
+        # What is measured again was compiled before.
+        jax.config.update("jax_compilation_cache_dir", compiled)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         for case in chosen_cases(chosen.cases):
             chain = ConfigSelectorChain(ConfigCache(), tables=Path(empty))
             for direction in chosen.directions.split(","):

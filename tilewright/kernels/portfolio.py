@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -180,14 +179,12 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         return next(iter(self._supported(inv)))
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
-        """What every implementation takes for itself, then their candidates in turn, so that a budget reaches all."""
+        """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
         problem, choices = self._problem(inv), self._supported(inv)
         yield from choices
-        spaces = [self._implementation(each).candidates(problem, inv.target, inv.direction) for each in choices]
-        for row in itertools.zip_longest(*spaces):
-            for choice, params in zip(choices, row, strict=True):
-                if params is not None:
-                    yield dataclasses.replace(choice, params=params)
+        for choice in choices:
+            for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
+                yield dataclasses.replace(choice, params=params)
 
     def directed_cfg(self, cfg: Any, inv: Invocation[Choice, Any]) -> Choice | None:
         """A config that the caller gave, for one direction.

@@ -49,6 +49,7 @@ class FlashAttention(PortfolioKernel):
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
             ),
         )
