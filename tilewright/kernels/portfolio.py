@@ -179,11 +179,11 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         return next(iter(self._supported(inv)))
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
-        problem = self._problem(inv)
-        for choice in self._supported(inv):
-            yield choice
-            implementation = self._implementation(choice)
-            for params in implementation.candidates(problem, inv.target, inv.direction):
+        """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
+        problem, choices = self._problem(inv), self._supported(inv)
+        yield from choices
+        for choice in choices:
+            for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
                 yield dataclasses.replace(choice, params=params)
 
     def directed_cfg(self, cfg: Any, inv: Invocation[Choice, Any]) -> Choice | None:

@@ -14,7 +14,7 @@ from tilewright.ops.execution.race import Limits, Outlook, Race
 from tilewright.ops.execution.replay import replay
 from tilewright.ops.execution.results import Candidate, TunedCall
 
-LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: False)
+LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 
 
 class Said(Bench):
@@ -231,10 +231,20 @@ class TestDropping:
 
 def test_a_cancelled_race_starts_nothing():
     bench = Said([1.0, 0.5])
-    stopped = dataclasses.replace(LIMITS, may_go_on=lambda: False, cancelled=lambda: True)
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False, cancelled=lambda: True)
     assert race(bench, 2, stopped)[0] is None
     assert not bench.started
 
 
 def test_without_time_the_heuristic_is_measured_nevertheless():
-    assert race(Said([1.0, 0.5]), 2, dataclasses.replace(LIMITS, may_go_on=lambda: False))[0] == 0
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False)
+    assert race(Said([1.0, 0.5]), 2, stopped)[0] == 0
+
+
+def test_when_there_is_no_time_for_more_candidates_those_that_ran_are_still_told_apart():
+    answers = iter([True, False])
+    bench = Said([1.0, itertools.chain([0.1], itertools.repeat(1.3)), 0.5])
+    chosen, found, _ = race(bench, 3, dataclasses.replace(LIMITS, may_start=lambda: next(answers)))
+    assert chosen == 0
+    assert bench.started == [0, 1]
+    assert len(found[0].samples_ms) >= LIMITS.iters

@@ -31,7 +31,7 @@ type Results = tuple[Output, LogSumExp]
 BACKWARD_FLOPS = 2.5
 """Matrix products of the backward pass per one of the forward: five to two."""
 
-MOST_LOGIT_BYTES = 4 << 30
+MOST_LOGIT_BYTES = 2 << 30
 """Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
 
 COST_BLOCK = 64
@@ -48,9 +48,9 @@ class FlashAttention(PortfolioKernel):
             implementations=(
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
-                # Proven against an emulation alone so far: what nobody asked for or measured does not run by it.
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
+                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
             ),
         )
 

@@ -30,6 +30,7 @@ class Limits:
       search: "halving" drops the slower half, noise allowed for, whenever the number of samples has doubled;
         "exhaustive" samples all that are not hopeless to the end.
       bound_ms: no device of the kind computes the call in less; 0 if nothing is known.
+      may_start: whether there is time left to start candidates that have not run yet.
       may_go_on: whether there is time left.
       cancelled: whether the user has had enough; then not even the heuristic is started.
     """
@@ -37,6 +38,7 @@ class Limits:
     iters: int
     search: Search
     bound_ms: float
+    may_start: Callable[[], bool]
     may_go_on: Callable[[], bool]
     cancelled: Callable[[], bool]
 
@@ -108,7 +110,7 @@ class Race:
     def _first_runs(self) -> None:
         for index in range(len(self._configs)):
             best = min(map(self._time, self._eligible()), default=math.inf)
-            if self._limits.cancelled() or (index and not self._limits.may_go_on()):
+            if self._limits.cancelled() or (index and not self._limits.may_start()):
                 return
             if index in self._known:
                 self.found.append(dataclasses.replace(self._known[index], heuristic=index == 0))

@@ -52,7 +52,7 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
       ValueError: the record has no candidate that was found right.
     """
     bench = RecordedBench(call.candidates)
-    limits = Limits(iters, search, 0.0, lambda: True, lambda: False)
+    limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
     race = Race(
         bench,
         [candidate.config for candidate in call.candidates],

@@ -152,6 +152,20 @@ class TunedCall:
         over, best = self.regret_ms, self.fastest
         return over / best.time_ms if over is not None and best is not None and best.time_ms else None
 
+    def essence(self) -> "TunedCall":
+        """The same with the winner, the heuristic and the fastest of every kind of config alone."""
+        kept, kinds = {self.chosen}, set()
+        times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
+        for i in sorted(times, key=lambda i: times[i]):
+            kind = getattr(self.candidates[i].config, "implementation", None)
+            if kind not in kinds:
+                kinds.add(kind)
+                kept.add(i)
+        order = [i for i, c in enumerate(self.candidates) if i in kept or c.heuristic]
+        return dataclasses.replace(
+            self, candidates=tuple(self.candidates[i] for i in order), chosen=order.index(self.chosen)
+        )
+
     def as_json(self) -> dict[str, Any]:
         said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return said | {"candidates": [c.as_json() for c in self.candidates]}
@@ -218,6 +232,11 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
     def __repr__(self) -> str:
         calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
         return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
+
+    def essence(self) -> "AutotuningResult":
+        """The same with the few candidates of each call that say why its winner won."""
+        entries = tuple(entry.essence() for entry in self.entries)
+        return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
 
     @property
     def configs(self) -> dict[str, Any]:

@@ -51,6 +51,9 @@ __all__ = [
 
 Isolation = Literal["none", "process", "auto"]
 
+# Of a budget, for candidates to run once; the rest is for those that may be the best to be told apart.
+FIRST_RUNS = 0.75
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuner:
@@ -100,7 +103,8 @@ class Autotuner:
       tuner: how to measure.
       chooser: the chain to store in, and to take forward configs from when a backward pass is tuned; the default
         executor's by default.
-      budget_s: seconds for one call; candidates that are left by then are not tried.
+      budget_s: seconds for one call, from when its candidates start; those that are left after three quarters of it are
+        not tried.
       verify: check candidates against the kernel's reference, if it has one.
       on_event: is called with the events of this module, from the thread that measures.
     """
@@ -257,13 +261,14 @@ class Autotuner:
         return entry
 
     def _limits(self, inv: Invocation[Any, Any], cancelled: threading.Event) -> Limits:
-        deadline = math.inf if self.budget_s is None else time.monotonic() + self.budget_s
+        start, budget_s = time.monotonic(), math.inf if self.budget_s is None else self.budget_s
         bound = optional_method(inv.kernel, "time_bound_ms")
         return Limits(
             self.tuner.iters,
             self.tuner.search,
             0.0 if bound is None else bound(inv),
-            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < deadline,
+            may_start=lambda: not cancelled.is_set() and time.monotonic() < start + FIRST_RUNS * budget_s,
+            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < start + budget_s,
             cancelled=cancelled.is_set,
         )
 
