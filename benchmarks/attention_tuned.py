@@ -7,18 +7,19 @@ table as they ship in ``tilewright/tables``.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import Any, get_args
 
 from benchmarks.attention import DIRECTIONS, chosen_cases, driver, versions
 from benchmarks.attention_peers import Operands
@@ -28,9 +29,9 @@ from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Invocation, Tuner
 from tilewright.ops.config.tables import add_to_table
 from tilewright.ops.core.types import Direction
-from tilewright.ops.execution.bench import Bench, CandidateError, bench_on
-from tilewright.ops.execution.results import Candidate, TunedCall
-from tilewright.ops.execution.workload import Workload
+from tilewright.ops.execution.bench import Bench, CandidateError, local_bench
+from tilewright.ops.execution.race import Search
+from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
 
 MOST_BEHIND = 0.02
 """A tuned call that is slower than its default or than a single backend by more is a defect of the tuner."""
@@ -64,7 +65,7 @@ def contenders(call: TunedCall) -> dict[str, Candidate]:
 def compare(inv: Invocation[Any, Any], chosen: dict[str, Candidate], chain: ConfigSelectorChain, rounds: int) -> Any:
     """Fresh samples of every contender, in turn, every second round backwards; a message in place of what failed."""
     configs = list(dict.fromkeys(candidate.config for candidate in chosen.values()))
-    bench: Bench = bench_on(inv.target, Workload(inv, chain, verify=False), configs, None, warmup=2)
+    bench: Bench = local_bench(inv, chain, configs, verify=False)
     samples: dict[Any, Any] = {config: [] for config in configs}
     try:
         for i, config in enumerate(configs):
@@ -136,57 +137,91 @@ def line(cell: Any) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The directions of one case for one process.
+
+    Attributes:
+      deadline: on the system's monotonic clock; no direction is started after it.
+    """
+
+    case: AttentionCase
+    directions: tuple[Direction, ...]
+    budget_s: float | None
+    rounds: int
+    search: Search
+    deadline: float
+
+
+def carry_out(task: Task) -> list[tuple[Any, AutotuningResult]]:
+    """A cell and what was found for each direction, or why there is none."""
+    case, done = task.case, []
+    with tempfile.TemporaryDirectory() as empty:
+        chain = ConfigSelectorChain(ConfigCache(), tables=Path(empty))
+        try:
+            for direction in task.directions:
+                if time.monotonic() > task.deadline:
+                    print(f"{case.name} {direction}: not started, the time is over", flush=True)
+                    continue
+                inv = invocation(case, direction)
+                begun = time.monotonic()
+                result = Autotuner(Tuner(search=task.search), chooser=chain, budget_s=task.budget_s).tune(inv)
+                took_s, (call,) = time.monotonic() - begun, result
+                cell = cell_of(inv, case, call, took_s, compare(inv, contenders(call), chain, task.rounds))
+                print(line(cell), flush=True)
+                done.append((cell, AutotuningResult.from_json(result.to_json())))  # its exceptions may not travel
+        except Exception as error:  # the other cases are still measured
+            said = str(error.exceptions[0]) if isinstance(error, ExceptionGroup) else f"{type(error).__name__}: {error}"
+            print(f"{case.name} failed: {said}"[:600], flush=True)
+    return done
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default="hopper,own,cuda")
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--budget", type=float, help="seconds for the tuning of one direction of a case")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--search", choices=("halving", "exhaustive"), default="halving")
+    parser.add_argument("--search", choices=get_args(Search), default="halving")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once; they measure in turn")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no call after this many seconds")
     parser.add_argument("--keep", action="store_true", help="keep the cells in --out that this run does not measure")
     parser.add_argument("--out", type=Path, help="the record; results/<device>/attention_tuned.json by default")
     parser.add_argument("--table", type=Path, help="add the winners to this tuned table")
     chosen = parser.parse_args(argv)
-    start = time.monotonic()
+    directions = [direction for direction in DIRECTIONS if direction in chosen.directions.split(",")]
+    deadline = time.monotonic() + chosen.seconds
+    # Several processes share the card.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     out = chosen.out or RESULTS / device_name() / "attention_tuned.json"
     before = json.loads(out.read_text()) if chosen.keep and out.is_file() else {"runs": [], "cells": []}
     command = " ".join(["python", "-m", "benchmarks.attention_tuned", *(sys.argv[1:] if argv is None else argv)])
     run = {"command": command, "environment": environment(), "versions": versions(), "driver": driver()}
     cells = {(cell["case"], cell["direction"]): cell for cell in before["cells"]}
     runs, mine = [*before["runs"], run], []
-    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as compiled:
-        # What is measured again was compiled before.
-        jax.config.update("jax_compilation_cache_dir", compiled)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        for case in chosen_cases(chosen.cases):
-            chain = ConfigSelectorChain(ConfigCache(), tables=Path(empty))
-            for direction in chosen.directions.split(","):
-                if time.monotonic() - start > chosen.seconds:
-                    print(f"{case.name} {direction}: not started, the time is over", flush=True)
-                    continue
-                inv = invocation(case, direction)
-                begun = time.monotonic()
-                tuner = Autotuner(Tuner(search=chosen.search), chooser=chain, budget_s=chosen.budget)
-                try:
-                    result = tuner.tune(inv)
-                except ExceptionGroup as error:  # the other calls are still measured
-                    print(f"{case.name} {direction}: {error.exceptions[0]}"[:600], flush=True)
-                    continue
-                took_s, (call,) = time.monotonic() - begun, result
-                cell = cell_of(inv, case, call, took_s, compare(inv, contenders(call), chain, chosen.rounds))
-                cells[case.name, direction] = cell
+    tasks = [
+        Task(case, tuple(directions), chosen.budget, chosen.rounds, chosen.search, deadline)
+        for case in chosen_cases(chosen.cases)
+    ]
+    spawning = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(chosen.jobs, mp_context=spawning) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(carry_out, task) for task in tasks]):
+            try:
+                found = future.result()
+            except concurrent.futures.process.BrokenProcessPool as error:  # what was measured is kept
+                print(f"a process died: {error}", flush=True)
+                break
+            for cell, result in found:
+                cells[cell["case"], cell["direction"]] = cell
                 mine.append(cell)
-                print(line(cell), flush=True)
-                write(out, runs, list(cells.values()))
                 if chosen.table is not None:
                     add_to_table(chosen.table, result, command)
-                jax.clear_caches()
-    worst = max((cell["over_best_single"] or math.nan for cell in mine), default=math.nan)
+            write(out, runs, list(cells.values()))
+    ratios = [cell["over_best_single"] for cell in mine if cell["over_best_single"] is not None]
     regrets = [cell["regret"] for cell in mine if cell["regret"] is not None]
     print(
-        f"{len(mine)} calls; tuned at worst {worst:.3f} of the best single backend; most regret "
-        f"{max(regrets, default=math.nan):.3f}; behind: {sum(map(behind, mine))}; written to {out}"
+        f"{len(mine)} calls; tuned at worst {max(ratios, default=math.nan):.3f} of the best single backend; "
+        f"most regret {max(regrets, default=math.nan):.3f}; behind: {sum(map(behind, mine))}; written to {out}"
     )
     return 0
 

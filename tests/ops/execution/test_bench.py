@@ -3,12 +3,14 @@
 import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tilewright.ops.execution.bench import LocalBench, Turns
+from tilewright.ops.execution.bench import LocalBench
 from tilewright.ops.execution.timing import Timer
+from tilewright.ops.execution.turns import Turns
 
 
 class Device:
@@ -68,10 +70,10 @@ class Clock(Timer):
 
 
 @pytest.mark.parametrize("fails", [-1, 2])
-def test_nothing_compiles_while_the_clock_runs(fails: int) -> None:
+def test_nothing_compiles_while_the_clock_runs(fails: int, tmp_path: Path) -> None:
     device = Device()
     work: Any = Work(device, fails)
-    bench = LocalBench(work, range(12), Clock(device), warmup=0, ahead=4)
+    bench = LocalBench(work, range(12), Clock(device), warmup=0, ahead=4, turns=Turns(tmp_path / "device"))
     trials = []
     for index in range(12):
         bench.expect(range(index, 12))
@@ -83,35 +85,3 @@ def test_nothing_compiles_while_the_clock_runs(fails: int) -> None:
     assert [bool(trial.error) for trial in trials] == [i == fails for i in range(12)]
     assert device.together == {frozenset({"compiler"}), frozenset({"clock"})}
     assert device.most > 1  # while nothing is measured they do compile side by side
-
-
-def test_who_waits_to_be_alone_is_not_overtaken() -> None:
-    turns, order = Turns(), []
-    first, second = threading.Event(), threading.Event()
-
-    def compile_first() -> None:
-        with turns.compiling():
-            first.set()
-            assert second.wait(10)
-            order.append("compiled")
-
-    def compile_later() -> None:
-        with turns.compiling():
-            order.append("compiled later")
-
-    def measure() -> None:
-        with turns.alone():
-            order.append("measured")
-            time.sleep(0.02)
-
-    threads = [threading.Thread(target=target) for target in (compile_first, measure, compile_later)]
-    threads[0].start()
-    assert first.wait(10)
-    threads[1].start()
-    while not turns._wanted:
-        time.sleep(0.001)
-    threads[2].start()
-    second.set()
-    for thread in threads:
-        thread.join(10)
-    assert order == ["compiled", "measured", "compiled later"]

@@ -206,6 +206,24 @@ class TestDropping:
         race(bench, 2, outlooks={1: Outlook("", 1.18)})
         assert bench.started == [0]
 
+    def test_an_implementation_far_behind_is_given_up(self):
+        families = {i: Outlook(family="fast" if i in (0, 3) else "slow") for i in range(5)}
+        bench = Said([1.0, 9.0, 1.0, 0.9, 0.1])
+        chosen, found, _ = race(bench, 5, outlooks=families)
+        assert (chosen, bench.started) == (3, [0, 1, 3])
+        assert found[2].error == "the best of slow so far took 9 ms, and another implementation 1 ms"
+        assert found[2].dropped
+
+    def test_an_implementation_that_tiles_may_bring_to_the_front_is_not(self):
+        bench = Said([1.0, 5.9, 0.5])
+        assert (
+            race(bench, 3, outlooks={0: Outlook(family="one"), 1: Outlook(family="two"), 2: Outlook(family="two")})[0]
+            == 2
+        )
+        # Nor one of which nothing could be measured, or what has no name.
+        bench = Said([1.0, iter(["gone"]), 9.0, 0.5])
+        assert race(bench, 4, outlooks={1: Outlook(family="two"), 3: Outlook(family="two")})[0] == 3
+
     def test_the_heuristic_is_measured_whatever_is_said_of_it(self):
         chosen, found, _ = race(Said([1.0, 2.0]), 2, outlooks={0: Outlook("no room for it", 9.0)})
         assert chosen == 0

@@ -2,19 +2,21 @@
 
 import abc
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from tilewright.ops.core.types import Device
+from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.execution.outside import numerics_of
 from tilewright.ops.execution.timing import Timer, timer_for
+from tilewright.ops.execution.turns import Turns, turns_on
 from tilewright.ops.execution.workload import Workload
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigSelectorChain
 
 
 class CandidateError(Exception):
@@ -74,41 +76,6 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Turns:
-    """Who uses the device: many that compile at once, for a compiler tries its own choices out there, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._compiling = 0
-        self._wanted = 0
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Waits for who is alone, and for who waits to be."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._wanted)
-            self._compiling += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._compiling -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Waits until nobody compiles; for one thread at a time."""
-        with self._changed:
-            self._wanted += 1
-            self._changed.wait_for(lambda: not self._compiling)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._wanted -= 1
-                self._changed.notify_all()
-
-
 class LocalBench(Bench):
     """The bench in this process.
 
@@ -117,17 +84,27 @@ class LocalBench(Bench):
       configs: the candidates.
       timer: takes the samples.
       warmup: untimed calls of a candidate between its first sample and the next.
-      ahead: how many candidates are compiled in other threads while one is measured.
+      ahead: how many candidates are compiled in other threads in advance.
+      turns: who may use the device when; what compiles or measures waits for its turn.
     """
 
-    def __init__(self, work: Workload, configs: Sequence[Any], timer: Timer, *, warmup: int, ahead: int = 0):
+    def __init__(
+        self,
+        work: Workload,
+        configs: Sequence[Any],
+        timer: Timer,
+        *,
+        warmup: int,
+        ahead: int = 0,
+        turns: Turns | None = None,
+    ):
         self._work, self._configs, self._timer, self._warmup = work, configs, timer, warmup
         self._functions: dict[int, Callable[..., Any]] = {}
         self._calls: dict[int, int] = {}
         self._ahead = ahead
         self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
-        self._turns = Turns()
+        self._turns = turns or Turns(None)
 
     def expect(self, indices: Sequence[int]) -> None:
         if self._pool is None:
@@ -141,7 +118,8 @@ class LocalBench(Bench):
         operands = self._work.operands
         try:
             pending = self._pending.pop(index, None)
-            function = self._work.compile(self._configs[index]) if pending is None else pending.result()
+            config = self._configs[index]
+            function = self._work.compile(config, self._turns.shared) if pending is None else pending.result()
             with self._turns.alone():
                 wrong = self._work.check(function(*operands))
                 if wrong:
@@ -181,11 +159,25 @@ class LocalBench(Bench):
 
     def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
-            return self._work.compile(config, self._turns.compiling)
+            return self._work.compile(config, self._turns.shared)
 
 
-def bench_on(device: Device, work: Workload, configs: Sequence[Any], timer: Timer | None, warmup: int) -> LocalBench:
-    """The bench for a device that this process has; the timer is what suits it unless there is one."""
+def local_bench(
+    inv: Invocation[Any, Any],
+    chooser: "ConfigSelectorChain",
+    configs: Sequence[Any],
+    *,
+    inputs: Any = None,
+    timer: Timer | None = None,
+    warmup: int = 2,
+    verify: bool = True,
+) -> LocalBench:
+    """The bench for a call on a device that this process has; the timer is what suits it unless there is one."""
+    device, turns = inv.target, turns_on(inv.target)
+    with turns.shared():
+        work = Workload(inv, chooser, inputs, verify=verify)
+    with turns.alone():
+        timer = timer or timer_for(device)
     # On a CPU, compiling beside what is measured would disturb it.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
-    return LocalBench(work, configs, timer or timer_for(device), warmup=warmup, ahead=ahead)
+    return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, turns=turns)

@@ -13,6 +13,9 @@ Search = Literal["halving", "exhaustive"]
 
 # A candidate this many times slower than the best so far is not measured a second time.
 HOPELESS = 1.5
+# Tiles of one implementation have been seen to make a difference of three times; an implementation this many times
+# slower than another, by what it takes itself or the best that was tried, is given up.
+LOST = 6.0
 # Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
 LEAST_NOISE = 0.02
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
@@ -50,10 +53,12 @@ class Outlook:
     Attributes:
       refusal: why it cannot run; empty if nothing is known against it.
       least_ms: the call takes no less with it; 0 if nothing is known.
+      family: candidates of one implementation have the same; empty if nothing is known.
     """
 
     refusal: str = ""
     least_ms: float = 0.0
+    family: str = ""
 
 
 class Race:
@@ -64,7 +69,8 @@ class Race:
     the next best wins.
 
     A candidate is not started, and recorded as dropped, if its outlook is that it cannot run, or that it takes longer
-    than another has taken: by more than clocks may be above their rating and a first sample may be too short.
+    than another has taken: by more than clocks may be above their rating and a first sample may be too short. Nor is
+    one of an implementation that is slower than another by more than tiles have been seen to change.
 
     Args:
       outlooks: of each candidate; that of the heuristic counts for nothing.
@@ -132,11 +138,17 @@ class Race:
         if outlook.refusal:
             return f"it cannot run: {outlook.refusal}"
         if PLAUSIBLE * outlook.least_ms <= (1 + EARLY_NOISE) * best:
-            return ""
+            return self._of_lost_family(outlook.family, best)
         return (
             f"it takes {outlook.least_ms:.4g} ms at the least at the device's peak rates, and another took "
             f"{best:.4g} ms"
         )
+
+    def _of_lost_family(self, family: str, best: float) -> str:
+        times = [self._time(i) for i in self._eligible() if self._outlooks[i].family == family]
+        if not family or not times or min(times) <= LOST * best:
+            return ""
+        return f"the best of {family} so far took {min(times):.4g} ms, and another implementation {best:.4g} ms"
 
     def _candidate(self, index: int, trial: Trial) -> Candidate:
         config, heuristic = self._configs[index], index == 0

@@ -80,6 +80,11 @@ class Candidate:
         return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
 
 
+def kind_of(config: Any) -> str:
+    """The implementation that a config names; empty if it names none."""
+    return str(getattr(config, "implementation", ""))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TunedCall:
     """The field of one invocation.
@@ -157,7 +162,7 @@ class TunedCall:
         kept, kinds = {self.chosen}, set()
         times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
         for i in sorted(times, key=lambda i: times[i]):
-            kind = getattr(self.candidates[i].config, "implementation", None)
+            kind = kind_of(self.candidates[i].config)
             if kind not in kinds:
                 kinds.add(kind)
                 kept.add(i)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
 from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
-from tilewright.ops.execution.bench import Bench, bench_on
+from tilewright.ops.execution.bench import Bench, local_bench
 from tilewright.ops.execution.events import (
     CallStarted,
     CallTuned,
@@ -24,9 +24,8 @@ from tilewright.ops.execution.isolation import ProcessBench, Task, why_not_sent
 from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
 from tilewright.ops.execution.race import Limits, Outlook, Race, Search
-from tilewright.ops.execution.results import AutotuningResult, TunedCall
+from tilewright.ops.execution.results import AutotuningResult, TunedCall, kind_of
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
-from tilewright.ops.execution.workload import Workload
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
@@ -287,8 +286,9 @@ class Autotuner:
             if tuner.isolation == "process":
                 raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
             logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
-        work = Workload(inv, self.chooser, inputs, verify=self.verify)
-        return bench_on(inv.target, work, candidates, tuner.timer, tuner.warmup)
+        return local_bench(
+            inv, self.chooser, candidates, inputs=inputs, timer=tuner.timer, warmup=tuner.warmup, verify=self.verify
+        )
 
     def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> list[Any]:
         """The heuristic, then what another toolchain found best, then the rest; each once."""
@@ -304,12 +304,13 @@ class Autotuner:
 
 def _outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
     """What a kernel says of a config without running it."""
+    family = kind_of(config)
     reasons = optional_method(inv.kernel, "config_reasons")
     against = [] if reasons is None else reasons(inv, config)
     if against:
-        return Outlook("; ".join(against))
+        return Outlook("; ".join(against), family=family)
     bound = optional_method(inv.kernel, "config_bound_ms")
-    return Outlook("", 0.0 if bound is None else bound(inv, config))
+    return Outlook("", 0.0 if bound is None else bound(inv, config), family)
 
 
 def autotune(
