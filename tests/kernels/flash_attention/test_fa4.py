@@ -48,7 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def emulated(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4_cute, "_kernels", lambda: KERNELS)
+    monkeypatch.setattr(fa4_cute, "kernels", lambda: KERNELS)
 
 
 def problem_of(
@@ -132,8 +132,22 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
         f"needs the package {absent}",
     ]
     versions |= {"flash-attn-4": "4.0.0", "nvidia-cutlass-dsl": "4.10.0"}
-    monkeypatch.setattr(fa4_cute, "load_error", lambda: "ImportError: no libcuda")
-    assert reasons() == ["FlashAttention-4 cannot be loaded: ImportError: no libcuda"]
+    assert reasons() == []
+
+
+def test_what_cannot_be_loaded_is_a_reason_from_then_on(monkeypatch: pytest.MonkeyPatch):
+    def broken(name: str) -> Any:
+        raise OSError(f"no libcuda for {name}")
+
+    monkeypatch.setattr(fa4_cute, "missing_packages", list)
+    monkeypatch.setattr(fa4_cute, "_LOAD_ERRORS", [])
+    fa4_cute._loaded.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert reasons() == []  # nothing was loaded to find that out
+    for _ in range(2):
+        with pytest.raises(ImportError, match=r"FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"):
+            fa4_cute.kernels()
+    assert reasons() == ["FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"]
 
 
 def test_versions_are_ordered():

@@ -71,21 +71,15 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 
 def package_reasons() -> list[str]:
-    """Why the packages cannot be used here; empty if they can, and then they are loaded."""
-    reasons = missing_packages()
-    if not reasons and load_error():
-        reasons.append(f"FlashAttention-4 cannot be loaded: {load_error()}")
-    return reasons
+    """Why the packages cannot be used here, as far as that is known without loading them.
+
+    Every call on a Hopper GPU is asked for reasons, and loading takes seconds, or a quarter of a minute with PyTorch.
+    """
+    return missing_packages() or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
 
 
-@functools.cache
-def load_error() -> str:
-    """Why what is installed cannot be imported or is not what it was; empty if it can be used."""
-    try:
-        _kernels()
-    except Exception as error:  # an import of these packages runs code of theirs, which may fail in any way
-        return f"{type(error).__name__}: {error}"
-    return ""
+_LOAD_ERRORS: list[str] = []
+"""What went wrong when they were loaded for a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,8 +94,23 @@ class _Kernels:
     versions: tuple[str, ...]
 
 
+def kernels() -> _Kernels:
+    """The kernels, loaded.
+
+    Raises:
+      ImportError: what is installed cannot be imported or is not what it was; from then on that is a reason.
+    """
+    try:
+        return _loaded()
+    except Exception as error:  # an import of these packages runs code of theirs, which may fail in any way
+        said = f"{type(error).__name__}: {error}"
+        if said not in _LOAD_ERRORS:
+            _LOAD_ERRORS.append(said)
+        raise ImportError(f"FlashAttention-4 cannot be loaded: {said}") from error
+
+
 @functools.cache
-def _kernels() -> _Kernels:
+def _loaded() -> _Kernels:
     cutlass = importlib.import_module("cutlass")
     bridge = importlib.import_module("cutlass.jax")
     with contextlib.nullcontext() if _torch_can_be_imported() else _without_torch():
@@ -265,12 +274,13 @@ def _call(
     """The results of one kernel: first the last operands, as many as are changed in place, then those of ``shapes``."""
     changed = range(len(operands) - in_place, len(operands))
     results = [*(jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in changed), *shapes]
-    launch = _LAUNCHES[name](_kernels(), *settings)
-    call = _kernels().call(
+    loaded = kernels()
+    launch = _LAUNCHES[name](loaded, *settings)
+    call = loaded.call(
         launch,
         output_shape_dtype=tuple(results),
         input_output_aliases={i: n for n, i in enumerate(changed)},
-        compile_key=("tilewright fa4", name, settings, _kernels().versions),
+        compile_key=("tilewright fa4", name, settings, loaded.versions),
     )
     return list(call(*operands))
 
