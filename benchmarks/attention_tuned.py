@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Task(case, tuple(directions), chosen.budget, chosen.rounds, chosen.search, deadline)
         for case in chosen_cases(chosen.cases)
     ]
-    spawning = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(chosen.jobs, mp_context=spawning) as pool:
+    spawning = multiprocessing.get_context("spawn")  # and one process for each case: it gives all memory back
+    with concurrent.futures.ProcessPoolExecutor(chosen.jobs, spawning, max_tasks_per_child=1) as pool:
         for future in concurrent.futures.as_completed([pool.submit(carry_out, task) for task in tasks]):
             try:
                 found = future.result()

@@ -2,6 +2,7 @@
 
 import abc
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -105,27 +106,27 @@ class LocalBench(Bench):
         self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
         self._turns = turns or Turns(None)
+        self._turn: contextlib.ExitStack | None = None
 
     def expect(self, indices: Sequence[int]) -> None:
-        if self._pool is None:
-            return
+        if self._pool is None or any(index in self._pending for index in indices):
+            return  # what was compiled together is measured first
         numerics = numerics_of(jax.config)  # of this thread; those of the pool have their own
         for index in indices[: self._ahead]:
-            if index not in self._pending and index not in self._functions:
+            if index not in self._functions:
+                self._leave()
                 self._pending[index] = self._pool.submit(self._compile, self._configs[index], numerics)
 
     def start(self, index: int) -> Trial:
         operands = self._work.operands
         try:
-            pending = self._pending.pop(index, None)
-            config = self._configs[index]
-            function = self._work.compile(config, self._turns.shared) if pending is None else pending.result()
-            with self._turns.alone():
-                wrong = self._work.check(function(*operands))
-                if wrong:
-                    return Trial("failed", "; ".join(wrong))
-                calls = self._timer.calls(function, operands)
-                sample = self._timer.sample_ms(function, operands, calls)
+            function = self._compiled(index)
+            self._enter()
+            wrong = self._work.check(function(*operands))
+            if wrong:
+                return Trial("failed", "; ".join(wrong))
+            calls = self._timer.calls(function, operands)
+            sample = self._timer.sample_ms(function, operands, calls)
         except Exception as error:  # a candidate may fail in any way; the evidence is kept
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
@@ -133,29 +134,49 @@ class LocalBench(Bench):
 
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands
+        self._enter()
         try:
-            with self._turns.alone():
-                if index not in self._calls:
-                    for _ in range(self._warmup):
-                        jax.block_until_ready(function(*operands))
-                    self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
-                return self._timer.sample_ms(function, operands, self._calls[index])
+            if index not in self._calls:
+                for _ in range(self._warmup):
+                    jax.block_until_ready(function(*operands))
+                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
+            return self._timer.sample_ms(function, operands, self._calls[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
     def recheck(self, index: int) -> list[str]:
         if not self._work.checked:
             return []
+        self._enter()
         try:
-            with self._turns.alone():
-                return self._work.recheck(self._configs[index])
+            return self._work.recheck(self._configs[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
     def close(self) -> None:
+        self._leave()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._functions.clear()
+
+    def _enter(self) -> None:
+        """Takes the device for itself until the next compilation: a turn for every sample would be mostly waiting."""
+        if self._turn is None:
+            self._turn = contextlib.ExitStack()
+            self._turn.enter_context(self._turns.alone())
+
+    def _leave(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.close()
+
+    def _compiled(self, index: int) -> Callable[..., Any]:
+        pending = self._pending.pop(index, None)
+        if pending is None:
+            self._leave()
+            return self._work.compile(self._configs[index], self._turns.shared)
+        concurrent.futures.wait([pending, *self._pending.values()])
+        return pending.result()
 
     def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
