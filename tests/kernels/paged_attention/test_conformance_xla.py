@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar
 
+import jax
 import pytest
 
-from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of
+from tests.kernels.paged_attention.conformance import PAGED, QUICK, PagedConformance, check, inputs_of
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -35,7 +36,7 @@ class TestXla(PagedConformance):
 @pytest.mark.parametrize("q_lengths", [(1,), (4, 0, 11)])
 def test_any_params_give_the_same(params: FwdParams, q_lengths: tuple[int, ...]):
     inputs = inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=q_lengths, sliding_window=40))
-    check(XlaPagedAttention().forward(inputs, params), inputs)
+    check(jax.jit(lambda inputs: XlaPagedAttention().forward(inputs, params), compiler_options=QUICK)(inputs), inputs)
 
 
 @pytest.mark.parametrize("device", [current_device(), GPU], ids=["cpu", "gpu"])
@@ -43,8 +44,8 @@ def test_the_heuristic_is_bounded_and_no_candidate(device: Device):
     backend = XlaPagedAttention()
     for sequences, kv_length, q_lengths in ((1, 131072, (1,)), (256, 1024, (1,)), (2, 64, (700, 1)), (0, 0, (1,))):
         case = RaggedPageCase("", **PAGED | {"sequences": sequences, "kv_length": kv_length}, q_lengths=q_lengths)
-        inputs = inputs_of("ragged_page_attention", case)
-        problem = PagedProblem.of(inputs)
+        problem = jax.eval_shape(lambda case=case: inputs_of("ragged_page_attention", case))
+        problem = PagedProblem.of(problem)
         best = backend.heuristic(problem, device, "forward")
         tiles = best.blocksize_heads // problem.heads
         assert best.kv_blocksize <= max(kv_length + 7, 1)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+MOST_OF_HOST = 1 << 22
+"""Elements up to which an array is drawn on the host, where nothing has to be compiled first."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingCase(abc.ABC):
@@ -98,6 +101,8 @@ class Drawn:
         self.counts = np.array([case.q_lengths[s % len(case.q_lengths)] for s in range(case.sequences)], np.int64)
 
     def normal(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        if math.prod(shape) <= MOST_OF_HOST:
+            return jnp.asarray(self.generator.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
@@ -152,6 +157,8 @@ class Drawn:
 
     def _stored(self, shape: tuple[int, ...]) -> jax.Array:
         dtype = self.case.kv_dtype or self.case.dtype
+        if dtype == "int8" and math.prod(shape) <= MOST_OF_HOST:
+            return jnp.asarray(self.generator.integers(-127, 128, shape, np.int8))
         if dtype == "int8":
             key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
             return jax.random.randint(key, shape, -127, 128, jnp.int8)
