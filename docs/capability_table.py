@@ -21,6 +21,7 @@ from tilewright.kernels.mla_decode.cases import MlaCase
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.portfolio import InferenceKernel, Portfolio
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.triton_bridge import requirements
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.executor import prepared
 
@@ -200,7 +201,8 @@ def op_table(name: str, op: Portfolio, probes: tuple[Any, ...]) -> list[str]:
 def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
     newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
-    with mock.patch.object(toolchain, "missing", return_value=[]), newest:
+    triton = mock.patch.object(requirements, "_version", return_value=(99,))
+    with mock.patch.object(toolchain, "missing", return_value=[]), newest, triton:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS if name in PROBES)
 
 

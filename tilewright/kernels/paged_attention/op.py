@@ -39,7 +39,10 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
         super().__init__(
             name,
             version="1",
-            implementations=(lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),),
+            implementations=(
+                lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
+                lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
+            ),
         )
 
     def canonical(

@@ -38,3 +38,36 @@ def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | 
 def bounded(lengths: Any) -> Any:
     """Lengths or starts that are not negative and leave room for sums in int32."""
     return jnp.clip(lengths, 0, FAR)
+
+
+class TilePlan(NamedTuple):
+    """Query tiles of packed tokens, each of one sequence; those that are left over have no rows.
+
+    Attributes:
+      token, rows: a tile's first token and how many it has.
+      position: of the first row in its sequence.
+    """
+
+    sequence: Int[Array, " tiles"]
+    token: Int[Array, " tiles"]
+    rows: Int[Array, " tiles"]
+    position: Int[Array, " tiles"]
+
+
+def most_tiles(tokens: int, sequences: int, block_q: int) -> int:
+    """How many tiles can have rows, however the tokens are spread over the sequences."""
+    return min(tokens, (tokens + sequences * (block_q - 1)) // block_q)
+
+
+def packed_tiles(cum: Any, lengths: Any, tokens: int, block_q: int) -> tuple[TilePlan, Any]:
+    """The tiles of rising boundaries, and the first tile of each sequence."""
+    sequences, counts = lengths.shape[0], jnp.diff(cum)
+    ends = jnp.cumsum(-(-counts // block_q))
+    starts = ends - -(-counts // block_q)
+    tile = jnp.arange(most_tiles(tokens, sequences, block_q), dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(owner, sequences - 1)
+    offset = (tile - starts[sequence]) * block_q
+    rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)
+    position = bounded(lengths)[sequence] - counts[sequence] + offset
+    return TilePlan(sequence, cum[sequence] + offset, rows, position), starts

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.kernels.paged_attention.inputs import PagedInputs, Results
-from tilewright.kernels.paged_attention.places import boundaries, bounded, packed_tokens
+from tilewright.kernels.paged_attention.places import boundaries, bounded, packed_tiles, packed_tokens
 from tilewright.kernels.sharding import vary_over, varying_axes
 
 
@@ -85,23 +85,13 @@ def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     if cum is None:
         cum = jnp.arange(sequences + 1, dtype=jnp.int32) * (q_length or 0)
     cum = boundaries(cum, tokens)
-    counts = jnp.diff(cum)
-    # Ends of each sequence's tiles among all of them: only so many can have rows, however the tokens are spread.
-    ends = jnp.cumsum(-(-counts // block_q))
-    most = min(tokens, (tokens + sequences * (block_q - 1)) // block_q)
-    tile = jnp.arange(most, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    sequence = jnp.minimum(owner, sequences - 1)
-    offset = (tile - ends[sequence] + -(-counts[sequence] // block_q)) * block_q
-    rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)
-    token = cum[sequence][:, None] + offset[:, None] + jnp.arange(block_q)
-    query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(most, *shape)
-    first = lengths[sequence] - counts[sequence] + offset
-
+    plan, starts = packed_tiles(cum, inputs.kv_lengths, tokens, block_q)
+    token = plan.token[:, None] + jnp.arange(block_q)
+    query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(-1, *shape)
     at = packed_tokens(cum, tokens, sequences, None)
-    start = (ends - -(-counts // block_q))[at.sequence]
-    place = (start + at.offset // block_q) * block_q + at.offset % block_q
-    return Tiles(query, sequence, first, rows), (jnp.clip(place, 0, most * block_q - 1), at.owned)
+    place = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
+    place = jnp.clip(place, 0, query.shape[0] * block_q - 1)
+    return Tiles(query, plan.sequence, plan.position, plan.rows), (place, at.owned)
 
 
 def _padded(x: Any, count: int) -> Any:
