@@ -5,7 +5,7 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, Platforms
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 
 
 class DecodeAttention(PagedAttentionKernel):
@@ -14,6 +14,7 @@ class DecodeAttention(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__("decode_attention")
 
+    @takes_options()
     def prepare(
         self,
         query: ArrayLike,
@@ -21,16 +22,7 @@ class DecodeAttention(PagedAttentionKernel):
         value: ArrayLike,
         lengths: ArrayLike,
         page_table: ArrayLike | None = None,
-        *,
-        key_scale: ArrayLike | None = None,
-        value_scale: ArrayLike | None = None,
-        softmax_scale: float | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        return_lse: bool = False,
-        platform: Platforms = None,
+        **options: Any,
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
@@ -51,13 +43,5 @@ class DecodeAttention(PagedAttentionKernel):
             values,
             arguments.lengths_array("lengths", lengths, sequences),
             page_table=table,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_lse,
-            platform=platform,
+            **options,
         )

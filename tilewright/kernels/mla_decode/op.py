@@ -1,12 +1,13 @@
 """Multi-head latent attention in its absorbed form: all heads read one latent, whose first part is the value too."""
 
 import math
+from typing import Any
 
 from jax.typing import ArrayLike
 
 from tilewright.kernels.flash_attention.arguments import as_array, reshape
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, Platforms
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 
 
 class MlaDecode(PagedAttentionKernel):
@@ -15,6 +16,7 @@ class MlaDecode(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__("mla_decode")
 
+    @takes_options("key_scale", "value_scale")
     def prepare(
         self,
         query: ArrayLike,
@@ -25,13 +27,7 @@ class MlaDecode(PagedAttentionKernel):
         kv_lora_rank: int = 512,
         causal: bool = True,
         scale: ArrayLike | None = None,
-        softmax_scale: float | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        return_lse: bool = False,
-        platform: Platforms = None,
+        **options: Any,
     ) -> Call:
         """Checks a call and gives the core's problem."""
         layout = "[sequences, heads, head_dim] or [sequences, q_length, heads, head_dim]"
@@ -54,12 +50,6 @@ class MlaDecode(PagedAttentionKernel):
             q_length=math.prod(queries.shape[1:-2]),
             key_scale=scale,
             causal=causal,
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
             latent_dim=kv_lora_rank,
-            return_lse=return_lse,
-            platform=platform,
+            **options,
         )

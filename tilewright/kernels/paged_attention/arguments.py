@@ -82,9 +82,8 @@ def _narrow(array: Any) -> Any:
     return array.astype(jnp.int32)
 
 
-def page_table_array(page_table: Any, sequences: int) -> Any:
-    layout = f"[sequences, pages_per_sequence] with {sequences=}"
-    return integers("page_table", page_table, (sequences, None), layout)
+def page_table_array(page_table: Any, sequences: int, name: str = "page_table") -> Any:
+    return integers(name, page_table, (sequences, None), f"[sequences, pages_per_sequence] with {sequences=}")
 
 
 def scale_array(name: str, scale: Any, cache: Any) -> Any:
@@ -157,6 +156,12 @@ def required(name: str, array: Any) -> Any:
 def page_arrays(key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
     layout = "[num_pages, page_size, kv_heads, head_dim]"
     return cache_arrays(key_pages, required("value_pages", value_pages), layout, ("key_pages", "value_pages"))
+
+
+def block_arrays(key_cache: Any, value_cache: Any) -> tuple[Any, Any]:
+    """Pages by the names that vLLM has for them."""
+    layout = "[num_blocks, block_size, kv_heads, head_dim]"
+    return cache_arrays(key_cache, required("value_cache", value_cache), layout, ("key_cache", "value_cache"))
 
 
 def lengths_array(name: str, lengths: Any, sequences: int | None) -> Any:

@@ -1,12 +1,15 @@
 """What the Kernels of all attention over a cache share: from prepared arguments to the core's problem and back."""
 
 import abc
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from tilewright.kernels.flash_attention.arguments import (
     PlatformLike,
@@ -29,7 +32,40 @@ from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.core.types import Direction
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
-type Platforms = PlatformLike | Sequence[PlatformLike] | None
+
+
+def _options(
+    *,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    return_lse: bool = False,
+    platform: PlatformLike | Sequence[PlatformLike] | None = None,
+) -> None:
+    """The keyword arguments that most of the ops share."""
+
+
+def takes_options(*absent: str) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
+    """Gives a ``prepare`` that takes ``**options`` the shared ones, but for those that the op has not, by name."""
+
+    def decorate(prepare: Callable[..., Call]) -> Callable[..., Call]:
+        own = [p for p in inspect.signature(prepare).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shared = [p for name, p in inspect.signature(_options).parameters.items() if name not in absent]
+        signature = inspect.Signature([*own, *shared], return_annotation=Call)
+
+        @functools.wraps(prepare)
+        def checked(*args: Any, **kwargs: Any) -> Call:
+            bound = signature.bind(*args, **kwargs)
+            return prepare(*bound.args, **bound.kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
 
 
 class PagedAttentionKernel(InferenceKernel, abc.ABC):

@@ -29,10 +29,11 @@ def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None)
     kv_heads, head_dim = inputs.key.shape[2:]
     dense = max(inputs.capacity * kv_heads * (head_dim + inputs.value_dim) * 4, 1)
     at_once = max(DENSE_BYTES // dense, 1)
-    return lax.map(lambda token: _token(inputs, dtype, token), jnp.arange(tokens), batch_size=at_once)
+    return lax.map(lambda token: token_reference(inputs, dtype, token), jnp.arange(tokens), batch_size=at_once)
 
 
-def _token(inputs: PagedInputs, dtype: Any, token: Any) -> tuple[Any, Any]:
+def token_reference(inputs: PagedInputs, dtype: Any, token: Any) -> tuple[Any, Any]:
+    """The results of one token, computed in ``dtype``: ``[heads, value_dim]`` and ``[heads]``."""
     options = inputs.options
     sequence, index, count, owned = _owner(inputs, token)
     key, there = _dense(inputs, inputs.key, inputs.key_scale, sequence, dtype)

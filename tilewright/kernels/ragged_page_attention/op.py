@@ -1,9 +1,11 @@
 """Ragged page attention: packed queries of prefill and decode together, over pages."""
 
+from typing import Any
+
 from jax.typing import ArrayLike
 
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, Platforms
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 
 
 class RaggedPageAttention(PagedAttentionKernel):
@@ -12,6 +14,7 @@ class RaggedPageAttention(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__("ragged_page_attention")
 
+    @takes_options()
     def prepare(
         self,
         query: ArrayLike,
@@ -23,16 +26,8 @@ class RaggedPageAttention(PagedAttentionKernel):
         *,
         new_key: ArrayLike | None = None,
         new_value: ArrayLike | None = None,
-        key_scale: ArrayLike | None = None,
-        value_scale: ArrayLike | None = None,
         causal: bool = True,
-        softmax_scale: float | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        return_lse: bool = False,
-        platform: Platforms = None,
+        **options: Any,
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
@@ -49,15 +44,7 @@ class RaggedPageAttention(PagedAttentionKernel):
             page_table=arguments.page_table_array(page_table, sequences),
             cum_q_lens=arguments.boundaries_array("cum_q_lens", cum_q_lens, sequences),
             q_length=None,
-            key_scale=key_scale,
-            value_scale=value_scale,
             new=None if new_key is None else (new_key, new_value),
             causal=causal,
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_lse,
-            platform=platform,
+            **options,
         )

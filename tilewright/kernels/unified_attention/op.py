@@ -6,7 +6,7 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, Platforms
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 
 
 class UnifiedAttention(PagedAttentionKernel):
@@ -15,6 +15,7 @@ class UnifiedAttention(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__("unified_attention")
 
+    @takes_options("key_scale", "value_scale", "sliding_window", "logits_soft_cap", "softmax_aux")
     def prepare(
         self,
         query: ArrayLike,
@@ -24,46 +25,34 @@ class UnifiedAttention(PagedAttentionKernel):
         seqused_k: ArrayLike,
         block_table: ArrayLike,
         *,
-        softmax_scale: float | None = None,
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
-        alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
         k_descale: ArrayLike | None = None,
         v_descale: ArrayLike | None = None,
-        return_lse: bool = False,
-        platform: Platforms = None,
+        **options: Any,
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
-        keys, values = arguments.cache_arrays(
-            key_cache,
-            arguments.required("value_cache", value_cache),
-            "[num_blocks, block_size, kv_heads, head_dim]",
-            ("key_cache", "value_cache"),
-        )
+        keys, values = arguments.block_arrays(key_cache, value_cache)
         lengths = arguments.lengths_array("seqused_k", seqused_k, None)
         sequences = lengths.shape[0]
-        layout = f"[sequences, blocks_per_sequence] with {sequences=}"
         return self.canonical(
             queries,
             keys,
             values,
             lengths,
-            page_table=arguments.integers("block_table", block_table, (sequences, None), layout),
+            page_table=arguments.page_table_array(block_table, sequences, "block_table"),
             cum_q_lens=arguments.boundaries_array("cu_seqlens_q", cu_seqlens_q, sequences),
             q_length=None,
             key_scale=k_descale,
             value_scale=v_descale,
             causal=causal,
-            softmax_scale=softmax_scale,
             sliding_window=_window(window_size),
             logits_soft_cap=softcap or None,
             softmax_aux=sinks,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_lse,
-            platform=platform,
+            **options,
         )
 
 

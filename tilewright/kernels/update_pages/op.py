@@ -1,15 +1,16 @@
 """Writing new keys and values into pages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import as_array, platforms, reshape
+from tilewright.kernels.flash_attention.arguments import PlatformLike, as_array, platforms, reshape
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.debugging import report
-from tilewright.kernels.paged_attention.op import Call, Platforms
+from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
@@ -42,7 +43,7 @@ class UpdatePages(InferenceKernel):
         *,
         key_scale: ArrayLike | None = None,
         value_scale: ArrayLike | None = None,
-        platform: Platforms = None,
+        platform: PlatformLike | Sequence[PlatformLike] | None = None,
     ) -> Call:
         """Checks a call; pages without heads get one."""
         pages, new = as_array("key_pages", key_pages), as_array("key", key)
