@@ -194,6 +194,13 @@ class PagedConformance(abc.ABC):
         case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), softmax_scale=scale, sinks=1)
         self.run_and_check(inputs_of("ragged_page_attention", case), 3.0)
 
+    @pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (None, 2**40)])
+    def test_windows_beyond_every_length(self, window: Any):
+        case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), causal=False, sliding_window=window)
+        inputs = inputs_of("ragged_page_attention", case)
+        inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([2**31 - 1, 60, 2**30], jnp.int32))
+        self.run_and_check(inputs)
+
     @pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
     def test_nothing_at_all(self, shape: tuple[int, int]):
         sequences, kv_length = shape

@@ -17,7 +17,8 @@ from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, c
 from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
 from tilewright.kernels.page_attention.cases import GPU_CASES as PAGE_CASES
-from tilewright.kernels.paged_attention.inputs import PagedProblem
+from tilewright.kernels.paged_attention import triton_kernels
+from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
 from tilewright.kernels.paged_attention.triton import MOST_SPLITS, TritonPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import GPU_CASES as RAGGED_CASES
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -50,6 +51,10 @@ def test_a_latent_of_512_and_64():
     with interpret_triton():
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
     check(got, inputs)
+
+
+def test_both_backends_are_cut_to_the_same_lengths():
+    assert triton_kernels.FAR.value == FAR
 
 
 def test_vmap_runs_one_after_the_other():

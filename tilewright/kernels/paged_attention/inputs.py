@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Integer, Num
 
 type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 
-FAR = 1 << 30
-"""Beyond every position: windows, lengths and starts are cut to it, so that sums of two stay in int32."""
+FAR = 1 << 29
+"""Beyond every position: windows, lengths and starts are cut to it, so that sums of three stay in int32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1 << 29)  # that of inputs.py
 
 
 @triton.jit
@@ -107,13 +108,13 @@ def attend(
         token = tl.load(tiles + num_tiles + tile)
         rows = tl.load(tiles + 2 * num_tiles + tile)
         first = tl.load(tiles + 3 * num_tiles + tile)
-        length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), 1 << 30)
+        length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), FAR)
     else:
         sequence = tile // tiles_per_sequence
         offset = tile % tiles_per_sequence * block_q
         token = sequence * q_length + offset
         rows = tl.minimum(q_length - offset, block_q)
-        length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), 1 << 30)
+        length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), FAR)
         first = length - q_length + offset
     if rows <= 0:
         return
@@ -121,7 +122,7 @@ def attend(
     # The positions that any row sees, cut into blocks, of which each split takes as many.
     low = 0
     if has_starts:
-        low = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), 1 << 30)
+        low = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), FAR)
     if has_left:
         low = tl.maximum(low, first - left)
     high = tl.minimum(length, capacity)
