@@ -155,6 +155,17 @@ def attend(
         slope = tl.load(slopes + head, mask=there_m, other=0.0).to(tl.float32)
     position_m = first + row
 
+    # A scale that is the same for all of a head's tokens needs no vector of them: those of values wait until the end.
+    one_key_scale: tl.constexpr = key_scale_page == 0 and key_scale_row == 0
+    one_value_scale: tl.constexpr = one_key_scale if latent else value_scale_page == 0 and value_scale_row == 0
+    if has_key_scale and one_key_scale:
+        all_keys = tl.load(key_scale + kv_head * key_scale_head)
+    if latent:
+        if has_key_scale and one_key_scale:
+            all_values = all_keys
+    elif has_value_scale and one_value_scale:
+        all_values = tl.load(value_scale + kv_head * value_scale_head)
+
     greatest = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     weighted = tl.zeros([block_m, block_v], tl.float32)
@@ -200,8 +211,13 @@ def attend(
             k_rest = _widened(k_rest, query.dtype.element_ty)
             logits = tl.dot(q_rest, k_rest, logits, input_precision="ieee" if exact else "tf32")
         if has_key_scale:
-            k_scale = _scale(key_scale, number, row_n, kv_head, there, key_scale_page, key_scale_row, key_scale_head)
-            logits = logits * k_scale[None, :]
+            if one_key_scale:
+                logits = logits * all_keys
+            else:
+                k_scale = _scale(
+                    key_scale, number, row_n, kv_head, there, key_scale_page, key_scale_row, key_scale_head
+                )
+                logits = logits * k_scale[None, :]
         seen = there[None, :]
         distance = position[None, :] - position_m[:, None]
         if has_slopes or has_soft_cap:
@@ -231,7 +247,7 @@ def attend(
         greatest = now
         if latent:
             values = tl.trans(k)
-            if has_key_scale:
+            if has_key_scale and not one_key_scale:
                 weights = weights * k_scale[None, :]
         else:
             values = tl.load(
@@ -240,7 +256,7 @@ def attend(
                 other=0.0,
             )
             values = _widened(values, query.dtype.element_ty)
-            if has_value_scale:
+            if has_value_scale and not one_value_scale:
                 v_scale = _scale(
                     value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
                 )
@@ -251,6 +267,9 @@ def attend(
             weighted * shrink[:, None],
             input_precision="ieee" if exact else "tf32",
         )
+
+    if (has_key_scale if latent else has_value_scale) and one_value_scale:
+        weighted = weighted * all_values
 
     if splits == 1:
         if num_sinks > 0:
