@@ -59,15 +59,24 @@ class TritonPagedAttention(InferenceImplementation):
         if problem.longest_q > 1:
             mean = problem.tokens / max(problem.sequences, 1)
             rows = max((128 if mean >= 128 and not wide else 64) // block_g, 1)
-        block_n = (32 if wide else 64) // (2 if problem.dtype.itemsize > 2 else 1)
         block_m = max(rows * block_g, LEAST_DOT)
-        return FwdParams(
-            q_blocksize=min(rows, _power(max(problem.longest_q, 1))),
-            kv_blocksize=block_n,
-            num_key_splits=_splits(problem, device, rows, block_n),
-            num_warps=8 if wide or block_m >= 128 else 4,
-            num_stages=_stages(problem, block_n, 2 if wide or problem.dtype.itemsize > 2 else 3),
-        )
+        narrow = problem.dtype.itemsize <= 2
+
+        def params(block_n: int) -> FwdParams:
+            # Addresses of rows in several pages take registers of their own: 64 rows and four warps then spill.
+            several = _stages(problem, block_n, 2) > 2
+            return FwdParams(
+                q_blocksize=min(rows, _power(max(problem.longest_q, 1))),
+                kv_blocksize=block_n,
+                num_key_splits=_splits(problem, device, rows, block_n),
+                num_warps=8 if wide or block_m >= (64 if several else 128) else 4,
+                num_stages=_stages(problem, block_n, 2 if wide or not narrow else 3),
+            )
+
+        # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
+        sizes = (64, 32, 16) if narrow and not wide else (32, 16)
+        fits = (size for size in sizes if not self.config_reasons(problem, device, direction, params(size)))
+        return params(next(fits, LEAST_DOT))
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
         best = self.heuristic(problem, device, direction)
