@@ -2,9 +2,11 @@
 
 import abc
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +74,41 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+class Turns:
+    """Who uses the device: many that compile at once, for a compiler tries its own choices out there, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._compiling = 0
+        self._wanted = 0
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Waits for who is alone, and for who waits to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._compiling -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until nobody compiles; for one thread at a time."""
+        with self._changed:
+            self._wanted += 1
+            self._changed.wait_for(lambda: not self._compiling)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._wanted -= 1
+                self._changed.notify_all()
+
+
 class LocalBench(Bench):
     """The bench in this process.
 
@@ -90,6 +127,7 @@ class LocalBench(Bench):
         self._ahead = ahead
         self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
+        self._turns = Turns()
 
     def expect(self, indices: Sequence[int]) -> None:
         if self._pool is None:
@@ -104,11 +142,12 @@ class LocalBench(Bench):
         try:
             pending = self._pending.pop(index, None)
             function = self._work.compile(self._configs[index]) if pending is None else pending.result()
-            wrong = self._work.check(function(*operands))
-            if wrong:
-                return Trial("failed", "; ".join(wrong))
-            calls = self._timer.calls(function, operands)
-            sample = self._timer.sample_ms(function, operands, calls)
+            with self._turns.alone():
+                wrong = self._work.check(function(*operands))
+                if wrong:
+                    return Trial("failed", "; ".join(wrong))
+                calls = self._timer.calls(function, operands)
+                sample = self._timer.sample_ms(function, operands, calls)
         except Exception as error:  # a candidate may fail in any way; the evidence is kept
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
@@ -117,11 +156,12 @@ class LocalBench(Bench):
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands
         try:
-            if index not in self._calls:
-                for _ in range(self._warmup):
-                    jax.block_until_ready(function(*operands))
-                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
-            return self._timer.sample_ms(function, operands, self._calls[index])
+            with self._turns.alone():
+                if index not in self._calls:
+                    for _ in range(self._warmup):
+                        jax.block_until_ready(function(*operands))
+                    self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
+                return self._timer.sample_ms(function, operands, self._calls[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
@@ -129,7 +169,8 @@ class LocalBench(Bench):
         if not self._work.checked:
             return []
         try:
-            return self._work.recheck(self._configs[index])
+            with self._turns.alone():
+                return self._work.recheck(self._configs[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
@@ -140,11 +181,11 @@ class LocalBench(Bench):
 
     def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
-            return self._work.compile(config)
+            return self._work.compile(config, self._turns.compiling)
 
 
 def bench_on(device: Device, work: Workload, configs: Sequence[Any], timer: Timer | None, warmup: int) -> LocalBench:
     """The bench for a device that this process has; the timer is what suits it unless there is one."""
     # On a CPU, compiling beside what is measured would disturb it.
-    ahead = 0 if device.kind == "cpu" else max(0, min(4, (os.cpu_count() or 1) - 1))
+    ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
     return LocalBench(work, configs, timer or timer_for(device), warmup=warmup, ahead=ahead)
