@@ -15,11 +15,12 @@ JOBS ?= 2
 PROFILE ?= ci
 PYTEST_ARGS ?=
 
-.PHONY: help install test lint types unit aot test-gpu memcheck demo bench table format clean
+.PHONY: help install test lint types unit aot test-gpu memcheck demo generate bench table format clean
 
 help:
 	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
 	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
+	@echo 'make generate  serve the model of make demo (which runs first if it has not): continuous batching over pages'
 	@echo 'make lint      ruff check and ruff format --check'
 	@echo 'make types     mypy'
 	@echo 'make unit      the tests alone'
@@ -89,10 +90,15 @@ test-gpu:
 memcheck:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
-	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu/test_memory_access.py $(PYTEST_ARGS)
+	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu/test_memory_access.py \
+	  tests/gpu/test_serving.py -k 'in_bounds or hostile or beyond' $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py
+
+generate: $(STAMP)
+	@[ -f .demo/parameters.npz ] || $(MAKE) demo
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/generate.py
 
 bench: $(STAMP)
 	@for benchmark in import_time eager_overhead selection_cost flash_attention_cpu; do $(PYTHON) -m benchmarks.$$benchmark; done

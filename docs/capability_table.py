@@ -17,7 +17,11 @@ import jax.numpy as jnp
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda_build import toolchain
 from tilewright.kernels.flash_attention import cudnn_jax, fa4_cute
-from tilewright.kernels.portfolio import PortfolioKernel
+from tilewright.kernels.mla_decode.cases import MlaCase
+from tilewright.kernels.paged_attention.cases import ServingCase
+from tilewright.kernels.portfolio import InferenceKernel, Portfolio
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.triton_bridge import requirements
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.executor import prepared
 
@@ -89,14 +93,71 @@ FLASH_ATTENTION = (
     Probe("`return_lse`", {"return_lse": True}),
 )
 
-PROBES = {"flash_attention": FLASH_ATTENTION}
+
+@dataclasses.dataclass(frozen=True)
+class CaseProbe:
+    """One option of a serving op, as fields of its case."""
+
+    option: str
+    case: type[ServingCase]
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        standard = {"sequences": 2, "kv_length": 64, "kv_heads": 8, "dtype": "bfloat16", "return_lse": False}
+        return self.case(name="", **standard | self.fields).arguments()
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return self._call[1]
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self._call[0]
 
 
-def declared(op: PortfolioKernel, probe: Probe) -> dict[str, str]:
+_CACHE: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "float16": {"dtype": "float16"},
+    "int8, a scale for each token": {"kv_dtype": "int8", "scale": "token"},
+    "int8, a scale for each page": {"kv_dtype": "int8", "scale": "page"},
+    "float8_e4m3fn": {"kv_dtype": "float8_e4m3fn", "scale": "head"},
+    "float8_e5m2": {"kv_dtype": "float8_e5m2"},
+    "pages of 1": {"page_size": 1},
+    "pages of 256": {"page_size": 256},
+    "`sliding_window`": {"sliding_window": 15},
+    "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+    "`softmax_aux` (sinks)": {"sinks": 1},
+    "`alibi_slopes`": {"alibi": True},
+    "`return_lse`": {"return_lse": True},
+}
+_RAGGED: dict[str, dict[str, Any]] = {
+    **_CACHE,
+    "GQA, MQA": {"kv_heads": 1},
+    "head_dim 80": {"head_dim": 80},
+    "head_dim 256": {"head_dim": 256},
+    "value head_dim of its own": {"value_dim": 128},
+    "chunks of several tokens": {"q_lengths": (1, 40)},
+    "`causal=False`": {"causal": False},
+    "`new_key`, `new_value`": {"write": True},
+}
+_LATENT: dict[str, dict[str, Any]] = {
+    name: {"heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512, **fields} for name, fields in _CACHE.items()
+}
+
+PROBES: dict[str, tuple[Any, ...]] = {
+    "flash_attention": FLASH_ATTENTION,
+    # The other serving ops are this one's problem with another argument list, on the same backends.
+    "ragged_page_attention": tuple(CaseProbe(name, RaggedPageCase, fields) for name, fields in _RAGGED.items()),
+    "mla_decode": tuple(CaseProbe(name, MlaCase, fields) for name, fields in _LATENT.items()),
+}
+
+
+def declared(op: Portfolio, probe: Any) -> dict[str, str]:
     """For every backend what of forward and backward it supports, and on which of the devices."""
     inv, _ = prepared(op, probe.arguments(), probe.keywords, concrete=False)
     found: dict[str, list[str]] = {}
-    for stage in (inv, inv.backward()):
+    for stage in (inv,) if isinstance(op, InferenceKernel) else (inv, inv.backward()):
         able: dict[str, list[str]] = {}
         for device in DEVICES:
             for backend, reasons in op.reasons(dataclasses.replace(stage, device=device)).items():
@@ -108,7 +169,7 @@ def declared(op: PortfolioKernel, probe: Probe) -> dict[str, str]:
     return {backend: _cell(*stages) for backend, stages in found.items()}
 
 
-def kinds_served(op: PortfolioKernel, probes: tuple[Probe, ...]) -> dict[str, list[str]]:
+def kinds_served(op: Portfolio, probes: tuple[Any, ...]) -> dict[str, list[str]]:
     """For every backend the kinds of device on which it can serve any of the probes."""
     found: dict[str, list[str]] = {}
     for probe in probes:
@@ -121,13 +182,13 @@ def kinds_served(op: PortfolioKernel, probes: tuple[Probe, ...]) -> dict[str, li
     return found
 
 
-def _cell(forward: str, backward: str) -> str:
-    if forward and backward:
+def _cell(forward: str, *backward: str) -> str:
+    if forward and all(backward):
         return "✓"
     return "forward only" if forward else "–"
 
 
-def op_table(name: str, op: PortfolioKernel, probes: tuple[Probe, ...]) -> list[str]:
+def op_table(name: str, op: Portfolio, probes: tuple[Any, ...]) -> list[str]:
     """The lines of one op's table."""
     rows = [(probe.option, declared(op, probe)) for probe in probes]
     backends = list(dict.fromkeys(backend for _, row in rows for backend in row))
@@ -141,8 +202,9 @@ def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
     newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
     installed = mock.patch.object(fa4_cute, "package_reasons", side_effect=list)
-    with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed:
-        return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS)
+    triton = mock.patch.object(requirements, "_version", return_value=(99,))
+    with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed, triton:
+        return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS if name in PROBES)
 
 
 def with_table(readme: str, table: str) -> str:

@@ -6,6 +6,7 @@ any other parameter.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -117,44 +118,77 @@ def rms_norm(
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon) * scale
 
 
-def rotary(x: Float[Array, "batch length heads head_dim"], base: float = 10_000.0) -> jax.Array:
+def rotary(
+    x: Float[Array, "*batch length heads head_dim"], positions: Int[Array, " length"], base: float = 10_000.0
+) -> jax.Array:
     """Rotary position embedding (Su et al., 2021), the two halves of a head as the pairs."""
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half) / half)
-    angle = jnp.arange(x.shape[1])[:, None] * frequency
+    angle = positions[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def embed(
-    parameters: Parameters, tokens: Int[Array, "batch length"], config: ModelConfig
-) -> Float[Array, "batch length width"]:
-    """Each byte's embedding plus those of the n-grams that end in it; before the text stand zeros."""
+    parameters: Parameters,
+    tokens: Int[Array, "*batch length"],
+    earlier: Sequence[Int[Array, "*batch length"]],
+    config: ModelConfig,
+) -> Float[Array, "*batch length width"]:
+    """Each byte's embedding plus those of the n-grams that end in it.
+
+    Args:
+      earlier: for each byte the one before it, the one before that, and so on; before the text stand zeros.
+    """
     code = tokens.astype(jnp.uint32)
     found = []
-    for table, order in zip(parameters["ngrams"], range(2, config.longest_ngram + 1), strict=True):
-        earlier = jnp.pad(tokens, ((0, 0), (order - 1, 0)))[:, : tokens.shape[1]].astype(jnp.uint32)
-        code = code * jnp.uint32(0x9E3779B1) + earlier + 1  # Knuth's multiplicative hash, whose high bits are mixed
+    for table, before in zip(parameters["ngrams"], earlier, strict=True):
+        # Knuth's multiplicative hash, whose high bits are mixed.
+        code = code * jnp.uint32(0x9E3779B1) + before.astype(jnp.uint32) + 1
         found.append(table[(code >> 7) % config.ngram_buckets])
     return parameters["embedding"][tokens] + jnp.concatenate(found, axis=-1) @ parameters["ngram_output"]
+
+
+class Attend(Protocol):
+    """Attention of one layer, by its number; it may keep what it is given."""
+
+    def __call__(self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array: ...
+
+
+def features(
+    parameters: Parameters,
+    x: Float[Array, "*batch length width"],
+    positions: Int[Array, " length"],
+    config: ModelConfig,
+    attend: Attend,
+) -> Float[Array, "*batch length width"]:
+    """The layers on embedded bytes, without the output's projection."""
+
+    def heads(projected: jax.Array) -> jax.Array:
+        return projected.reshape(*projected.shape[:-1], -1, config.head_dim)
+
+    for index, layer in enumerate(parameters["layers"]):
+        h = rms_norm(x, layer["attention_norm"])
+        query, key = (rotary(heads(h @ layer[name]), positions) for name in ("query", "key"))
+        out = attend(index, query, key, heads(h @ layer["value"]))
+        x = x + out.reshape(*out.shape[:-2], -1) @ layer["output"]
+        h = rms_norm(x, layer["mlp_norm"])
+        x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
+    return rms_norm(x, parameters["final_norm"])
 
 
 def logits(
     parameters: Parameters, tokens: Int[Array, "batch length"], config: ModelConfig, attention: Attention
 ) -> Float[Array, "batch length vocabulary"]:
-    batch, length = tokens.shape
-    x = embed(parameters, tokens, config)
-    for index, layer in enumerate(parameters["layers"]):
-        h = rms_norm(x, layer["attention_norm"])
-        query = (h @ layer["query"]).reshape(batch, length, config.heads, config.head_dim)
-        key = (h @ layer["key"]).reshape(batch, length, config.kv_heads, config.head_dim)
-        value = (h @ layer["value"]).reshape(batch, length, config.kv_heads, config.head_dim)
-        out = attention(rotary(query), rotary(key), value, sliding_window=config.sliding_window(index))
-        x = x + out.reshape(batch, length, -1) @ layer["output"]
-        h = rms_norm(x, layer["mlp_norm"])
-        x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
-    return rms_norm(x, parameters["final_norm"]) @ parameters["embedding"].T
+    length = tokens.shape[1]
+    earlier = [jnp.pad(tokens, ((0, 0), (back, 0)))[:, :length] for back in range(1, config.longest_ngram)]
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, sliding_window=config.sliding_window(layer))
+
+    x = embed(parameters, tokens, earlier, config)
+    return features(parameters, x, jnp.arange(length), config, attend) @ parameters["embedding"].T
 
 
 def loss(parameters: Parameters, tokens: Int[Array, "batch length+1"], config: ModelConfig, attention: Attention):

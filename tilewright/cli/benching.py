@@ -52,12 +52,12 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
     """Measures, prints the table, writes the file."""
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(json_file.parent)!r}", param_hint="--json")
-    find_op(target)
+    op = find_op(target)
     found: list[Measurement] = []
     cases = op_cases(target, options)
     with stderr().status("") as status:
         for case in cases:
-            for backward in (False, True) if options.backward else (False,):
+            for backward in (False, True) if options.backward and op.gradients else (False,):
                 status.update(f"{target} {case.name}" + (" with gradients" if backward else ""))
                 found += measure(target, case, backward=backward, iters=iters)
     stdout().print(measurements_table(target, found))
@@ -74,7 +74,7 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     contenders: dict[str, tuple[Callable[..., Any], dict[str, Any]] | str] = {
         f"tilewright {name}": (op_function(target), {**keywords, "platform": name}) for name in platforms
     }
-    for name, peer in PEERS[target].items():
+    for name, peer in PEERS.get(target, {}).items():
         answer = peer(case)
         contenders[name] = answer if isinstance(answer, str) else (answer[0], _renamed(keywords, answer[1], case))
     runnable = {
@@ -127,7 +127,7 @@ def _bound(
 
 def measurements_table(target: str, found: list[Measurement]) -> Any:
     """One row for each measurement; ratios are to the peer's time on the same case."""
-    peers = tuple(PEERS[target])
+    peers = tuple(PEERS.get(target, {}))
     made = table(
         f"{target} on {current_device().name}",
         "case", "stage", "implementation", "time", "± ms", "of JAX's", "GFLOP/s", "remark",

@@ -24,6 +24,7 @@ class Op:
       case: the dataclass of one case there; ``arguments()`` gives positional and keyword arguments of ``function``.
       shape: the fields that ``--shape`` gives, in order.
       device_cases: the table of cases for each kind of device.
+      gradients: whether it has any.
     """
 
     function: str
@@ -31,6 +32,18 @@ class Op:
     case: str
     shape: tuple[str, ...]
     device_cases: Mapping[str, str]
+    gradients: bool = True
+
+
+def _serving(name: str, case: str) -> Op:
+    return Op(
+        function=name,
+        cases=f"tilewright.kernels.{name}.cases",
+        case=case,
+        shape=("sequences", "kv_length", "heads", "head_dim"),
+        device_cases={"cpu": "CPU_CASES", "gpu": "GPU_CASES"},
+        gradients=False,
+    )
 
 
 OPS: dict[str, Op] = {
@@ -40,7 +53,15 @@ OPS: dict[str, Op] = {
         case="AttentionCase",
         shape=("batch", "q_length", "heads", "head_dim"),
         device_cases={"cpu": "CPU_CASES", "gpu": "HOPPER_CASES"},
-    )
+    ),
+    "decode_attention": _serving("decode_attention", "DecodeCase"),
+    "page_attention": _serving("page_attention", "PageCase"),
+    "ragged_decode_attention": _serving("ragged_decode_attention", "RaggedDecodeCase"),
+    "ragged_page_attention": _serving("ragged_page_attention", "RaggedPageCase"),
+    "unified_attention": _serving("unified_attention", "UnifiedCase"),
+    "chunked_prefill_paged_decode": _serving("chunked_prefill_paged_decode", "ChunkedCase"),
+    "mla_decode": _serving("mla_decode", "MlaCase"),
+    "update_pages": _serving("update_pages", "UpdateCase"),
 }
 
 
@@ -136,6 +157,7 @@ def op_call(name: str, case: Any, *, backward: bool) -> NamedCall:
     """One case of an op as a function of arrays alone; with ``backward`` it also returns the gradients."""
     with user_mistakes():
         positional, keywords = case.arguments()
+    backward = backward and find_op(name).gradients
     call = NamedCall(f"{name} {case.name}", *flat_call(op_function(name), positional, keywords, backward), case=case)
     check_call(call)
     return call

@@ -4,12 +4,20 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tilewright.kernels.portfolio import PortfolioKernel
+from tilewright.kernels.portfolio import Portfolio
 from tilewright.ops.utils.serialize import resolve
 
 OPS: Mapping[str, str] = MappingProxyType(
     {
         "flash_attention": "tilewright.kernels.flash_attention.op:FlashAttention",
+        "decode_attention": "tilewright.kernels.decode_attention.op:DecodeAttention",
+        "page_attention": "tilewright.kernels.page_attention.op:PageAttention",
+        "ragged_decode_attention": "tilewright.kernels.ragged_decode_attention.op:RaggedDecodeAttention",
+        "ragged_page_attention": "tilewright.kernels.ragged_page_attention.op:RaggedPageAttention",
+        "unified_attention": "tilewright.kernels.unified_attention.op:UnifiedAttention",
+        "chunked_prefill_paged_decode": "tilewright.kernels.chunked_prefill_paged_decode.op:ChunkedPrefillPagedDecode",
+        "mla_decode": "tilewright.kernels.mla_decode.op:MlaDecode",
+        "update_pages": "tilewright.kernels.update_pages.op:UpdatePages",
     }
 )
 """Every op by name; adding one adds its line here."""
@@ -29,7 +37,7 @@ CUDA_TABLES: Mapping[str, str] = MappingProxyType(
 
 
 @functools.cache
-def kernel(name: str) -> PortfolioKernel:
+def kernel(name: str) -> Portfolio:
     """The kernel of an op.
 
     Raises:

@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
+from tilewright.ops.core.arrays import split
 from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.core.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -99,8 +102,8 @@ def _load(where: str) -> Implementation:
     return getattr(importlib.import_module(module), name)()
 
 
-class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
-    """A kernel whose config is a ``Choice`` among implementations.
+class Portfolio(Kernel[Choice, Any], abc.ABC):
+    """A kernel whose config is a ``Choice`` among implementations: ``PortfolioKernel`` or ``InferenceKernel``.
 
     An op gives ``prepare``, which puts ``platform`` (``None`` or a tuple of platforms in order of preference) among the
     keyword arguments it returns, and the methods below, all of which take what ``prepare`` returned.
@@ -124,10 +127,6 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
     @abc.abstractmethod
     def outputs(self, inputs: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
         """What the caller gets of an implementation's results."""
-
-    @abc.abstractmethod
-    def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        """The cotangents of an implementation's results from those of ``outputs``."""
 
     @abc.abstractmethod
     def cost(self, problem: Any, direction: Direction) -> Cost:
@@ -155,25 +154,12 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         parameters = inspect.signature(self.inputs).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
-    # What the framework asks of a kernel.
-
-    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
-        return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
-
-    def forward_with_residuals(self, *args: Any, cfg: Choice, **kwargs: Any) -> tuple[Any, Any]:
-        inputs = self.inputs(*args, **kwargs)
+    def forward_results(self, inputs: Any, cfg: Choice) -> Any:
+        """What the chosen implementation computes, on each device's part where the types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
-        results = forward_locally(forward, self.partitioning(inputs), inputs)
-        return self.outputs(inputs, results, **kwargs), results
+        return forward_locally(forward, self.partitioning(inputs), inputs)
 
-    def backward(
-        self, residuals: Any, cotangents: tuple[Any, ...], *args: Any, cfg: Choice, **kwargs: Any
-    ) -> dict[str, Any]:
-        inputs = self.inputs(*args, **kwargs)
-        wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
-        backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-        gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
-        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    # What the framework asks of a kernel.
 
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         return next(iter(self._supported(inv)))
@@ -343,6 +329,50 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
             f"{self.name} ({inv.direction})",
             {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
         )
+
+
+class PortfolioKernel(Portfolio, abc.ABC):
+    """A portfolio with gradients, which an implementation computes from any other's forward results."""
+
+    @abc.abstractmethod
+    def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """The cotangents of an implementation's results from those of ``outputs``."""
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
+
+    def forward_with_residuals(self, *args: Any, cfg: Choice, **kwargs: Any) -> tuple[Any, Any]:
+        inputs = self.inputs(*args, **kwargs)
+        results = self.forward_results(inputs, cfg)
+        return self.outputs(inputs, results, **kwargs), results
+
+    def backward(
+        self, residuals: Any, cotangents: tuple[Any, ...], *args: Any, cfg: Choice, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs = self.inputs(*args, **kwargs)
+        wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
+        backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
+        gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+class InferenceKernel(Portfolio, abc.ABC):
+    """A portfolio without gradients: to differentiate it is a ``TypeError``."""
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        arrays, structure = split((args, kwargs))
+
+        def call(*arrays: Any) -> Any:
+            args, kwargs = structure.join(list(arrays))
+            inputs = self.inputs(*args, **kwargs)
+            return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
+
+        def refuse(*_: Any) -> Any:
+            raise TypeError(f"{self.name} is for inference and has no gradient; see flash_attention for training")
+
+        guarded = jax.custom_vjp(call)
+        guarded.defvjp(refuse, refuse)
+        return guarded(*arrays)
 
 
 def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:

@@ -108,3 +108,19 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def backward(self, inputs: Any, results: Any, cotangents: Any, params: Any) -> dict[str, Any]:
         """Gradients by argument name, from any backend's forward results."""
+
+
+class InferenceImplementation(Implementation, abc.ABC):
+    """A backend of an op that has no gradients."""
+
+    @abc.abstractmethod
+    def forward_reasons(self, problem: Any, device: Device) -> list[str]:
+        """Every reason why this backend cannot serve the problem; empty if it can."""
+
+    def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:
+        if direction == "backward":
+            return ["the op is for inference and has no backward pass"]
+        return self.forward_reasons(problem, device)
+
+    def backward(self, inputs: Any, results: Any, cotangents: Any, params: Any) -> dict[str, Any]:
+        raise NotImplementedError("the op is for inference and has no backward pass")

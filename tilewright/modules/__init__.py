@@ -4,8 +4,49 @@ import importlib
 from typing import Any
 
 from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
+from tilewright.modules.serving import (
+    ChunkedPrefillPagedDecode,
+    DecodeAttention,
+    MlaDecode,
+    PageAttention,
+    RaggedDecodeAttention,
+    RaggedPageAttention,
+    UnifiedAttention,
+    UpdatePages,
+    chunked_prefill_paged_decode,
+    decode_attention,
+    flash_mla,
+    mla_decode,
+    page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+    unified_attention,
+    update_pages,
+)
 
-__all__ = ["FlashAttention", "base", "dot_product_attention", "flash_attention"]
+__all__ = [
+    "ChunkedPrefillPagedDecode",
+    "DecodeAttention",
+    "FlashAttention",
+    "MlaDecode",
+    "PageAttention",
+    "RaggedDecodeAttention",
+    "RaggedPageAttention",
+    "UnifiedAttention",
+    "UpdatePages",
+    "base",
+    "chunked_prefill_paged_decode",
+    "decode_attention",
+    "dot_product_attention",
+    "flash_attention",
+    "flash_mla",
+    "mla_decode",
+    "page_attention",
+    "ragged_decode_attention",
+    "ragged_page_attention",
+    "unified_attention",
+    "update_pages",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """Attention as functions: ``flash_attention``, and ``dot_product_attention`` in the place of JAX's."""
 
-import inspect
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -10,21 +8,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.flash_attention.op import FlashAttention, Output, Results
+from tilewright.modules.public import public_function
 
 _FLASH_ATTENTION = FlashAttention()
-
-
-def public_function[F: Callable[..., Any]](prepare: Callable[..., Any]) -> Callable[[F], F]:
-    """Gives a function the argument list of a kernel's ``prepare``, and ``cfg``: the list is written once, there."""
-
-    def decorate(function: F) -> F:
-        _, *parameters = inspect.signature(prepare).parameters.values()  # without self
-        cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-        returns = inspect.signature(function).return_annotation
-        function.__signature__ = inspect.Signature([*parameters, cfg], return_annotation=returns)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 @public_function(FlashAttention.prepare)

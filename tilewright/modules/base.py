@@ -4,7 +4,7 @@ import warnings
 from typing import Any, Literal
 
 from tilewright.kernels import kernel
-from tilewright.kernels.portfolio import PortfolioKernel
+from tilewright.kernels.portfolio import Portfolio
 from tilewright.kernels.registry import Backend, KernelConfig, Platform
 from tilewright.ops import (
     AutotunePolicy,
@@ -50,7 +50,7 @@ def detect_platform(
     return next((each for each in order if each in available), Platform.XLA)
 
 
-def _available(op: PortfolioKernel) -> set[Platform]:
+def _available(op: Portfolio) -> set[Platform]:
     """The platforms of an op's implementations that can be loaded here."""
     return {each.load().platform for each in op.implementations if not each.load_error}
 

@@ -1,0 +1,333 @@
+"""Attention over a cache on an accelerator: bytes per second, beside what a device copy reaches in the same run.
+
+Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches. Results are compared with
+the float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a
+case.
+``python -m benchmarks.serving``; ``--sweep`` measures every candidate of the Triton backend instead.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention import Method, driver, failure, measure, rates, versions
+from benchmarks.attention_peers import Call
+from benchmarks.common import record, usable_cores
+from tilewright.kernels import kernel
+from tilewright.kernels.mla_decode.cases import MlaCase
+from tilewright.kernels.page_attention.cases import PageCase
+from tilewright.kernels.paged_attention.cases import ServingCase
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.reference import token_reference
+from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.ops.execution.numerics import violations
+from tilewright.ops.utils.device import current_device
+
+_DECODE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "ragged": False}
+_LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "value_dim": 512, "dtype": "bfloat16", "ragged": False}
+_BATCH_64: dict[str, Any] = {"sequences": 64, "kv_length": 8192, **_DECODE}
+_MIXED: dict[str, Any] = {**_DECODE, "ragged": True, "q_lengths": (*(1,) * 7, 512)}
+_SMALL: dict[str, Any] = {"sequences": 3, "kv_length": 100, "heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """A call to measure; ``goal`` is a share of the copy's bandwidth, or None."""
+
+    op: str
+    case: ServingCase
+    goal: float | None = None
+
+
+CELLS: dict[str, Cell] = {
+    "64x8192_page16": Cell("page_attention", PageCase("", **_BATCH_64), 1.0),
+    "64x8192_page64": Cell("page_attention", PageCase("", **_BATCH_64, page_size=64), 1.0),
+    "64x8192_page1": Cell("page_attention", PageCase("", **_BATCH_64, page_size=1)),
+    "64x8192_page256": Cell("page_attention", PageCase("", **_BATCH_64, page_size=256)),
+    "8x32768": Cell("page_attention", PageCase("", sequences=8, kv_length=32768, **_DECODE), 0.95),
+    "1x131072": Cell("page_attention", PageCase("", sequences=1, kv_length=131072, **_DECODE), 0.9),
+    "256x1024": Cell("page_attention", PageCase("", sequences=256, kv_length=1024, **_DECODE), 0.97),
+    "64x8192_int8": Cell("page_attention", PageCase("", **_BATCH_64, kv_dtype="int8", scale="token")),
+    "64x8192_int8_page64": Cell(
+        "page_attention", PageCase("", **_BATCH_64, kv_dtype="int8", scale="token", page_size=64)
+    ),
+    "64x8192_fp8": Cell("page_attention", PageCase("", **_BATCH_64, kv_dtype="float8_e4m3fn", scale="head")),
+    "64x8192_fp8_page64": Cell(
+        "page_attention", PageCase("", **_BATCH_64, kv_dtype="float8_e4m3fn", scale="head", page_size=64)
+    ),
+    "mla_64x8192": Cell("mla_decode", MlaCase("", sequences=64, kv_length=8192, page_size=64, **_LATENT)),
+    "mla_64x8192_16_heads": Cell(
+        "mla_decode", MlaCase("", sequences=64, kv_length=8192, page_size=64, **_LATENT | {"heads": 16})
+    ),
+    "mixed_64": Cell("ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, **_MIXED)),
+    "mixed_64_page64": Cell(
+        "ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_MIXED)
+    ),
+}
+SMOKE: dict[str, Cell] = {
+    "smoke_decode": Cell("page_attention", PageCase("", **_SMALL)),
+    "smoke_mixed": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(1, 9))),
+    "smoke_latent": Cell("mla_decode", MlaCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8})),
+}
+"""Small enough for a CPU: whether everything runs, not how fast."""
+
+COPY_BYTES = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A case's arrays, and what its values make a call read, write and compute at least."""
+
+    cell: Cell
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+    inputs: PagedInputs
+    bytes: float
+    flops: float
+
+    @classmethod
+    def of(cls, cell: Cell) -> "Work":
+        positional, keywords = cell.case.arguments()
+        op = kernel(cell.op)
+        args, kwargs = op.prepare(*positional, **keywords)
+        inputs = op.inputs(*args, **kwargs)
+        return cls(cell, positional, keywords, inputs, *least_work(inputs))
+
+
+def least_work(inputs: PagedInputs) -> tuple[float, float]:
+    """Bytes, each key and value that is seen counted once, and FLOPs of the scores that are seen."""
+    problem, options = PagedProblem.of(inputs), inputs.options
+    lengths = np.asarray(inputs.kv_lengths).astype(np.int64)
+    counts = np.full(lengths.shape, options.q_length or 0)
+    if inputs.cum_q_lens is not None:
+        counts = np.diff(np.asarray(inputs.cum_q_lens))
+    # Causal, without a window, as all cells are.
+    scores = (counts * lengths - counts * (counts - 1) // 2).sum()
+    rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    read = lengths[counts > 0].sum() * problem.kv_bytes
+    return float(read + rows), 2.0 * float(scores) * problem.heads * (problem.head_dim + problem.value_dim)
+
+
+def ours(work: Work, platform: str) -> Callable[..., Any]:
+    op = kernel(work.cell.op)
+    return lambda *args, **kwargs: op(*args, **kwargs, platform=platform)
+
+
+def candidate(work: Work, params: Any) -> Callable[..., Any]:
+    op = kernel(work.cell.op)
+    return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice("triton", None, params))  # type: ignore[arg-type]
+
+
+def ejkernel_pages(work: Work) -> Call:
+    """Its page attention, which wants the heads before the rows of a page."""
+    module = importlib.import_module("ejkernel.kernels._triton.page_attention._interface")
+    query, key, value, table, lengths = work.positional
+    moved = tuple(jnp.asarray(jnp.swapaxes(pages, 1, 2)) for pages in (key, value))
+
+    def call(query: Any, key: Any, value: Any, lengths: Any, table: Any) -> Any:
+        return module.page_attention(query, key, value, lengths, table, attn_scale=work.inputs.options.softmax_scale)
+
+    return Call(jax.jit(call), (query, *moved, lengths, table))
+
+
+def ejkernel_unified(work: Work) -> Call:
+    module = importlib.import_module("ejkernel.kernels._triton.unified_attention._interface")
+    inputs = work.inputs
+    cum = inputs.cum_q_lens
+    if cum is None:
+        cum = jnp.arange(inputs.sequences + 1, dtype=jnp.int32)
+
+    def call(*arrays: Any) -> Any:
+        return module.unified_attention(*arrays, softmax_scale=inputs.options.softmax_scale)
+
+    return Call(jax.jit(call), (inputs.query, inputs.key, inputs.value, inputs.kv_lengths, inputs.page_table, cum))
+
+
+def cudnn_dense(work: Work) -> Call:
+    """JAX's call of cuDNN on the same tokens side by side: what no table costs."""
+    inputs = work.inputs
+
+    def dense(pages: jax.Array) -> jax.Array:
+        return pages[inputs.page_table].reshape(inputs.sequences, -1, *pages.shape[2:])
+
+    key, value = (jax.jit(dense)(pages) for pages in (inputs.key, inputs.value))
+
+    def call(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        out = jax.nn.dot_product_attention(
+            query[:, None], key, value, key_value_seq_lengths=lengths,
+            query_seq_lengths=jnp.ones_like(lengths), implementation="cudnn",
+        )  # fmt: skip
+        return out[:, 0]
+
+    return Call(jax.jit(call), (inputs.query, key, value, inputs.kv_lengths))
+
+
+def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
+    """How to make the call of every implementation that has a place for the case."""
+    found: dict[str, Callable[[], Call]] = {}
+    for platform in ("triton", "xla"):
+        call = functools.partial(ours(work, platform), **work.keywords)
+        found[f"tilewright {platform}"] = lambda call=call: Call(jax.jit(call), work.positional)  # type: ignore[misc]
+    plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode"
+    if plain and importlib.util.find_spec("ejkernel"):
+        if work.cell.op == "page_attention":
+            found["ejkernel page_attention"] = lambda: ejkernel_pages(work)
+        found["ejkernel unified_attention"] = lambda: ejkernel_unified(work)
+    if plain and work.cell.op == "page_attention":
+        found["cudnn, dense"] = lambda: cudnn_dense(work)
+    return {name: make for name, make in found.items() if not names or name in names}
+
+
+def compiled(make: Callable[[], Call]) -> Call:
+    """The call with its program compiled, which any thread may do: no program runs meanwhile."""
+    call = make()
+    return dataclasses.replace(call, function=call.function.lower(*call.args).compile())  # type: ignore[attr-defined]
+
+
+class Oracle:
+    """What the first and the last tokens must give."""
+
+    def __init__(self, inputs: PagedInputs) -> None:
+        tokens = inputs.query.shape[0]
+        self.places = sorted({0, tokens // 2, tokens - 1})
+        self.exact, self.low = (self._results(inputs, dtype) for dtype in ("float32", inputs.query.dtype.name))
+
+    def _results(self, inputs: PagedInputs, dtype: str) -> jax.Array:
+        @jax.jit
+        def some(inputs: PagedInputs) -> jax.Array:
+            with jax.default_matmul_precision("highest" if dtype == "float32" else None):
+                one = lambda token: token_reference(inputs, jnp.dtype(dtype), token)[0]  # noqa: E731
+                return jax.lax.map(one, jnp.asarray(self.places))
+
+        return some(inputs)
+
+    def violations(self, out: Any) -> list[str]:
+        said = [] if bool(jnp.isfinite(out).all()) else ["not finite everywhere"]
+        heads = self.exact.shape[1:]
+        got = jnp.asarray(out).reshape(-1, *heads)[jnp.asarray(self.places)]
+        return said + violations(got, self.exact, self.low)
+
+
+def copy_bandwidth(method: Method, size: int) -> dict[str, Any]:
+    """Bytes per second, read and written, of a copy on the device."""
+    source = jnp.zeros(size // 2, jnp.bfloat16)
+    # What is added is not known when it is compiled, so that it stays a copy by a kernel.
+    call = Call(jax.jit(lambda x, y: x + y), (source, jnp.zeros((), jnp.bfloat16)))
+    timed = rates(0.0, measure({"": call}, method)[""])
+    return {"bytes": 2 * size, **timed, "bytes_per_s": 2 * size / timed["median_ms"] * 1e3}
+
+
+def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence[str], sweep: bool) -> dict[str, Any]:
+    """One record: every implementation's rates, or why it has none."""
+    work = Work.of(cell)
+    oracle, calls, said = Oracle(work.inputs), {}, dict[str, Any]()
+    makers = sweep_of(work) if sweep else contenders(work, names)
+    with concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
+        pending = {contender: pool.submit(compiled, make) for contender, make in makers.items()}
+    for contender, compilation in pending.items():
+        try:
+            start = time.perf_counter()
+            call = compilation.result()
+            wrong = oracle.violations(call.function(*call.args))
+            said[contender] = {"first_run_s": time.perf_counter() - start}
+            if wrong:
+                said[contender] |= {"status": "wrong", "violations": wrong}
+            else:
+                calls[contender] = call
+        except Exception as error:  # the failure of one is a result, whatever it is; the others are still measured
+            said[contender] = failure(error)
+    for contender, samples in measure(calls, method).items():
+        found = rates(work.flops, samples)
+        if "median_ms" in found:
+            found["bytes_per_s"] = work.bytes / found["median_ms"] * 1e3
+            found["of_copy"] = found["bytes_per_s"] / copy
+        said[contender] |= found
+    return {
+        "case": name,
+        "op": cell.op,
+        "sizes": {f.name: getattr(cell.case, f.name) for f in dataclasses.fields(cell.case)},
+        "bytes": work.bytes,
+        "flops": work.flops,
+        "goal": cell.goal,
+        "implementations": said,
+    }
+
+
+def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
+    """Every candidate of the Triton backend, the heuristic's first."""
+    from tilewright.kernels.paged_attention.triton import TritonPagedAttention
+
+    backend, device, problem = TritonPagedAttention(), current_device(), PagedProblem.of(work.inputs)
+    every = [backend.heuristic(problem, device, "forward"), *backend.candidates(problem, device, "forward")]
+    return {
+        str(params): lambda params=params: Call(  # type: ignore[misc]
+            jax.jit(functools.partial(candidate(work, params), **work.keywords)), work.positional
+        )
+        for params in every
+    }
+
+
+def lines(cell: Mapping[str, Any], most: int) -> list[str]:
+    """What a cell says, the fastest first."""
+    found = sorted(cell["implementations"].items(), key=lambda item: item[1].get("median_ms", float("inf")))
+    said = []
+    for name, each in found[:most]:
+        if "median_ms" not in each:
+            why = each.get("message") or each.get("violations") or each
+            said.append(f"{cell['case']:22} {name:28} {str(why)[:150]}")
+            continue
+        goal = "" if cell["goal"] is None else f" (goal {cell['goal']:.2f})"
+        said.append(
+            f"{cell['case']:22} {name:28} {each['median_ms'] * 1e3:9.1f} us {each['bytes_per_s'] / 1e12:6.3f} TB/s "
+            f"{each['of_copy']:5.2f} of a copy{goal} {each['tflops']:6.1f} TFLOP/s"
+        )
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    every = CELLS | SMOKE
+    parser.add_argument("--cases", default=",".join(CELLS), help="of " + ", ".join(every))
+    parser.add_argument("--peers", default="", help="names, separated by commas; all by default")
+    parser.add_argument("--sweep", action="store_true", help="measure every candidate of the Triton backend")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--device-time", choices=("cupti", "wall"), help="cupti on a GPU by default")
+    parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this many seconds")
+    given = parser.parse_args(argv)
+    clock = given.device_time or ("cupti" if jax.default_backend() == "gpu" else "wall")
+    method = Method(given.rounds, given.calls, clock, jobs=1)
+    copy = copy_bandwidth(method, given.copy_bytes)
+    print(f"copy: {copy['bytes_per_s'] / 1e12:.3f} TB/s", flush=True)
+    end, cells = time.monotonic() + given.seconds, list[dict[str, Any]]()
+    names = [name for name in given.peers.split(",") if name]
+    for name in given.cases.split(","):
+        if time.monotonic() > end:
+            print(f"{name}: not started, the time is over", flush=True)
+            continue
+        try:
+            cells.append(run_cell(name, every[name], method, copy["bytes_per_s"], names, given.sweep))
+            print("\n".join(lines(cells[-1], 8)), flush=True)
+        except Exception as error:  # one case that does not fit must not take the others along
+            cells.append({"case": name, "goal": None, "implementations": {}, **failure(error)})
+            print(f"{name}: {cells[-1]['message'][:300]}", flush=True)
+        gc.collect()
+        data = {"method": dataclasses.asdict(method), "versions": versions(), "driver": driver(), "copy": copy}
+        record("serving_sweep" if given.sweep else "serving", {**data, "cells": cells})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Attention over a cache on a GPU: both backends against the oracle, graphs, tuning, and hostile tables."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
+from tilewright.kernels.mla_decode.cases import MlaCase
+from tilewright.kernels.page_attention.cases import PageCase
+from tilewright.kernels.paged_attention.inputs import PagedProblem
+from tilewright.kernels.paged_attention.triton import TritonPagedAttention
+from tilewright.kernels.paged_attention.xla import XlaPagedAttention
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.registry import Implementation
+from tilewright.modules import PageAttention, page_attention, update_pages
+from tilewright.ops import ConfigSelectorChain, Executor, Tuner
+from tilewright.ops.utils.datacarrier import FwdParams
+from tilewright.ops.utils.device import current_device
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+BATCH: dict[str, Any] = {"sequences": 8, "kv_length": 2048}
+REAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+
+class TestTritonOnGpu(PagedConformance):
+    backend: ClassVar[Implementation] = TritonPagedAttention()
+
+    def params(self, problem: PagedProblem) -> Any:
+        rows = 4 if problem.longest_q > 1 else 1
+        splits = (1, 2, 5)[(problem.head_dim + problem.capacity + problem.page_size) % 3]
+        return FwdParams(q_blocksize=rows, kv_blocksize=32, num_key_splits=splits, num_warps=4, num_stages=3)
+
+
+class TestXlaOnGpu(PagedConformance):
+    backend: ClassVar[Implementation] = XlaPagedAttention()
+
+    def params(self, problem: PagedProblem) -> Any:
+        return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * problem.heads)
+
+    @pytest.fixture(autouse=True)
+    def exact_products(self) -> Any:
+        with jax.default_matmul_precision("highest"):
+            yield
+
+
+LARGE = {
+    "page 16": ("page_attention", PageCase("", sequences=16, kv_length=4096, **REAL)),
+    "page 64": ("page_attention", PageCase("", sequences=16, kv_length=4096, page_size=64, **REAL)),
+    "page 1": ("page_attention", PageCase("", sequences=4, kv_length=3001, page_size=1, **REAL)),
+    "one long": ("page_attention", PageCase("", sequences=1, kv_length=40000, page_size=256, **REAL)),
+    "int8": ("page_attention", PageCase("", **BATCH, kv_dtype="int8", scale="token", **REAL)),
+    "fp8": (
+        "page_attention",
+        PageCase("", **BATCH, kv_dtype="float8_e4m3fn", scale="page", **REAL),
+    ),
+    "e5m2": ("page_attention", PageCase("", **BATCH, kv_dtype="float8_e5m2", **REAL)),
+    "everything": (
+        "page_attention",
+        PageCase("", **BATCH, sliding_window=700, logits_soft_cap=20.0, sinks=1, alibi=True, **REAL),
+    ),
+    "mixed": ("ragged_page_attention", RaggedPageCase("", sequences=9, kv_length=2048, q_lengths=(1, 1, 300), **REAL)),
+    "latent": (
+        "mla_decode",
+        MlaCase("", **BATCH, heads=128, head_dim=576, value_dim=512, page_size=64, dtype="bfloat16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_heuristic_on_real_sizes(name: str) -> None:
+    op, case = LARGE[name]
+    inputs = inputs_of(op, case)
+    backend, problem = TritonPagedAttention(), PagedProblem.of(inputs)
+    assert not backend.forward_reasons(problem, current_device())
+    params = backend.heuristic(problem, current_device(), "forward")
+    got = jax.jit(lambda inputs: backend.forward(inputs, params))(inputs)
+    check(got, inputs, case.tolerance_factor)
+    for first, second in zip(got, jax.jit(lambda inputs: backend.forward(inputs, params))(inputs), strict=True):
+        np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
+
+
+def test_it_is_what_runs_and_tuning_believes_it() -> None:
+    positional, keywords = PageCase("", **BATCH, **REAL).arguments()
+    chain = ConfigSelectorChain()
+    executor = Executor(chain)
+    assert executor.choose_config(PageAttention(), *positional, **keywords).platform == "triton"
+    run = lambda *x: executor(PageAttention(), *x, **keywords)
+    result = tilewright.tune(run, *positional, tuner=Tuner(1, 2), chooser=chain, budget_s=60.0)
+    (call,) = result
+    assert call.winner.check == "passed", [(str(c.config), c.error) for c in call.candidates]
+
+
+def test_lengths_and_tables_change_without_a_new_program() -> None:
+    positional, _ = PageCase("", sequences=4, kv_length=512, **REAL).arguments()
+    query, key, value, table, _ = positional
+    step = jax.jit(lambda table, lengths: page_attention(query, key, value, table, lengths))
+    for seed in range(3):
+        draw = np.random.default_rng(seed)
+        lengths = jnp.asarray(draw.integers(0, 513, 4), jnp.int32)
+        rows = jnp.asarray(draw.permutation(np.asarray(table)), jnp.int32)
+        want = page_attention(query, key, value, rows, lengths, platform="xla")
+        np.testing.assert_allclose(
+            np.asarray(step(rows, lengths), np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02
+        )
+    assert step._cache_size() == 1
+
+
+def test_a_donated_cache_in_a_scan() -> None:
+    case = PageCase("", sequences=4, kv_length=256, **REAL)
+    query, key, value, table, _ = case.arguments()[0]
+    new = jax.random.normal(jax.random.key(0), (20, 4, 8, 128), jnp.bfloat16)
+
+    def run(cache: Any, platform: str) -> Any:
+        def step(cache: Any, inputs: Any) -> Any:
+            index, each = inputs
+            lengths = jnp.full(4, index + 200)
+            cache = update_pages(*cache, each, each, table, lengths)
+            return cache, page_attention(query, *cache, table, lengths, platform=platform)
+
+        return jax.lax.scan(step, cache, (jnp.arange(20), new))[1]
+
+    jitted = jax.jit(run, donate_argnums=0, static_argnums=1)
+    got, want = (jitted((key + 0, value + 0), platform) for platform in ("triton", "xla"))
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_hostile_tables_in_bounds(page_size: int, kv_dtype: str | None) -> None:
+    """Run under compute-sanitizer, which sees what a result does not; a nested case for each kind of read."""
+    scale = None if kv_dtype is None else "token"
+    case = PageCase("", sequences=5, kv_length=700, page_size=page_size, kv_dtype=kv_dtype, scale=scale, **REAL)
+    inputs = inputs_of("page_attention", case)
+    backend = TritonPagedAttention()
+    params = backend.heuristic(PagedProblem.of(inputs), current_device(), "forward")
+    run = jax.jit(lambda inputs: backend.forward(inputs, params))
+    wild = np.array([-1, -(2**31), inputs.key.shape[0], 2**31 - 1, 0])
+    draw = np.random.default_rng(0)
+    table = np.asarray(inputs.page_table).copy()
+    table[draw.random(table.shape) < 0.5] = wild[draw.integers(0, 5)]
+    for lengths in ([0, 1, 700, 10**9, -5], [2**31 - 1] * 5):
+        hostile = dataclasses.replace(
+            inputs, page_table=jnp.asarray(table, jnp.int32), kv_lengths=jnp.asarray(lengths, jnp.int32)
+        )
+        check(run(hostile), hostile)

@@ -1,0 +1,116 @@
+"""Conformance of the Triton backend of attention over a cache, by Triton's interpreter; what selection sees of it."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of
+from tilewright.kernels.decode_attention.cases import DecodeCase
+from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
+from tilewright.kernels.page_attention.cases import GPU_CASES as PAGE_CASES
+from tilewright.kernels.paged_attention import triton_kernels
+from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
+from tilewright.kernels.paged_attention.triton import MOST_SPLITS, TritonPagedAttention
+from tilewright.kernels.ragged_page_attention.cases import GPU_CASES as RAGGED_CASES
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.registry import Implementation
+from tilewright.kernels.triton_bridge.interpreter import interpret_triton
+from tilewright.ops.utils.datacarrier import FwdParams
+
+BACKEND = TritonPagedAttention()
+
+
+class TestTriton(PagedConformance):
+    backend: ClassVar[Implementation] = BACKEND
+    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_triton)
+
+    def params(self, problem: PagedProblem) -> Any:
+        several = problem.longest_q > 1
+        # One part, several, and more parts than there are keys take turns.
+        splits = (1, 2, 5)[(problem.head_dim + problem.capacity + problem.page_size) % 3]
+        return FwdParams(
+            q_blocksize=4 if several else 1, kv_blocksize=16, num_key_splits=splits, num_warps=4, num_stages=2
+        )
+
+
+def test_a_latent_of_512_and_64():
+    from tilewright.kernels.mla_decode.cases import MlaCase
+
+    case = MlaCase("", sequences=2, kv_length=50, heads=70, head_dim=576, value_dim=512, page_size=16, dtype="bfloat16")
+    inputs = inputs_of("mla_decode", case)
+    params = FwdParams(q_blocksize=1, kv_blocksize=32, num_key_splits=2, num_warps=8, num_stages=2)
+    with interpret_triton():
+        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
+    check(got, inputs)
+
+
+def test_both_backends_are_cut_to_the_same_lengths():
+    assert triton_kernels.FAR.value == FAR
+
+
+def test_vmap_runs_one_after_the_other():
+    inputs = inputs_of("decode_attention", DecodeCase("", **PAGED, paged=True))
+    params = FwdParams(q_blocksize=1, kv_blocksize=16, num_key_splits=2)
+    queries = jnp.stack([inputs.query, 2 * inputs.query])
+    with interpret_triton():
+        run = lambda query: BACKEND.forward(dataclasses.replace(inputs, query=query), params)
+        mapped = jax.block_until_ready(jax.jit(jax.vmap(run))(queries))
+        single = jax.block_until_ready(jax.jit(lambda query: run(query))(queries[1]))
+    for got, want in zip(mapped, single, strict=True):
+        np.testing.assert_array_equal(got[1], want)
+
+
+def problem_of(op: str, case: Any) -> PagedProblem:
+    return PagedProblem.of(jax.eval_shape(lambda: inputs_of(op, case)))
+
+
+SHIPPED = {
+    f"{op} {name}": (op, case)
+    for op, cases in (
+        ("page_attention", PAGE_CASES), ("mla_decode", MLA_CASES), ("ragged_page_attention", RAGGED_CASES)
+    )
+    for name, case in cases.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_can_run_and_fills_the_card(name: str):
+    op, case = SHIPPED[name]
+    problem = problem_of(op, case)
+    assert not BACKEND.forward_reasons(problem, H100)
+    best = BACKEND.heuristic(problem, H100, "forward")
+    assert not BACKEND.config_reasons(problem, H100, "forward", best)
+    assert 1 <= best.num_key_splits <= MOST_SPLITS
+    tiles = problem.sequences * best.num_key_splits * problem.kv_heads
+    assert tiles * max(problem.groups // 64, 1) >= 3 * H100.cores
+    candidates = list(BACKEND.candidates(problem, H100, "forward"))
+    assert candidates
+    assert best not in candidates
+    assert not any(BACKEND.config_reasons(problem, H100, "forward", each) for each in candidates)
+
+
+def test_reasons():
+    case = RaggedPageCase("", **PAGED)
+    sizes = {"head_dim": 600, "value_dim": 600, "dtype": "float16"}
+    assert (
+        "at most 512"
+        in BACKEND.forward_reasons(problem_of("ragged_page_attention", dataclasses.replace(case, **sizes)), H100)[-1]
+    )
+    fp8 = problem_of("ragged_page_attention", dataclasses.replace(case, dtype="bfloat16", kv_dtype="float8_e4m3fn"))
+    assert "8.9" in BACKEND.forward_reasons(fp8, A100)[-1]
+    assert not BACKEND.forward_reasons(fp8, H100)
+    assert BACKEND.not_supported_reasons(fp8, H100, "backward")
+    wrong = FwdParams(q_blocksize=3, kv_blocksize=8, num_warps=4, num_stages=2)
+    assert len(BACKEND.config_reasons(fp8, H100, "forward", wrong)) == 2
+    large = FwdParams(q_blocksize=1, kv_blocksize=128, num_warps=4, num_stages=4)
+    latent = problem_of("mla_decode", MLA_CASES["64x8192"])
+    assert len(BACKEND.config_reasons(latent, H100, "forward", large)) == 2

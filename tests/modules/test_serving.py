@@ -1,0 +1,231 @@
+"""The serving functions: signatures, errors, what they have in common, transformations, tuning."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tilewright
+from tilewright import modules
+from tilewright.errors import UnsupportedError
+from tilewright.kernels import kernel
+from tilewright.kernels.decode_attention.cases import DecodeCase
+from tilewright.kernels.mla_decode.cases import MlaCase
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.modules import (
+    PageAttention,
+    chunked_prefill_paged_decode,
+    decode_attention,
+    flash_mla,
+    mla_decode,
+    page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+    unified_attention,
+    update_pages,
+)
+from tilewright.ops import ConfigSelectorChain, Executor, Tuner, from_json, to_json
+from tilewright.ops.utils.datacarrier import FwdParams
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        chunked_prefill_paged_decode, decode_attention, mla_decode, page_attention, ragged_decode_attention,
+        ragged_page_attention, unified_attention, update_pages,
+    )
+}  # fmt: skip
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def draw(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+QUERY, KEY_PAGES, VALUE_PAGES = draw(3, 4, 16), draw(12, 8, 2, 16, seed=1), draw(12, 8, 2, 16, seed=2)
+TABLE = jnp.asarray(np.random.default_rng(3).permutation(12).reshape(3, 4), jnp.int32)
+LENGTHS = jnp.asarray([5, 32, 17], jnp.int32)
+CALL = (QUERY, KEY_PAGES, VALUE_PAGES, TABLE, LENGTHS)
+
+
+@every_function
+def test_the_signature_is_that_of_prepare_and_every_argument_is_documented(name: str):
+    function, op = FUNCTIONS[name], kernel(name)
+    *ours, cfg = inspect.signature(function).parameters.values()
+    assert ours == list(inspect.signature(op.prepare).parameters.values())
+    assert (cfg.name, cfg.default) == ("cfg", None)
+    documented = inspect.getdoc(function) or ""
+    for parameter in inspect.signature(function).parameters:
+        assert f"  {parameter}: " in documented, parameter
+
+
+def test_names_of_kernels_and_functions():
+    assert flash_mla is mla_decode
+    for name in FUNCTIONS:
+        kind = "".join(part.capitalize() for part in name.split("_"))
+        assert isinstance(kernel(name), getattr(modules, kind))
+
+
+def test_one_problem_in_all_layouts():
+    options: dict[str, Any] = {"sliding_window": 20, "softmax_aux": jnp.ones(4), "return_lse": True}
+    want = page_attention(*CALL, **options)
+    dense = [pages[TABLE].reshape(3, 32, 2, 16) for pages in (KEY_PAGES, VALUE_PAGES)]
+    cum = jnp.arange(4)
+    new = [pages[TABLE[jnp.arange(3), (LENGTHS - 1) // 8], (LENGTHS - 1) % 8] for pages in (KEY_PAGES, VALUE_PAGES)]
+    vllm = {"window_size": (20, -1), "sinks": jnp.ones(4), "return_lse": True}
+    found = {
+        "paged": decode_attention(QUERY, KEY_PAGES, VALUE_PAGES, LENGTHS, TABLE, **options),
+        "by name": page_attention(
+            query=QUERY, key_pages=KEY_PAGES, value_pages=VALUE_PAGES, lengths=LENGTHS, page_table=TABLE, **options
+        ),
+        "dense": decode_attention(QUERY, *dense, LENGTHS, **options),
+        "range": ragged_decode_attention(QUERY, *dense, jnp.zeros(3, int), LENGTHS, **options),
+        "ragged": ragged_page_attention(*CALL, cum, **options),
+        "unified": unified_attention(QUERY, KEY_PAGES, VALUE_PAGES, cum, LENGTHS, TABLE, **vllm),
+        "chunked": chunked_prefill_paged_decode(QUERY, *new, KEY_PAGES, VALUE_PAGES, TABLE, LENGTHS, cum, **options),
+    }
+    for name, (out, lse, *pages) in found.items():
+        np.testing.assert_allclose(out, want[0], atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(lse, want[1], atol=1e-6, err_msg=name)
+        for ours, before in zip(pages, (KEY_PAGES, VALUE_PAGES), strict=False):
+            np.testing.assert_array_equal(ours, before)
+
+
+def test_latents_are_keys_whose_first_part_is_the_value():
+    latents, query = draw(12, 8, 24, seed=4), draw(3, 2, 4, 24, seed=5)
+    got = mla_decode(query, latents, TABLE, LENGTHS, kv_lora_rank=20, softmax_scale=0.2)
+    pages = latents[:, :, None]
+    packed = query.reshape(6, 4, 24)
+    want = ragged_page_attention(packed, pages, pages[..., :20], TABLE, LENGTHS, jnp.arange(0, 7, 2), softmax_scale=0.2)
+    np.testing.assert_allclose(got, want.reshape(3, 2, 4, 20), atol=1e-6)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "rank of query": (lambda: page_attention(QUERY[None], *CALL[1:]), ValueError, "query must be"),
+    "heads": (lambda: page_attention(draw(3, 5, 16), *CALL[1:]), ValueError, "must divide the query heads"),
+    "head dim": (lambda: page_attention(draw(3, 4, 8), *CALL[1:]), ValueError, "same head dim"),
+    "dtype": (lambda: page_attention(QUERY.astype(jnp.bfloat16), *CALL[1:]), TypeError, "query's dtype"),
+    "integer query": (lambda: page_attention(QUERY.astype(int), *CALL[1:]), TypeError, "query must be float16"),
+    "dtypes of pages": (
+        lambda: page_attention(QUERY, KEY_PAGES, VALUE_PAGES.astype(jnp.float16), TABLE, LENGTHS),
+        TypeError, "one dtype",
+    ),
+    "pages that differ": (lambda: page_attention(QUERY, KEY_PAGES, VALUE_PAGES[:5], *CALL[3:]), ValueError, "agree in"),
+    "no values": (lambda: page_attention(QUERY, KEY_PAGES, None, *CALL[3:]), TypeError, "value_pages"),
+    "too short a table": (lambda: page_attention(*CALL[:3], TABLE[:2], LENGTHS), ValueError, "page_table must be"),
+    "a table of floats": (lambda: page_attention(*CALL[:3], TABLE * 1.0, LENGTHS), TypeError, "integers"),
+    "lengths": (lambda: page_attention(*CALL[:4], LENGTHS[:2]), ValueError, "lengths must be"),
+    "boundaries": (lambda: ragged_page_attention(*CALL, jnp.arange(3)), ValueError, "cum_q_lens must be"),
+    "int8 without scales": (
+        lambda: page_attention(QUERY, *(p.astype(jnp.int8) for p in CALL[1:3]), *CALL[3:]), TypeError, "need scales",
+    ),
+    "shape of scales": (lambda: page_attention(*CALL, key_scale=jnp.ones((12, 7, 1))), ValueError, "rank 3"),
+    "sinks": (lambda: page_attention(*CALL, softmax_aux=jnp.ones(3)), ValueError, "softmax_aux"),
+    "slopes": (lambda: page_attention(*CALL, alibi_slopes=jnp.ones(3)), ValueError, "alibi_slopes"),
+    "window": (lambda: page_attention(*CALL, sliding_window=-1), ValueError, "sliding_window"),
+    "cap": (lambda: page_attention(*CALL, logits_soft_cap=0.0), ValueError, "logits_soft_cap"),
+    "unknown option": (lambda: page_attention(*CALL, causal=True), TypeError, "causal"),
+    "half of the new": (lambda: ragged_page_attention(*CALL, jnp.arange(4), new_key=QUERY), TypeError, "go together"),
+    "shape of the new": (
+        lambda: ragged_page_attention(*CALL, jnp.arange(4), new_key=QUERY, new_value=QUERY), ValueError, "kv_heads",
+    ),
+    "dense caches": (lambda: decode_attention(QUERY, KEY_PAGES, VALUE_PAGES, LENGTHS), ValueError, "page_table"),
+    "latents with heads": (lambda: mla_decode(QUERY, KEY_PAGES, TABLE, LENGTHS), ValueError, "one latent"),
+    "rank of latents": (
+        lambda: mla_decode(QUERY, KEY_PAGES[:, :, :1], TABLE, LENGTHS, kv_lora_rank=17), ValueError, "kv_lora_rank=17",
+    ),
+    "vLLM's window": (
+        lambda: unified_attention(QUERY, *CALL[1:3], jnp.arange(4), LENGTHS, TABLE, window_size=(-2, 0)),
+        ValueError, "window_size",
+    ),
+    "no page to write to": (
+        lambda: update_pages(*CALL[1:3], KEY_PAGES[:3, 0], VALUE_PAGES[:3, 0], TABLE[:, :0], LENGTHS),
+        ValueError, "columns",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_shapes_show_is_one_clear_error(name: str):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_gradient_is_refused_by_name():
+    with pytest.raises(TypeError, match="page_attention is for inference"):
+        jax.grad(lambda q: page_attention(q, *CALL[1:]).sum())(QUERY)
+    new = KEY_PAGES[:3, 0], VALUE_PAGES[:3, 0]
+    with pytest.raises(TypeError, match="update_pages is for inference"):
+        jax.jit(jax.grad(lambda p: update_pages(p, VALUE_PAGES, *new, TABLE, LENGTHS)[0].sum()))(KEY_PAGES)
+
+
+def test_vmap_over_anything():
+    queries, lengths = jnp.stack([QUERY, -QUERY]), jnp.stack([LENGTHS, LENGTHS // 2])
+    got = jax.jit(jax.vmap(page_attention, in_axes=(0, None, None, None, 0)))(queries, *CALL[1:4], lengths)
+    for i in range(2):
+        want = page_attention(queries[i], *CALL[1:4], lengths[i])
+        np.testing.assert_allclose(got[i], want, atol=1e-6)
+    caches = jnp.stack([KEY_PAGES, 2 * KEY_PAGES])
+    both = jax.vmap(page_attention, in_axes=(None, 0, None, None, None))(QUERY, caches, *CALL[2:])
+    np.testing.assert_allclose(both[1], page_attention(QUERY, caches[1], *CALL[2:]), atol=1e-6)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_heads_over_an_explicit_mesh(writes: bool):
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    new = {"new_key": draw(3, 2, 16, seed=7), "new_value": draw(3, 2, 16, seed=8)} if writes else {}
+    options = {"softmax_aux": draw(4, seed=9), "return_lse": True}
+    want = ragged_page_attention(*CALL, jnp.arange(4), **new, **options)
+    with jax.set_mesh(mesh):
+        rows, pages = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P(None, None, "tensor"))
+        placed = jax.device_put(QUERY, rows), *(jax.device_put(p, pages) for p in CALL[1:3])
+        placed_new = {name: jax.device_put(array, rows) for name, array in new.items()}
+        got = jax.jit(lambda *x, **k: ragged_page_attention(*x, *CALL[3:], jnp.arange(4), **k, **options))(
+            *placed, **placed_new
+        )
+        assert jax.typeof(got[0]).sharding.spec[1] == "tensor"
+        with pytest.raises(ValueError, match="split alike by heads"):
+            page_attention(placed[0], *CALL[1:])
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_explain_and_strict_platforms():
+    explanation = Executor(ConfigSelectorChain()).explain(PageAttention(), *CALL, quiet=True)
+    (choice,) = explanation.choices
+    assert choice.config.platform == "xla"
+    assert "triton" in choice.rejected
+    with pytest.raises(UnsupportedError, match="cuda"):
+        page_attention(*CALL, platform="cuda")
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("decode_attention", DecodeCase("", kv_length=40, heads=4, head_dim=16, kv_dtype="int8", scale="token")),
+        ("ragged_page_attention", RaggedPageCase("", kv_length=40, heads=4, head_dim=16, write=True, q_lengths=(1, 5))),
+        ("mla_decode", MlaCase("", kv_length=40, heads=4, head_dim=24, value_dim=16, dtype="bfloat16")),
+    ],
+)  # fmt: skip
+def test_tuning_checks_every_candidate(op: str, case: Any):
+    positional, keywords = case.arguments()
+    chain = ConfigSelectorChain()
+    run = lambda *x: Executor(chain)(kernel(op), *x, **keywords)
+    (call,) = tilewright.tune(run, *positional, tuner=Tuner(1, 1), chooser=chain)
+    assert {candidate.check for candidate in call.candidates} == {"passed"}
+    assert from_json(to_json(call.winner.config.params), FwdParams) == call.winner.config.params
+
+
+def test_tuning_without_values_draws_valid_ones():
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in CALL]
+    chain = ConfigSelectorChain()
+    (call,) = tilewright.tune(
+        lambda *x: Executor(chain)(PageAttention(), *x), *abstract, tuner=Tuner(1, 1), chooser=chain
+    )
+    assert call.winner.check == "passed"

@@ -1,0 +1,1 @@
+"""Writing a chunk and attending to it."""

@@ -1,0 +1,1 @@
+"""Decoding over a dense or a paged cache."""

@@ -1,0 +1,172 @@
+"""Checks of the arguments that the serving ops share; only types, shapes and dtypes are looked at."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.flash_attention.arguments import (
+    apply,
+    as_array,
+    is_floating,
+    is_integer,
+    number,
+    reshape,
+    window,
+)
+from tilewright.kernels.paged_attention.inputs import FAR
+
+QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def query_array(query: Any, ranks: tuple[int, ...], layout: str) -> Any:
+    query = as_array("query", query)
+    if len(query.shape) not in ranks:
+        raise ValueError(f"query must be {layout}, got {query.shape=}")
+    if query.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype=}")
+    if query.shape[-1] == 0 or query.shape[-2] == 0:
+        raise ValueError(f"query needs at least one head and one element in each, got {query.shape=}")
+    return query
+
+
+def cache_arrays(key: Any, value: Any, layout: str, names: tuple[str, str] = ("key", "value")) -> tuple[Any, Any]:
+    """Keys and values of rank 4 that agree; the value may be absent."""
+    key = as_array(names[0], key)
+    value = None if value is None else as_array(names[1], value)
+    said = f"got {names[0]}.shape={key.shape}" + ("" if value is None else f", {names[1]}.shape={value.shape}")
+    if len(key.shape) != 4 or (value is not None and len(value.shape) != 4):
+        raise ValueError(f"{names[0]} and {names[1]} must be {layout}, {said}")
+    if value is not None and value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"{names[0]} and {names[1]} must agree in all but the head dim, {said}")
+    if 0 in key.shape[2:] or (value is not None and value.shape[3] == 0):
+        raise ValueError(f"{names[0]} and {names[1]} need at least one head and one element in each, {said}")
+    if value is not None and value.dtype != key.dtype:
+        raise TypeError(f"{names[0]} and {names[1]} must have one dtype, got {key.dtype} and {value.dtype}")
+    if not is_floating(key.dtype) and key.dtype.name not in QUANTISED:
+        raise TypeError(f"{names[0]} must be floating-point or one of {QUANTISED}, got {key.dtype}")
+    return key, value
+
+
+def check_heads(query: Any, key: Any) -> None:
+    heads, head_dim = query.shape[-2:]
+    kv_heads, key_dim = key.shape[2:]
+    if key_dim != head_dim:
+        raise ValueError(f"query and key must have the same head dim, got {query.shape=}, {key.shape=}")
+    if heads % kv_heads:
+        raise ValueError(f"the key heads must divide the query heads, got {query.shape=}, {key.shape=}")
+    if key.dtype != query.dtype and key.dtype.name not in QUANTISED:
+        raise TypeError(
+            f"keys and values must have the query's dtype or be one of {QUANTISED}, got {query.dtype=}, {key.dtype=}"
+        )
+
+
+def integers(name: str, array: Any, shape: tuple[int | None, ...], layout: str) -> Any:
+    """An int32 array of a shape in which ``None`` stands for any size."""
+    array = as_array(name, array)
+    if not is_integer(array.dtype):
+        raise TypeError(f"{name} must hold integers, got {name}.dtype={array.dtype}")
+    fits = len(array.shape) == len(shape) and all(w in (None, n) for n, w in zip(array.shape, shape, strict=True))
+    if not fits:
+        raise ValueError(f"{name} must be {layout}, got {name}.shape={tuple(array.shape)}")
+    return array if array.dtype == np.int32 else apply(_narrow, array)
+
+
+def _narrow(array: Any) -> Any:
+    """int32 with what does not fit cut off: a wrapped number would name a page that is there."""
+    limits = jnp.iinfo(array.dtype)
+    if limits.max > np.iinfo(np.int32).max:
+        low = max(limits.min, np.iinfo(np.int32).min)
+        array = jnp.clip(array, low, np.iinfo(np.int32).max)
+    return array.astype(jnp.int32)
+
+
+def page_table_array(page_table: Any, sequences: int, name: str = "page_table") -> Any:
+    return integers(name, page_table, (sequences, None), f"[sequences, pages_per_sequence] with {sequences=}")
+
+
+def scale_array(name: str, scale: Any, cache: Any) -> Any:
+    """float32 of rank 3, broadcastable to ``[num_pages, page_size, kv_heads]``; ``None`` where there is none."""
+    if scale is None:
+        if cache is not None and cache.dtype.name == "int8":
+            raise TypeError(f"int8 keys and values need scales, got {name}=None")
+        return None
+    if cache is None:
+        raise TypeError(f"{name} belongs to values, of which there are none: give key_scale")
+    array = as_array(name, scale)
+    if not is_floating(array.dtype):
+        raise TypeError(f"{name} must be floating-point, got {name}.dtype={array.dtype}")
+    full = cache.shape[:3]
+    if array.shape == ():
+        array = reshape(array, (1, 1, 1))
+    if len(array.shape) != 3 or any(n not in (1, f) for n, f in zip(array.shape, full, strict=True)):
+        raise ValueError(
+            f"{name} must be a number or broadcastable to [num_pages, page_size, kv_heads] = {list(full)} with rank 3, "
+            f"got {name}.shape={tuple(array.shape)}"
+        )
+    return array if array.dtype == np.float32 else apply(lambda x: x.astype(jnp.float32), array)
+
+
+def slopes_array(alibi_slopes: Any, heads: int) -> Any:
+    if alibi_slopes is None:
+        return None
+    array = as_array("alibi_slopes", alibi_slopes)
+    if not is_floating(array.dtype):
+        raise TypeError(f"alibi_slopes must be floating-point, got {array.dtype=}")
+    if array.shape not in ((heads,), (1,)):
+        raise ValueError(f"alibi_slopes must have the shape [heads] with {heads=}, or [1], got {array.shape=}")
+    return array if array.shape == (heads,) else apply(lambda x: jnp.broadcast_to(x, (heads,)), array)
+
+
+def window_sides(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
+    left, right = window(sliding_window, causal)
+    return (None if left is None else min(left, FAR)), (None if right is None else min(right, FAR))
+
+
+def scale_number(softmax_scale: Any, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
+
+
+def new_tokens(key: Any, value: Any, pages: Any, value_pages: Any, tokens: int | None) -> tuple[Any, Any]:
+    """New keys and values ``[tokens, kv_heads, head_dim]`` that fit pages; of these the value may be absent."""
+    key = as_array("key", key)
+    if (value is None) != (value_pages is None):
+        raise TypeError("new values and pages of values go together: give both or none")
+    value = None if value is None else as_array("value", value)
+    for name, new, cache in (("key", key, pages), ("value", value, value_pages)):
+        if new is None:
+            continue
+        wanted = (key.shape[0] if tokens is None else tokens, *cache.shape[2:])
+        if tuple(new.shape) != wanted:
+            raise ValueError(
+                f"the new {name} must be [tokens, kv_heads, head_dim] = {list(wanted)}, got shape {new.shape}"
+            )
+        if not is_floating(new.dtype):
+            raise TypeError(f"the new {name} must be floating-point, got {new.dtype}")
+    return key, value
+
+
+def required(name: str, array: Any) -> Any:
+    if array is None:
+        raise TypeError(f"{name} must be an array, got None")
+    return array
+
+
+def page_arrays(key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
+    layout = "[num_pages, page_size, kv_heads, head_dim]"
+    return cache_arrays(key_pages, required("value_pages", value_pages), layout, ("key_pages", "value_pages"))
+
+
+def block_arrays(key_cache: Any, value_cache: Any) -> tuple[Any, Any]:
+    """Pages by the names that vLLM has for them."""
+    layout = "[num_blocks, block_size, kv_heads, head_dim]"
+    return cache_arrays(key_cache, required("value_cache", value_cache), layout, ("key_cache", "value_cache"))
+
+
+def lengths_array(name: str, lengths: Any, sequences: int | None) -> Any:
+    return integers(name, lengths, (sequences,), "[sequences]" + ("" if sequences is None else f" with {sequences=}"))
+
+
+def boundaries_array(name: str, boundaries: Any, sequences: int) -> Any:
+    return integers(name, boundaries, (sequences + 1,), f"[sequences + 1] with {sequences=}")

@@ -1,0 +1,213 @@
+"""What the cases of all serving ops share: sizes and options, from which each op's own class makes its arguments."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MOST_OF_HOST = 1 << 22
+"""Elements up to which an array is drawn on the host, where nothing has to be compiled first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServingCase(abc.ABC):
+    """The sizes and options of one call, from which its arrays can be drawn.
+
+    Attributes:
+      kv_length: tokens that a sequence has room for; full sequences have as many.
+      kv_dtype: of the cache, the query's if ``None``.
+      scale: what a scale stands for: "tensor", "head", "page" or "token"; ``None`` for no scales.
+      ragged: whether lengths are drawn from 0 to ``kv_length``; else all sequences are full.
+      q_lengths: new tokens of each sequence, repeated over the sequences, where an op takes several.
+    """
+
+    name: str
+    sequences: int = 4
+    kv_length: int = 512
+    heads: int = 8
+    head_dim: int = 64
+    kv_heads: int | None = None
+    value_dim: int | None = None
+    page_size: int = 16
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    scale: str | None = None
+    ragged: bool = True
+    q_lengths: tuple[int, ...] = (1,)
+    causal: bool = True
+    sliding_window: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    softmax_scale: float | None = None
+    sinks: int = 0
+    alibi: bool = False
+    return_lse: bool = False
+
+    @abc.abstractmethod
+    def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the op's function."""
+
+    @property
+    def tolerance_factor(self) -> float:
+        """How many times the error of the oracle in the input dtype a backend may make."""
+        return 2.0 if self.logits_soft_cap is None else 3.0
+
+    @property
+    def flops(self) -> float:
+        """Of a call in which all sequences are full and every query sees all before it."""
+        counts = [self.q_lengths[s % len(self.q_lengths)] for s in range(self.sequences)]
+        scores = sum(n * self.kv_length - n * (n - 1) / 2 for n in counts)
+        return 2.0 * scores * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+    def drawn(self, seed: int) -> "Drawn":
+        """The arrays of a call."""
+        return Drawn(self, np.random.default_rng(seed))
+
+    def options(self, drawn: "Drawn") -> dict[str, Any]:
+        """The keyword arguments that most of the ops share, where they are not the default."""
+        given: dict[str, Any] = {}
+        for field in ("sliding_window", "logits_soft_cap", "softmax_scale", "return_lse"):
+            if getattr(self, field):
+                given[field] = getattr(self, field)
+        if self.sinks:
+            given["softmax_aux"] = drawn.normal((self.heads, self.sinks), self.dtype)
+        if self.alibi:
+            given["alibi_slopes"] = jnp.asarray(2.0 ** (-8.0 * np.arange(1, self.heads + 1) / self.heads), jnp.float32)
+        return given
+
+    def scales(self, cache: "DrawnCache") -> dict[str, Any]:
+        return {} if self.scale is None else {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnCache:
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+
+
+class Drawn:
+    """Random arrays of a case: each is drawn when it is asked for."""
+
+    def __init__(self, case: ServingCase, generator: np.random.Generator) -> None:
+        self.case, self.generator = case, generator
+        self.kv_heads = case.kv_heads or case.heads
+        self.columns = math.ceil(case.kv_length / case.page_size)
+        self.counts = np.array([case.q_lengths[s % len(case.q_lengths)] for s in range(case.sequences)], np.int64)
+
+    def normal(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        if math.prod(shape) <= MOST_OF_HOST:
+            return jnp.asarray(self.generator.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
+        key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
+        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+    def query(self, *leading: int) -> jax.Array:
+        return self.normal(
+            (*(leading or (int(self.counts.sum()),)), self.case.heads, self.case.head_dim), self.case.dtype
+        )
+
+    def boundaries(self) -> jax.Array:
+        return jnp.asarray(np.append(0, np.cumsum(self.counts)), jnp.int32)
+
+    def lengths(self) -> jax.Array:
+        """At least the new tokens where there is room for them; every fifth of ragged ones may be empty of old ones."""
+        full = np.full(self.case.sequences, self.case.kv_length)
+        if self.case.ragged:
+            full = np.maximum(self.generator.integers(0, self.case.kv_length + 1, self.case.sequences), self.counts)
+        return jnp.asarray(np.minimum(full, self.case.kv_length), jnp.int32)
+
+    def starts(self, ends: jax.Array) -> jax.Array:
+        """Anywhere up to the ends; the beginning where all sequences are full."""
+        if not self.case.ragged:
+            return jnp.zeros_like(ends)
+        return jnp.asarray(self.generator.integers(0, np.asarray(ends) + 1), jnp.int32)
+
+    def new(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the new tokens."""
+        tokens, dims = int(self.counts.sum()), (self.case.head_dim, self.case.value_dim or self.case.head_dim)
+        key, value = (self.normal((tokens, self.kv_heads, dim), self.case.dtype) for dim in dims)
+        return key, value
+
+    def table(self) -> jax.Array:
+        """Every page once, in random order."""
+        order = self.generator.permutation(self.num_pages)[: self.case.sequences * self.columns]
+        return jnp.asarray(order.reshape(self.case.sequences, self.columns), jnp.int32)
+
+    @property
+    def num_pages(self) -> int:
+        return max(self.case.sequences * self.columns, 1)
+
+    def pages(self) -> DrawnCache:
+        return self._cache(self.num_pages, self.case.page_size)
+
+    def dense(self) -> DrawnCache:
+        return self._cache(self.case.sequences, self.case.kv_length)
+
+    def _cache(self, rows: int, size: int) -> DrawnCache:
+        case = self.case
+        dims = (case.head_dim, case.value_dim or case.head_dim)
+        key, value = (self._stored((rows, size, self.kv_heads, dim)) for dim in dims)
+        key_scale, value_scale = (self._scale(rows, size) for _ in range(2))
+        return DrawnCache(key, value, key_scale, value_scale)
+
+    def _stored(self, shape: tuple[int, ...]) -> jax.Array:
+        dtype = self.case.kv_dtype or self.case.dtype
+        if dtype == "int8" and math.prod(shape) <= MOST_OF_HOST:
+            return jnp.asarray(self.generator.integers(-127, 128, shape, np.int8))
+        if dtype == "int8":
+            key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
+            return jax.random.randint(key, shape, -127, 128, jnp.int8)
+        return self.normal(shape, dtype)
+
+    def _scale(self, rows: int, size: int) -> jax.Array | None:
+        shapes = {
+            None: None,
+            "tensor": (1, 1, 1),
+            "head": (1, 1, self.kv_heads),
+            "page": (rows, 1, self.kv_heads),
+            "token": (rows, size, self.kv_heads),
+        }
+        shape = shapes[self.case.scale]
+        if shape is None:
+            return None
+        small = 1 / 64 if self.case.kv_dtype == "int8" else 1.0
+        return jnp.asarray(self.generator.uniform(0.5 * small, 2 * small, shape), jnp.float32)
+
+
+def named[C: ServingCase](kind: Callable[..., C], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, C]:
+    return {name: kind(name=name, **fields) for name, fields in cases.items()}
+
+
+_CPU = {"heads": 8, "kv_heads": 2, "head_dim": 64}
+CPU_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "batch_8": {"sequences": 8, "kv_length": 1024, **_CPU},
+    "batch_8_int8": {"sequences": 8, "kv_length": 1024, "kv_dtype": "int8", "scale": "token", **_CPU},
+    "long": {"sequences": 1, "kv_length": 8192, "ragged": False, **_CPU},
+    "window": {"sequences": 8, "kv_length": 1024, "sliding_window": 127, **_CPU},
+}
+"""What a benchmark runs on a CPU."""
+
+_GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "ragged": False}
+GPU_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "64x8192": {"sequences": 64, "kv_length": 8192, **_GPU},
+    "64x8192_page64": {"sequences": 64, "kv_length": 8192, "page_size": 64, **_GPU},
+    "8x32768": {"sequences": 8, "kv_length": 32768, **_GPU},
+    "1x131072": {"sequences": 1, "kv_length": 131072, **_GPU},
+    "256x1024": {"sequences": 256, "kv_length": 1024, **_GPU},
+    "64x8192_int8": {"sequences": 64, "kv_length": 8192, "kv_dtype": "int8", "scale": "token", **_GPU},
+    "64x8192_fp8": {"sequences": 64, "kv_length": 8192, "kv_dtype": "float8_e4m3fn", "scale": "head", **_GPU},
+}
+"""What an accelerator is measured on."""
+
+PACKED = {"q_lengths": (1, 1, 1, 128)}
+GPU_PACKED = {"q_lengths": (*(1,) * 15, 512)}
+
+
+def packed(sizes: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sizes with sequences of several new tokens among those of one."""
+    return {name: {**size, **fields} for name, size in sizes.items()}

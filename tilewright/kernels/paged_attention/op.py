@@ -1,0 +1,250 @@
+"""What the Kernels of all attention over a cache share: from prepared arguments to the core's problem and back."""
+
+import abc
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from tilewright.kernels.flash_attention.arguments import (
+    PlatformLike,
+    flag,
+    platforms,
+    reshape,
+    sinks_array,
+    soft_cap,
+)
+from tilewright.kernels.paged_attention import arguments, sampling
+from tilewright.kernels.paged_attention.debugging import report
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem, Results
+from tilewright.kernels.paged_attention.partitioning import paged_partitioning
+from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
+from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
+from tilewright.kernels.portfolio import InferenceKernel, lazy
+from tilewright.kernels.roofline import Cost
+from tilewright.kernels.sharding import Partitioning
+from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.core.types import Direction
+
+type Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _options(
+    *,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    return_lse: bool = False,
+    platform: PlatformLike | Sequence[PlatformLike] | None = None,
+) -> None:
+    """The keyword arguments that most of the ops share."""
+
+
+def takes_options(*absent: str) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
+    """Gives a ``prepare`` that takes ``**options`` the shared ones, but for those that the op has not, by name."""
+
+    def decorate(prepare: Callable[..., Call]) -> Callable[..., Call]:
+        own = [p for p in inspect.signature(prepare).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shared = [p for name, p in inspect.signature(_options).parameters.items() if name not in absent]
+        signature = inspect.Signature([*own, *shared], return_annotation=Call)
+
+        @functools.wraps(prepare)
+        def checked(*args: Any, **kwargs: Any) -> Call:
+            bound = signature.bind(*args, **kwargs)
+            return prepare(*bound.args, **bound.kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+class PagedAttentionKernel(InferenceKernel, abc.ABC):
+    """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            name,
+            version="1",
+            implementations=(
+                lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
+                # Proven by an interpreter alone so far: what nobody asked for or measured does not run by it.
+                lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
+            ),
+        )
+
+    def canonical(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_lengths: Any,
+        *,
+        page_table: Any = None,
+        kv_starts: Any = None,
+        cum_q_lens: Any = None,
+        q_length: int | None = 1,
+        key_scale: Any = None,
+        value_scale: Any = None,
+        new: tuple[Any, Any] | None = None,
+        causal: Any = True,
+        sliding_window: Any = None,
+        softmax_scale: Any = None,
+        logits_soft_cap: Any = None,
+        softmax_aux: Any = None,
+        alibi_slopes: Any = None,
+        latent_dim: int | None = None,
+        return_lse: Any = False,
+        platform: Any = None,
+    ) -> Call:
+        """The prepared call: arrays whose ranks are checked, in the core's order, and static options.
+
+        ``query`` may have any leading shape, which the results will have. ``q_length`` is the query tokens of every
+        sequence, ``None`` with ``cum_q_lens``.
+        """
+        arguments.check_heads(query, key)
+        *leading, heads, head_dim = query.shape
+        packed = reshape(query, (math.prod(leading), heads, head_dim))
+        left, right = arguments.window_sides(sliding_window, flag("causal", causal))
+        new_key, new_value = (None, None)
+        if new is not None:
+            new_key, new_value = arguments.new_tokens(*new, key, value, packed.shape[0])
+            if page_table.shape[1] == 0 and packed.shape[0]:
+                raise ValueError(f"a page table without columns has no page to write to: {page_table.shape=}")
+        report(
+            self.name,
+            page_table,
+            kv_lengths,
+            cum_q_lens,
+            num_pages=key.shape[0],
+            page_size=key.shape[1],
+            tokens=packed.shape[0],
+            q_length=q_length,
+            writes=new is not None,
+        )
+        args = (
+            packed,
+            key,
+            value,
+            page_table,
+            kv_lengths,
+            kv_starts,
+            cum_q_lens,
+            arguments.scale_array("key_scale", key_scale, key),
+            arguments.scale_array("value_scale", value_scale, value),
+            arguments.slopes_array(alibi_slopes, heads),
+            None if softmax_aux is None else sinks_array(softmax_aux, heads),
+            new_key,
+            new_value,
+        )
+        return args, {
+            "softmax_scale": arguments.scale_number(softmax_scale, head_dim),
+            "left": left,
+            "right": right,
+            "logits_soft_cap": soft_cap(logits_soft_cap),
+            "q_length": q_length,
+            "latent_dim": latent_dim,
+            "kv_dtype": key.dtype.name,
+            "leading": tuple(leading),
+            "return_lse": flag("return_lse", return_lse),
+            "writes": new is not None,
+            "platform": platforms(platform),
+        }
+
+    def inputs(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        page_table: Any,
+        kv_lengths: Any,
+        kv_starts: Any,
+        cum_q_lens: Any,
+        key_scale: Any,
+        value_scale: Any,
+        alibi_slopes: Any,
+        softmax_aux: Any,
+        new_key: Any,
+        new_value: Any,
+        *,
+        write: Any = write_pages,
+        kv_dtype: str,
+        softmax_scale: float,
+        left: int | None,
+        right: int | None,
+        logits_soft_cap: float | None,
+        q_length: int | None,
+        latent_dim: int | None,
+        **_: Any,
+    ) -> PagedInputs:
+        """Prepared arguments as the backends take them: with the new tokens, if there are any, in the cache."""
+        if new_key is not None:
+            arrays = WriteInputs(
+                key, value, key_scale, value_scale, new_key, new_value, page_table, kv_lengths, cum_q_lens, kv_dtype
+            )
+            key, value, key_scale, value_scale = applied(write, arrays)
+        return PagedInputs(
+            query, key, value, page_table, kv_lengths, kv_starts, cum_q_lens, key_scale, value_scale, alibi_slopes,
+            softmax_aux, PagedOptions(softmax_scale, left, right, logits_soft_cap, q_length, latent_dim),
+        )  # fmt: skip
+
+    def problem(self, *args: Any, **kwargs: Any) -> PagedProblem:
+        """The sizes of prepared arguments, abstract or not."""
+        return PagedProblem.of(self.inputs(*args, **kwargs))
+
+    def outputs(
+        self,
+        inputs: PagedInputs,
+        results: Results,
+        *_: Any,
+        leading: tuple[int, ...],
+        return_lse: bool,
+        writes: bool,
+        **kwargs: Any,
+    ) -> Any:
+        """What the caller gets: the output, the log-sum-exp if asked for, the cache if it was written to."""
+        out, lse = (result.reshape(*leading, *result.shape[1:]) for result in results)
+        found: tuple[Any, ...] = (out, lse) if return_lse else (out,)
+        if writes:
+            cache = (inputs.key, inputs.value, inputs.key_scale, inputs.value_scale)
+            found += tuple(array for array in cache if array is not None)
+        return found if len(found) > 1 else out
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The oracle on prepared arguments, computed in the query's dtype: widen narrow arrays for exact results."""
+        inputs = self.inputs(*args, write=write_reference, **kwargs)
+        out, lse = paged_reference(inputs, inputs.query.dtype)
+        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
+
+    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
+        """Normal arrays, tables of distinct pages as far as there are any, lengths of at least half."""
+        return sampling.sampled(invocation.abstract_args, key), dict(invocation.abstract_kwargs)
+
+    def partitioning(self, inputs: PagedInputs) -> Partitioning | None:
+        """By heads, as the types of query and cache say."""
+        return paged_partitioning(inputs)
+
+    def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
+        """The numerics policy allows more where a soft cap flattens the logits."""
+        return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
+
+    def cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+        """Of sequences that fill their tables: every visible key read once, every query and output moved once."""
+        per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
+        scores = problem.tokens * problem.heads * problem.visible
+        rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
+        return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
+
+    def least_cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+        """What lengths of zero leave: the output."""
+        return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))

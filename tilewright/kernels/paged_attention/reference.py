@@ -1,0 +1,158 @@
+"""The oracles: attention of one token after the other over a dense copy of its cache, and one write after the other."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, Results
+from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
+
+DENSE_BYTES = 1 << 28
+"""Of the dense copies of keys and values that are in work at once."""
+
+
+def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None) -> Results:
+    """``(out, lse)`` by the definition, in ``compute_dtype``: float32 by default, float64 if the query is.
+
+    Stored elements are dequantised in float32 first. Products have JAX's default precision; ask for "highest" around
+    it where that is less than exact.
+    """
+    dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
+    tokens, heads, _ = inputs.query.shape
+    if inputs.is_empty:
+        sinks = jnp.zeros((heads, 0)) if inputs.softmax_aux is None else inputs.softmax_aux
+        lse = jax.nn.logsumexp(sinks.astype(dtype), axis=1) if sinks.shape[1] else jnp.full(heads, -jnp.inf, dtype)
+        return jnp.zeros((tokens, heads, inputs.value_dim), dtype), jnp.broadcast_to(lse, (tokens, heads))
+    kv_heads, head_dim = inputs.key.shape[2:]
+    dense = max(inputs.capacity * kv_heads * (head_dim + inputs.value_dim) * 4, 1)
+    at_once = max(DENSE_BYTES // dense, 1)
+    return lax.map(lambda token: token_reference(inputs, dtype, token), jnp.arange(tokens), batch_size=at_once)
+
+
+def token_reference(inputs: PagedInputs, dtype: Any, token: Any) -> tuple[Any, Any]:
+    """The results of one token, computed in ``dtype``: ``[heads, value_dim]`` and ``[heads]``."""
+    options = inputs.options
+    sequence, index, count, owned = _owner(inputs, token)
+    key, there = _dense(inputs, inputs.key, inputs.key_scale, sequence, dtype)
+    if inputs.value is None:
+        value = key[..., : inputs.value_dim]
+    else:
+        value, _ = _dense(inputs, inputs.value, inputs.value_scale, sequence, dtype)
+    length = jnp.clip(inputs.kv_lengths[sequence], 0, FAR)
+    query_position, position = length - count + index, jnp.arange(inputs.capacity)
+    visible = there & (position < length) & owned
+    if inputs.kv_starts is not None:
+        visible &= position >= inputs.kv_starts[sequence]
+    if options.left is not None:
+        visible &= position >= query_position - options.left
+    if options.right is not None:
+        visible &= position <= query_position + options.right
+
+    groups = inputs.groups
+    query = inputs.query[token].astype(dtype)
+    scores = jnp.stack([key[:, head // groups] @ query[head] for head in range(query.shape[0])])
+    scores = scores * jnp.asarray(options.softmax_scale, dtype)
+    if inputs.alibi_slopes is not None:
+        distance = (position - query_position).astype(jnp.float32)
+        scores = scores + (inputs.alibi_slopes.astype(jnp.float32)[:, None] * distance).astype(dtype)
+    if options.logits_soft_cap is not None:
+        scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    with_sinks = scores
+    if inputs.softmax_aux is not None:
+        with_sinks = jnp.concatenate([scores, inputs.softmax_aux.astype(dtype)], axis=1)
+    largest = jnp.max(with_sinks, axis=1, keepdims=True)
+    shift = jnp.where(jnp.isneginf(largest), 0.0, largest).astype(dtype)
+    total = jnp.sum(jnp.exp(with_sinks - shift), axis=1, keepdims=True)
+    weights = (jnp.exp(scores - shift) / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
+    # What no query sees may hold anything, NaN too.
+    value = jnp.where(visible[:, None, None], value, 0.0).astype(dtype)
+    out = jnp.stack([weights[head] @ value[:, head // groups] for head in range(query.shape[0])])
+    return out, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))[:, 0]
+
+
+def _owner(inputs: PagedInputs, token: Any) -> tuple[Any, Any, Any, Any]:
+    """Of a token the sequence, its number among that sequence's tokens, how many these are, and whether it has one."""
+    if inputs.options.q_length is not None:
+        count = inputs.options.q_length
+        return token // count, token % count, count, True
+    return _sequence_of(inputs.cum_q_lens, token, inputs.query.shape[0])
+
+
+def _sequence_of(cum: Any, token: Any, tokens: int) -> tuple[Any, Any, Any, Any]:
+    first, sequences = cum[0], cum.shape[0] - 1
+
+    def look(at: Any, state: Any) -> Any:
+        low, found = state
+        high = jnp.clip(cum[at + 1], low, tokens)
+        mine = (token >= low) & (token < high)
+        return high, jax.tree.map(lambda new, old: jnp.where(mine, new, old), (at, low, high, True), found)
+
+    nothing = (0, 0, 0, False)
+    start = jnp.clip(first, 0, tokens)
+    state = jax.tree.map(jnp.asarray, (start, nothing))
+    _, (sequence, low, high, owned) = lax.fori_loop(0, sequences, look, state)
+    return sequence, token - low, high - low, owned
+
+
+def _dense(inputs: PagedInputs, pages: Any, scale: Any, sequence: Any, dtype: Any) -> tuple[Any, Any]:
+    """A sequence's tokens as ``[capacity, kv_heads, head_dim]``, and which of them are there."""
+    num_pages, page_size = pages.shape[:2]
+    names = jnp.asarray(sequence)[None] if inputs.page_table is None else inputs.page_table[sequence]
+    there = (names >= 0) & (names < num_pages)
+    names = jnp.where(there, names, 0)
+    tokens = pages[names]
+    if scale is not None:
+        scales = jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[names]
+        tokens = tokens.astype(jnp.promote_types(dtype, jnp.float32)) * scales[..., None]
+    return tokens.astype(dtype).reshape(-1, *pages.shape[2:]), jnp.repeat(there, page_size)
+
+
+def write_reference(inputs: WriteInputs) -> Cache:
+    """The cache after one token after the other was written."""
+    cache = (inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale)
+    tokens, columns = inputs.key.shape[0], inputs.page_table.shape[1]
+    num_pages, page_size = inputs.key_pages.shape[:2]
+    if 0 in (tokens, columns, num_pages, page_size, inputs.page_table.shape[0]):
+        return cache
+
+    def write(token: Any, cache: Cache) -> Cache:
+        if inputs.cum_q_lens is None:
+            sequence, index, count, owned = token, 0, 1, True
+        else:
+            sequence, index, count, owned = _sequence_of(inputs.cum_q_lens, token, tokens)
+        position = jnp.clip(inputs.kv_lengths[sequence], 0, FAR) - count + index
+        inside = owned & (position >= 0) & (position < columns * page_size)
+        position = jnp.where(inside, position, 0)
+        page, row = inputs.page_table[sequence, position // page_size], position % page_size
+        inside = inside & (page >= 0) & (page < num_pages)
+        place = jnp.where(inside, page, 0), row
+        key_pages, value_pages, key_scale, value_scale = cache
+        key_pages, key_scale = _put(key_pages, key_scale, inputs.key[token], place, inside, inputs.kv_dtype)
+        if inputs.value is not None:
+            new = inputs.value[token]
+            value_pages, value_scale = _put(value_pages, value_scale, new, place, inside, inputs.kv_dtype)
+        return key_pages, value_pages, key_scale, value_scale
+
+    return lax.fori_loop(0, tokens, write, cache)
+
+
+def _put(pages: Any, scale: Any, new: Any, place: Any, inside: Any, dtype: str) -> tuple[Any, Any]:
+    """One token ``[kv_heads, head_dim]`` in its place, if it has one."""
+    limit = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
+    element = new.astype(jnp.float32) if limit is not None or scale is not None else new
+    if scale is not None and scale.shape[:2] == pages.shape[:2]:
+        largest = jnp.abs(element).max(axis=(1,) if scale.shape[2] > 1 else (0, 1)).reshape(scale.shape[2])
+        own = jnp.where(largest > 0, largest / (limit or float(jnp.finfo(dtype).max)), 1.0)
+        scale = scale.at[place].set(jnp.where(inside, own, scale[place]))
+        element = element / own[:, None]
+    elif scale is not None:
+        element = element / jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[place][:, None]
+    if limit is not None:
+        element = jnp.clip(element, -limit, limit)
+    if dtype == "int8":
+        element = jnp.round(element)
+    return pages.at[place].set(jnp.where(inside, element.astype(pages.dtype), pages[place])), scale

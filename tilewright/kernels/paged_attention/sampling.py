@@ -1,0 +1,93 @@
+"""Random inputs with the shapes of a call, for tuning where there are no values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SMALL_SCALE = 1.0 / 64.0
+"""Of int8 elements, which then are about as large as normal ones."""
+
+
+def sampled(args: tuple[Any, ...], key: jax.Array) -> tuple[Any, ...]:
+    """Concrete arrays for the prepared arguments of an attention op, whether or not JAX is tracing."""
+    draw = Draw(key)
+    query, keys, value, table, lengths, starts, cum, key_scale, value_scale, slopes, sinks, new_key, new_value = args
+    page_size, tokens = keys.shape[1], query.shape[0]
+    capacity = page_size * (1 if table is None else table.shape[1])
+    sequences = lengths.shape[0]
+    counts = draw.counts(tokens, sequences)
+    ends = np.maximum(draw.lengths(capacity, sequences), np.minimum(counts, capacity))
+    with jax.ensure_compile_time_eval():
+        return (
+            draw.floats(query),
+            draw.cache(keys),
+            draw.cache(value),
+            draw.table(table, keys.shape[0]),
+            jnp.asarray(ends, jnp.int32),
+            None if starts is None else jnp.asarray(ends // 4, jnp.int32),
+            None if cum is None else jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
+            draw.scale(key_scale, keys),
+            draw.scale(value_scale, value),
+            draw.slopes(slopes),
+            draw.floats(sinks),
+            draw.floats(new_key),
+            draw.floats(new_value),
+        )
+
+
+class Draw:
+    """Draws of one seed; every method gives ``None`` for ``None``."""
+
+    def __init__(self, key: jax.Array) -> None:
+        with jax.ensure_compile_time_eval():
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            words = np.asarray(jax.random.key_data(key) if typed else key)
+        self.generator = np.random.default_rng(words.tolist())
+
+    def floats(self, struct: Any) -> Any:
+        if struct is None:
+            return None
+        # On the device: a cache may be larger than what the host should send.
+        key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
+        wide = jnp.float32 if struct.dtype.itemsize < 2 else struct.dtype
+        return jax.random.normal(key, struct.shape, wide).astype(struct.dtype)
+
+    def cache(self, struct: Any) -> Any:
+        if struct is None or struct.dtype != jnp.int8:
+            return self.floats(struct)
+        key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
+        return jax.random.randint(key, struct.shape, -127, 128, jnp.int8)
+
+    def scale(self, struct: Any, cache: Any) -> Any:
+        if struct is None:
+            return None
+        size = SMALL_SCALE if cache.dtype == jnp.int8 else 1.0
+        return jnp.asarray(self.generator.uniform(0.5 * size, 2 * size, struct.shape), jnp.float32)
+
+    def slopes(self, struct: Any) -> Any:
+        """Those of the paper, arXiv 2108.12409: a geometric series."""
+        if struct is None:
+            return None
+        return jnp.asarray(2.0 ** (-8.0 * np.arange(1, struct.shape[0] + 1) / struct.shape[0]), struct.dtype)
+
+    def table(self, struct: Any, num_pages: int) -> Any:
+        """Pages in random order, each once as long as there are enough."""
+        if struct is None:
+            return None
+        size = int(np.prod(struct.shape))
+        rounds = -(-size // max(num_pages, 1))
+        names = np.concatenate([self.generator.permutation(max(num_pages, 1)) for _ in range(max(rounds, 1))])
+        return jnp.asarray(names[:size].reshape(struct.shape), jnp.int32)
+
+    def lengths(self, capacity: int, sequences: int) -> np.ndarray:
+        """From half to the whole, at least one."""
+        low = min(max(capacity // 2, 1), capacity)
+        return self.generator.integers(low, capacity + 1, sequences)
+
+    def counts(self, tokens: int, sequences: int) -> np.ndarray:
+        """As even as can be."""
+        if not sequences:
+            return np.zeros(0, np.int64)
+        return np.diff(np.arange(sequences + 1) * tokens // sequences)

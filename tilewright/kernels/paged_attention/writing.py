@@ -1,0 +1,124 @@
+"""Writing new keys and values into pages, quantising where there are scales."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.paged_attention.places import bounded, packed_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteInputs:
+    """Pages and what is to be written into them; values may be absent, and scales where nothing is scaled.
+
+    Attributes:
+      key, value: ``[tokens, kv_heads, head_dim]``, packed.
+      cum_q_lens: ``None`` where every sequence has one token.
+      kv_dtype: in which the pages are stored; their arrays may be wider in the oracle.
+    """
+
+    key_pages: Any
+    value_pages: Any
+    key_scale: Any
+    value_scale: Any
+    key: Any
+    value: Any
+    page_table: Any
+    kv_lengths: Any
+    cum_q_lens: Any
+    kv_dtype: str
+
+
+jax.tree_util.register_dataclass(
+    WriteInputs,
+    data_fields=[
+        "key_pages", "value_pages", "key_scale", "value_scale", "key", "value", "page_table", "kv_lengths",
+        "cum_q_lens",
+    ],
+    meta_fields=["kv_dtype"],
+)  # fmt: skip
+
+type Cache = tuple[Any, Any, Any, Any]
+"""Pages of keys and of values, and the scales of both."""
+
+
+def applied(write: Callable[[WriteInputs], Cache], inputs: WriteInputs) -> Cache:
+    """``write(inputs)``, by shape alone if an array has no values."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(inputs)):
+        return jax.eval_shape(write, inputs)
+    return write(inputs)
+
+
+def scaled_by_token(scale: Any, pages: Any) -> bool:
+    """Whether each token has scales of its own, which are then computed as it is written."""
+    return scale is not None and scale.shape[:2] == pages.shape[:2]
+
+
+def greatest(dtype: str) -> float:
+    """The greatest number that a stored element may be."""
+    return 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
+
+
+def write_pages(inputs: WriteInputs) -> Cache:
+    """The cache with the new tokens in it; tokens without a place are dropped, and of two for one place the first."""
+    if 0 in inputs.key.shape or 0 in inputs.key_pages.shape or 0 in inputs.page_table.shape:
+        return inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale
+    page, row = _places(inputs)
+    key_pages, key_scale = _written(inputs.key_pages, inputs.key_scale, inputs.key, page, row, inputs.kv_dtype)
+    value_pages, value_scale = inputs.value_pages, inputs.value_scale
+    if inputs.value is not None:
+        value_pages, value_scale = _written(value_pages, value_scale, inputs.value, page, row, inputs.kv_dtype)
+    return key_pages, value_pages, key_scale, value_scale
+
+
+def _places(inputs: WriteInputs) -> tuple[Any, Any]:
+    """Of every token the page and the row to write it to; ``num_pages`` where it is dropped."""
+    num_pages, page_size = inputs.key_pages.shape[:2]
+    sequences, columns = inputs.page_table.shape
+    tokens = packed_tokens(inputs.cum_q_lens, inputs.key.shape[0], sequences, 1 if inputs.cum_q_lens is None else None)
+    position = bounded(inputs.kv_lengths)[tokens.sequence] - tokens.new + tokens.offset
+    column = position // page_size
+    page = inputs.page_table[tokens.sequence, jnp.clip(column, 0, columns - 1)]
+    there = tokens.owned & (position >= 0) & (column < columns) & (page >= 0) & (page < num_pages)
+    page, row = jnp.where(there, page, num_pages), position % page_size
+    # A scatter with equal places may mix two tokens. Sorting is stable: the last of a run is the last token.
+    order = jnp.lexsort((row, page))
+    places = jnp.stack([page, row])[:, order]
+    is_last = jnp.append((places[:, :-1] != places[:, 1:]).any(0), True)
+    kept = jnp.zeros_like(is_last).at[order].set(is_last)
+    return jnp.where(kept, page, num_pages), row
+
+
+def _written(pages: Any, scale: Any, new: Any, page: Any, row: Any, dtype: str) -> tuple[Any, Any]:
+    if scale is not None:
+        if scaled_by_token(scale, pages):
+            own = token_scales(new, dtype, per_head=scale.shape[2] > 1)
+            scale = scale.at[page, row].set(own, mode="drop")
+        else:
+            own = scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
+        new = new.astype(jnp.float32) / own[..., None]
+    return pages.at[page, row].set(stored(new, dtype).astype(pages.dtype), mode="drop"), scale
+
+
+def _index(places: Any, size: int) -> Any:
+    return jnp.clip(places, 0, size - 1)
+
+
+def token_scales(new: Any, dtype: str, *, per_head: bool) -> Any:
+    """``[tokens, kv_heads | 1]``, float32."""
+    largest = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
+    largest = largest if per_head else jnp.max(largest, axis=1, keepdims=True)
+    return jnp.where(largest == 0.0, 1.0, largest / greatest(dtype))
+
+
+def stored(new: Any, dtype: str) -> Any:
+    """Elements as pages of a dtype hold them: int8 rounded to nearest even, what is too great saturated."""
+    if dtype == "int8":
+        return jnp.clip(jnp.round(new.astype(jnp.float32)), -127.0, 127.0).astype(jnp.int8)
+    if jnp.dtype(dtype).itemsize == 1:
+        most = greatest(dtype)
+        return jnp.clip(new.astype(jnp.float32), -most, most).astype(dtype)
+    return new.astype(dtype)

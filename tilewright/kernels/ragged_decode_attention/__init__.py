@@ -1,0 +1,1 @@
+"""Decoding over ranges of a dense cache."""

@@ -1,0 +1,1 @@
+"""Packed queries over pages, in vLLM's layout."""

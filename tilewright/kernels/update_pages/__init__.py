@@ -1,0 +1,1 @@
+"""Writing into pages."""
