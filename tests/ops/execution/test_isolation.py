@@ -32,12 +32,12 @@ def test_everything_that_a_candidate_may_not_do(monkeypatch: pytest.MonkeyPatch,
     events: list[Any] = []
     ways = ("right", "leak", "abort", "nan", "sleep", "wrong in one tile", "exit", "raise", "also right")
     with caplog.at_level(logging.INFO, "tilewright"):
-        call = tuned(Hostile(*ways), dataclasses.replace(ISOLATED, timeout_s=6.0), on_event=events.append)
+        call = tuned(Hostile(*ways), dataclasses.replace(ISOLATED, timeout_s=12.0), on_event=events.append)
     said = errors(call)
     assert {name for name, error in said.items() if not error} == {"right", "leak", "also right"}
     assert "killed by SIGABRT" in said["abort"]
     assert "<b>dying</b> of a deliberate abort" in said["abort"]
-    assert "did not answer within 6 s" in said["sleep"]
+    assert "did not answer within 12 s" in said["sleep"]
     assert "exited with code 7" in said["exit"]
     assert "ValueError: <script>a deliberate error</script>" in said["raise"]
     assert "non-finite" in said["nan"]
@@ -66,6 +66,33 @@ def test_a_lost_device_is_the_fault_of_one_alone(way: str, caplog: pytest.LogCap
     assert "has lost its device" in caplog.text
     assert {name for name, error in errors(call).items() if error} == {way}
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in errors(call)[way]
+
+
+@pytest.mark.parametrize(("last", "processes"), [("right", 1), ("abort", 2), ("lose", 2)])
+def test_calls_share_a_process_as_long_as_it_is_well(last: str, processes: int, monkeypatch: pytest.MonkeyPatch):
+    made: list[isolation.Worker] = []
+
+    class Counted(isolation.Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(isolation, "Worker", Counted)
+    kernel = Hostile("right", "also right", last)
+    calls = [Invocation(kernel, (X[:rows],)) for rows in (64, 32, 16)]
+    tuner = dataclasses.replace(ISOLATED, timer=Halting())
+    result = Autotuner(tuner, chooser=ConfigSelectorChain()).tune(*calls[: 3 if processes == 1 else 1], calls[0])
+    for call in result:
+        assert errors(call)["right"] == errors(call)["also right"] == ""
+    assert len(made) == processes
+    assert all(worker._process.poll() is not None for worker in made)  # none outlives the tuning
+
+
+def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation, "why_not_sent", lambda task: "")
+    monkeypatch.setattr(isolation.pickle, "dumps", lambda task: b"nonsense")
+    with pytest.raises(RuntimeError, match=r"UnpicklingError|pickle"):
+        tuned(Hostile("right"))
 
 
 def test_every_candidate_may_fail():

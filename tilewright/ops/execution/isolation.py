@@ -106,14 +106,14 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """A process that carries out a task.
+    """A process that carries out one task after the other.
 
-    Raises:
-      WorkerDied: it did not come to life.
-      RuntimeError: the call could not be made runnable; the message is the worker's.
+    Attributes:
+      born_with: bytes that it held when its task began.
+      holds: bytes that it holds now.
     """
 
-    def __init__(self, task: Task):
+    def __init__(self) -> None:
         self._words = _unnamed_file()
         here, there = Pipe()
         self._connection: Connection = here
@@ -136,9 +136,16 @@ class Worker:
             )
         self.born_with = 0
         self.holds = 0
+
+    def begin(self, task: Task) -> None:
+        """Gives the worker a task in place of the one before.
+
+        Raises:
+          WorkerDied: it did not come to life, or did not survive.
+          RuntimeError: the call could not be made runnable; the message is the worker's.
+        """
         try:
-            self._connection.send_bytes(pickle.dumps(task))
-            self.ask(START_TIMEOUT_S)
+            self.ask(START_TIMEOUT_S, "begin", pickle.dumps(task))
         except BaseException:
             self.end()
             raise
@@ -152,8 +159,7 @@ class Worker:
           RuntimeError: the worker says that it cannot.
         """
         try:
-            if request:
-                self._connection.send(request)
+            self._connection.send(request)
             if not self._connection.poll(timeout_s):
                 self.end()
                 raise WorkerDied(f"it did not answer within {timeout_s:g} s")
@@ -193,11 +199,36 @@ def _unnamed_file() -> IO[bytes]:
     return os.fdopen(descriptor, "r+b")
 
 
-class ProcessBench(Bench):
-    """The bench in a worker, which is replaced when it dies, does not answer, leaks, or has lost its device."""
+class IdleWorker:
+    """A worker between two tasks, if there is one: starting a process and finding the device takes seconds."""
 
-    def __init__(self, task: Task, *, timeout_s: float):
-        self._task, self._timeout_s = task, timeout_s
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def take(self) -> Worker:
+        worker, self._worker = self._worker, None
+        return worker or Worker()
+
+    def give_back(self, worker: Worker) -> None:
+        self.close()
+        self._worker = worker
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
+
+
+class ProcessBench(Bench):
+    """The bench in a worker, which is replaced when it dies, does not answer, leaks, or has lost its device.
+
+    Args:
+      idle: where the worker comes from, and where it goes if all is well with it in the end.
+    """
+
+    def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker):
+        self._task, self._timeout_s, self._idle = task, timeout_s, idle
         self._worker: Worker | None = None
         self._started: set[int] = set()
 
@@ -225,7 +256,10 @@ class ProcessBench(Bench):
         return self._of_started("recheck", index)
 
     def close(self) -> None:
-        self._replace()
+        self._replace_if_it_leaks()
+        if self._worker is not None:
+            self._idle.give_back(self._worker)
+        self._worker = None
 
     def _of_started(self, request: str, index: int) -> Any:
         self._replace_if_it_leaks()
@@ -246,7 +280,9 @@ class ProcessBench(Bench):
 
     def _ask(self, *request: Any) -> Any:
         if self._worker is None:
-            self._worker = Worker(self._task)
+            worker = self._idle.take()
+            worker.begin(self._task)
+            self._worker = worker
         try:
             return self._worker.ask(self._timeout_s, *request)
         except WorkerDied:

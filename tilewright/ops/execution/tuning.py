@@ -1,5 +1,6 @@
 """Measuring the candidates of a call and keeping the fastest that is right."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -20,7 +21,7 @@ from tilewright.ops.execution.events import (
     CandidateStarted,
     Event,
 )
-from tilewright.ops.execution.isolation import ProcessBench, Task, why_not_sent
+from tilewright.ops.execution.isolation import IdleWorker, ProcessBench, Task, why_not_sent
 from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
 from tilewright.ops.execution.race import Limits, Outlook, Race, Search
@@ -180,14 +181,15 @@ class Autotuner:
         entries: list[TunedCall] = []
 
         def work(cancelled: threading.Event) -> None:
-            for inv in distinct:
-                if cancelled.is_set():
-                    return
-                known = self._known(inv) if reuse else None
-                entry = known or self._tune_one(inv, given, inputs, cancelled)
-                if entry is not None:
-                    entries.append(entry)
-                    self._emit(CallTuned(entry))
+            with contextlib.closing(IdleWorker()) as idle:
+                for inv in distinct:
+                    if cancelled.is_set():
+                        return
+                    known = self._known(inv) if reuse else None
+                    entry = known or self._tune_one(inv, given, inputs, cancelled, idle)
+                    if entry is not None:
+                        entries.append(entry)
+                        self._emit(CallTuned(entry))
 
         interrupted = False
         try:
@@ -226,6 +228,7 @@ class Autotuner:
         configs: list[Any] | None,
         inputs: Any,
         cancelled: threading.Event,
+        idle: IdleWorker,
     ) -> TunedCall | None:
         from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
 
@@ -233,7 +236,7 @@ class Autotuner:
         candidates = self._candidates(inv, configs)
         self._emit(CallStarted(inv, describe_key(inv.key), len(candidates)))
         journal = Journal(self.chooser, inv, source)
-        bench = self._bench(inv, candidates, inputs)
+        bench = self._bench(inv, candidates, inputs, idle)
         race = Race(
             bench,
             candidates,
@@ -271,7 +274,7 @@ class Autotuner:
             cancelled=cancelled.is_set,
         )
 
-    def _bench(self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any) -> Bench:
+    def _bench(self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any, idle: IdleWorker) -> Bench:
         """Where the candidates run.
 
         Raises:
@@ -282,7 +285,7 @@ class Autotuner:
             task = Task.of(inv, candidates, inputs, self.chooser, tuner.timer, tuner.warmup, verify=self.verify)
             why = why_not_sent(task)
             if not why:
-                return ProcessBench(task, timeout_s=tuner.timeout_s)
+                return ProcessBench(task, timeout_s=tuner.timeout_s, idle=idle)
             if tuner.isolation == "process":
                 raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
             logger.info("%s is tuned in this process: %s", inv.kernel.name, why)

@@ -1,6 +1,7 @@
 """What the process of `isolation` runs: ``python -m tilewright.ops.execution.worker FD``."""
 
 import dataclasses
+import gc
 import os
 import pickle
 import sys
@@ -23,19 +24,27 @@ def main() -> None:
     for name in ("TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
         os.environ.pop(name, None)
     connection = Connection(int(sys.argv[1]))
-    try:
-        task: Task = pickle.loads(connection.recv_bytes())
-        bench = bench_of(task)
-    except Exception as error:  # whatever it is, the parent is to say it
-        connection.send(("broken", failure(error), held_bytes()))
-        return
-    connection.send(("ok", None, held_bytes()))
+    bench: LocalBench | None = None
     while True:
         try:
             name, *arguments = connection.recv()
         except EOFError:
             return
-        connection.send(("ok", answer(bench, name, *arguments), held_bytes()))
+        if name != "begin":
+            assert bench is not None
+            connection.send(("ok", answer(bench, name, *arguments), held_bytes()))
+            continue
+        try:
+            if bench is not None:
+                bench.close()
+                bench = None  # and with it its arrays, before those of the next task are made
+                jax.clear_caches()
+                gc.collect()
+            bench = bench_of(pickle.loads(arguments[0]))
+        except Exception as error:  # whatever it is, the parent is to say it
+            connection.send(("broken", failure(error), held_bytes()))
+            return
+        connection.send(("ok", None, held_bytes()))
 
 
 def bench_of(task: Task) -> LocalBench:
