@@ -18,7 +18,9 @@ from tilewright.kernels.flash_attention.operands import (
     least_lengths,
     over_batch,
     widened,
+    with_blind_rows,
     with_positive_scale,
+    without_blind_rows,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
@@ -164,10 +166,7 @@ class CudnnFlashAttention(Implementation):
         dim, bias = computed_dim(call.problem, False), call.bias(apart=False)
         out, lse = call.run(cudnn_jax.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
         out = out[..., : call.problem.value_dim]
-        seen = call.rows_that_see()
-        if seen is None:
-            return out, lse
-        return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+        return with_blind_rows(out, lse, call.rows_that_see())
 
     def backward(
         self,
@@ -184,10 +183,7 @@ class CudnnFlashAttention(Implementation):
         out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
         lse, d_lse = results[1].astype(jnp.float32), cotangents[1]
         blind = jnp.isneginf(lse) if call.may_hide_rows else None
-        if blind is not None:
-            # With exp(logit − ∞) = 0 for every probability and nothing to multiply it by, the row adds 0 to all.
-            out, d_out = (jnp.where(by_row(blind), jnp.zeros((), dtype), each) for each in (out, d_out))
-            lse, d_lse = jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
+        out, d_out, lse, d_lse = without_blind_rows(out, d_out, lse, d_lse, blind)
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
             out, d_out = carrying(out, d_out, d_lse)

@@ -16,7 +16,9 @@ from tilewright.kernels.flash_attention.operands import (
     least_lengths,
     over_batch,
     widened,
+    with_blind_rows,
     with_positive_scale,
+    without_blind_rows,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
@@ -348,10 +350,7 @@ class Fa4FlashAttention(Implementation):
         complete = params.completed(forward_defaults(call.problem, call.mask))
         out, lse = call.run(fa4_cute.forward, call.operands("forward"), complete)
         out = out[..., : call.problem.value_dim]
-        seen = call.rows_that_see()
-        if seen is None:
-            return out, lse
-        return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+        return with_blind_rows(out, lse, call.rows_that_see())
 
     def backward(
         self,
@@ -372,10 +371,7 @@ class Fa4FlashAttention(Implementation):
         lse = results[1].astype(jnp.float32)
         d_lse = None if cotangents[1] is None else cotangents[1].astype(jnp.float32)
         blind = jnp.isneginf(lse) if call.rows_that_see() is not None else None
-        if blind is not None:
-            # With exp(logit − ∞) = 0 for every probability and nothing to multiply it by, the row adds 0 to all.
-            out, d_out = (jnp.where(by_row(blind), jnp.zeros((), dtype), each) for each in (out, d_out))
-            lse, d_lse = jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
+        out, d_out, lse, d_lse = without_blind_rows(out, d_out, lse, d_lse, blind)
         _, value_dim = computed_dims(call.problem, "backward")
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
         arrays |= {"out": widened(out, value_dim), "d_out": widened(d_out, value_dim)}
@@ -397,8 +393,11 @@ def _forward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa
     if problem.groups > 1:
         yield dataclasses.replace(first, pack_groups=False)
     rows = problem.q_length * (problem.groups if problem.groups > 1 else 1)
+    # Each is compiled for seconds, so only those next to the package's own.
+    own = first.block_k or 128
+    near = sorted((128, 176, 144, 112, 96, 80, 64), key=lambda block_k: abs(block_k - own))[:3]
     for block_q in (192, 128, 64) if rows <= 64 else (192, 128):
-        for block_k in (128, 176, 144, 112, 96, 80, 64):
+        for block_k in near:
             yield dataclasses.replace(first, block_q=block_q, block_k=block_k)
     yield dataclasses.replace(first, overlap=False)
 

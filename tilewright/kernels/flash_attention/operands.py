@@ -72,3 +72,28 @@ def least_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
     """int32 ``[batch]``: the least of several lengths, none of them negative or beyond ``length``."""
     given = [jnp.clip(each, 0, length).astype(jnp.int32) for each in lengths if each is not None]
     return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))
+
+
+def with_blind_rows(out: Any, lse: Any, seen: Any) -> tuple[Any, Any]:
+    """Results of a kernel that need not be right where a row sees nothing: 0 and −∞ there.
+
+    Args:
+      seen: ``[batch|1, heads|1, q_length]``; None where every row sees something.
+    """
+    if seen is None:
+        return out, lse
+    return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+
+
+def without_blind_rows(out: Any, d_out: Any, lse: Any, d_lse: Any, blind: Any) -> tuple[Any, Any, Any, Any]:
+    """What a backward kernel reads, such that rows that see nothing add 0 to every gradient.
+
+    With ``exp(logit − ∞) = 0`` for every probability there is nothing to multiply it by.
+
+    Args:
+      blind: ``[batch, heads, q_length]``; None where there is no such row.
+    """
+    if blind is None:
+        return out, d_out, lse, d_lse
+    out, d_out = (jnp.where(by_row(blind), jnp.zeros((), each.dtype), each) for each in (out, d_out))
+    return out, d_out, jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
