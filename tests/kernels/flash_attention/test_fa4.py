@@ -125,6 +125,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(fa4_cute, "missing_packages", fa4_cute.missing_packages.__wrapped__)
     least = fa4_cute.LEAST_VERSIONS
     absent = f"nvidia-cutlass-dsl {least['nvidia-cutlass-dsl']} or later (extra fa4), which is not installed"
     assert reasons() == [
@@ -139,7 +140,7 @@ def test_what_cannot_be_loaded_is_a_reason_from_then_on(monkeypatch: pytest.Monk
     def broken(name: str) -> Any:
         raise OSError(f"no libcuda for {name}")
 
-    monkeypatch.setattr(fa4_cute, "missing_packages", list)
+    monkeypatch.setattr(fa4_cute, "missing_packages", tuple)
     monkeypatch.setattr(fa4_cute, "_LOAD_ERRORS", [])
     fa4_cute._loaded.cache_clear()
     monkeypatch.setattr(importlib, "import_module", broken)

@@ -42,7 +42,8 @@ _TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor")
 type Lengths = tuple[Any | None, Any | None]
 
 
-def missing_packages() -> list[str]:
+@functools.cache
+def missing_packages() -> tuple[str, ...]:
     """Why the packages cannot be used, as far as their versions say."""
     reasons = []
     for name, least in LEAST_VERSIONS.items():
@@ -53,7 +54,7 @@ def missing_packages() -> list[str]:
             continue
         if _version_key(version) < _version_key(least):
             reasons.append(f"needs {name} {least} or later, got {version}")
-    return reasons
+    return tuple(reasons)
 
 
 def _version_key(version: str) -> tuple[int, ...]:
@@ -75,7 +76,7 @@ def package_reasons() -> list[str]:
 
     Every call on a Hopper GPU is asked for reasons, and loading takes seconds, or a quarter of a minute with PyTorch.
     """
-    return missing_packages() or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
+    return [*missing_packages()] or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
 
 
 _LOAD_ERRORS: list[str] = []
