@@ -63,7 +63,7 @@ def test_non_finite_values_must_stand_in_the_same_places():
 def test_what_the_input_dtype_cannot_hold_is_no_allowance():
     want = np.full((8, 8), 1.0, np.float32)
     want[0, 0] = 1e6
-    low = jnp.asarray(want, jnp.float16)
+    low = jnp.asarray(want).astype(jnp.float16)
     assert np.isinf(low[0, 0])
     assert violations(jnp.asarray(want), jnp.asarray(want), low) == []
     assert "largest error" in violations(jnp.asarray(1.01 * want), jnp.asarray(want), low)[0]
