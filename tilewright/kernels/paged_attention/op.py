@@ -79,6 +79,8 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
                 # Proven by an interpreter alone so far: what nobody asked for or measured does not run by it.
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
+                # Likewise.
+                lazy("tilewright.kernels.paged_attention.pallas_gpu:PallasGpuPagedAttention"),
             ),
         )
 
