@@ -30,7 +30,7 @@ HALF = VALUE_DIM // 2
 """Columns of the output that a warpgroup adds up: 128 registers of each thread."""
 
 SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
-"""Columns of the parts in which a tile is loaded: both halves of the value, and the rest, as many as a tile has keys."""
+"""Columns of the parts in which a tile is loaded: both halves of the value, and the rest, as many as there are keys."""
 
 STAGES = 2
 """Tiles in shared memory at once, beside the queries: a third does not fit."""
@@ -79,7 +79,12 @@ class LatentPlan:
     def scratch(self) -> list[Any]:
         """Of the rings, of what scales sums so far by turns, and of the barrier behind the last of these."""
         scratch = [part for ring in self.rings for part in ring.scratch()]
-        return [*scratch, plgpu.SMEM((STAGES + 1, ROWS), jnp.float32), plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier()]
+        return [
+            *scratch,
+            plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(),
+        ]
 
     @property
     def shared_bytes(self) -> int:
@@ -187,9 +192,7 @@ def latent_kernel(
 
     def body(q_ref: Any, pages_ref: Any, table_ref: Any, lengths_ref: Any, *refs: Any) -> None:
         out_ref, lse_ref, *scratch = refs
-        *queries, left, right, rest = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
-        )
+        *queries, left, right, rest = (ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings))
         scales, ready, finished = scratch[3 * len(plan.rings) :]
         work = _work(call, lax.axis_index("program"), lengths_ref)
         warpgroup = lax.axis_index("warpgroup")
@@ -291,7 +294,7 @@ def latent_kernel(
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready.at[slot])
 
-        def first_logits(page: Any) -> tuple[Any, Any, Any]:
+        def first_logits(page: Any) -> tuple[Any, Any]:
             def alone(scores: Any) -> Any:
                 for ring in queries:
                     ring.load_from_shared(0)
