@@ -36,8 +36,8 @@ CALLS = {name: functools.partial(inputs_of, "mla_decode", case) for name, case i
 def test_compiles_without_spills(name: str) -> None:
     inputs: Any = jax.eval_shape(CALLS[name])
     params = BACKEND.candidates(PagedProblem.of(inputs), H100, "forward")
-    # Beside the number of splits, a config decides whether there are several.
-    for one in {param.num_key_splits > 1: param for param in params}.values():
+    # How many splits there are, and how far ahead is prefetched, are constants; whether at all decides.
+    for one in {(bool(each.prefetched), each.num_key_splits > 1): each for each in params}.values():
         reports = compile_for_h100(lambda inputs, one=one: BACKEND.forward(inputs, one), inputs)
         assert reports
         assert [fault for report in reports for fault in report.faults] == []

@@ -104,11 +104,13 @@ def test_reasons_of_devices_and_directions():
 
 
 def test_params():
-    params = HopperLatentParams(3)
+    params = HopperLatentParams(3, 1)
     assert from_json(to_json(params), HopperLatentParams) == params
     for wrong in (0, 65, True, 2.0):
         with pytest.raises(ValueError, match="num_key_splits"):
             HopperLatentParams(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefetched"):
+        HopperLatentParams(1, -1)
 
 
 def test_few_long_sequences_fill_the_card():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS
 from tilewright.kernels.footprint import Footprint
-from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem, Results
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.pallas_gpu_latent import (
     KEYS,
     LATENT_DIM,
@@ -42,11 +42,19 @@ MOST_SPLITS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperLatentParams:
-    """``num_key_splits`` programs share the keys of 64 query rows; what each finds is combined afterwards."""
+    """How the kernel is cut and loads.
+
+    Attributes:
+      num_key_splits: programs that share the keys of 64 query rows; what each finds is combined afterwards.
+      prefetched: tiles ahead of its load that a latent is brought to the L2 cache, 0 for not at all.
+    """
 
     num_key_splits: int = 1
+    prefetched: int = 2
 
     def __post_init__(self) -> None:
+        if type(self.prefetched) is not int or not 0 <= self.prefetched <= 16:
+            raise ValueError(f"0 to 16 tiles are prefetched, got {self.prefetched=}")
         if type(self.num_key_splits) is not int or not 1 <= self.num_key_splits <= MOST_SPLITS:
             raise ValueError(f"there are 1 to {MOST_SPLITS} splits, got {self.num_key_splits=}")
 
@@ -95,7 +103,9 @@ class PallasGpuPagedAttention(InferenceImplementation):
         numbers = sorted(range(1, most + 1), key=lambda splits: (cost(splits), splits))
         others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
         chosen = [*numbers[:3], *(number for number in others if number <= most)]
-        return [HopperLatentParams(number) for number in dict.fromkeys(chosen)]
+        first, *rest = dict.fromkeys(chosen)
+        made = [HopperLatentParams(first), HopperLatentParams(first, 0), HopperLatentParams(first, 4)]
+        return [*made, *map(HopperLatentParams, rest)]
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperLatentParams
@@ -108,14 +118,7 @@ class PallasGpuPagedAttention(InferenceImplementation):
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        leaves, tree = jax.tree.flatten(inputs)
-
-        # A kernel has no rule for vmap: what is mapped runs one after the other.
-        @jax.custom_batching.sequential_vmap
-        def run(*leaves: Any) -> Results:
-            return _run(jax.tree.unflatten(tree, leaves), params)
-
-        return run(*leaves)
+        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
 
 
 def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
@@ -132,14 +135,14 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
         softmax_scale=options.softmax_scale,
         right=options.right,
         splits=params.num_key_splits,
+        prefetched=params.prefetched,
         parts=params.num_key_splits > 1 or inputs.softmax_aux is not None,
     )
     query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)
     if call.rows % ALIGNED_ROWS:
         query = jnp.pad(query, ((0, 0), (0, -call.rows % ALIGNED_ROWS), (0, 0)))
     pages = inputs.key.reshape(call.num_pages, call.page_size, LATENT_DIM)
-    lengths = jnp.clip(inputs.kv_lengths, 0, FAR)
-    out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), lengths, call=call)
+    out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
     out, lse = out[..., : call.rows, :], lse[..., : call.rows]
     if call.parts:
         sinks = None

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, LOG2E, ROWS, TILE
 from tilewright.kernels.kv_buffer.ring import RingPlan
+from tilewright.kernels.paged_attention.inputs import FAR
 
 KEYS = 64
 """Latents of a tile, and what a page has a whole number of."""
@@ -99,6 +100,7 @@ class LatentCall:
       q_length: query tokens of each sequence; a sequence's rows are its tokens' heads, token by token.
       right: keys visible after a query's position, None for all.
       splits: programs among which the tiles of some rows are shared out.
+      prefetched: how many tiles ahead of its load a latent is brought to the L2 cache, 0 for not at all.
       parts: whether results come in float32, for each split, to be combined.
     """
 
@@ -111,6 +113,7 @@ class LatentCall:
     softmax_scale: float
     right: int | None
     splits: int
+    prefetched: int
     parts: bool
 
     @property
@@ -145,9 +148,9 @@ def _work(call: LatentCall, program: Any, lengths_ref: Any) -> _Work:
     row_tile = lax.rem(program, jnp.int32(call.row_tiles))
     rest = lax.div(program, jnp.int32(call.row_tiles))
     split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))
-    length = lengths_ref[sequence]
+    length = lax.max(lax.min(lengths_ref[sequence], jnp.int32(FAR)), jnp.int32(0))
     position = length - call.q_length
-    length = lax.max(lax.min(length, jnp.int32(call.capacity)), jnp.int32(0))
+    length = lax.min(length, jnp.int32(min(call.capacity, FAR)))
     highest = lowest = length
     if call.right is not None:
         # Of the first row and the last one.
@@ -178,7 +181,7 @@ def latent_kernel(
         anything, and so do their results.
       pages: ``[num_pages, page_size, 576]``.
       page_table: ``[sequences · columns]`` int32.
-      lengths: ``[sequences]`` int32 of at most ``FAR``.
+      lengths: ``[sequences]`` int32.
     """
     dtype = query.dtype
     plan = LatentPlan(dtype)
@@ -205,6 +208,10 @@ def latent_kernel(
             column = lax.min(lax.div(tile, jnp.int32(tiles_per_page)), jnp.int32(call.columns - 1))
             return table_ref[work.sequence * call.columns + column]
 
+        def row_of(visit: Any) -> Any:
+            """The tile's first row in its page."""
+            return lax.rem(work.first + visit, jnp.int32(tiles_per_page)) * KEYS
+
         def exists(page: Any) -> Any:
             return (page >= 0) & (page < call.num_pages)
 
@@ -214,11 +221,21 @@ def latent_kernel(
         def produce() -> None:
             def load(visit: Any, page: Any, ring: Any, columns: Any) -> None:
                 page = jnp.where(exists(page), page, 0)
-                row = lax.rem(work.first + visit, jnp.int32(tiles_per_page)) * KEYS
-                ring.load_from_dram(visit, pages_ref.at[page, pl.ds(row, KEYS), columns])
+                ring.load_from_dram(visit, pages_ref.at[page, pl.ds(row_of(visit), KEYS), columns])
 
-            def load_both(visit: Any, page: Any) -> Any:
+            def prefetch(visit: Any) -> None:
+                # A slot is handed back shortly before its next tile is needed: too late for device memory. Programs
+                # of the same sequence go side by side, so the first alone does it.
+                page, row = page_of(visit), row_of(visit)
+                wanted = exists(page) & (visit < work.total) & (work.row_tile == 0)
+                page = jnp.where(wanted, page, 0)
+                for part in columns:
+                    plgpu.async_prefetch(pages_ref.at[page, pl.ds(row, KEYS), part], predicate=wanted)
+
+            def load_all(visit: Any, page: Any) -> Any:
                 after = page_of(visit + 1)
+                if call.prefetched:
+                    prefetch(visit + call.prefetched)
                 # In the order in which they are handed back.
                 load(visit, page, right, columns[1])
                 load(visit, page, rest, columns[2])
@@ -227,7 +244,7 @@ def latent_kernel(
 
             for ring, part in zip(queries, columns, strict=True):
                 ring.load_from_dram(0, q_ref.at[work.sequence, my_rows, part])
-            lax.fori_loop(0, work.total, load_both, page_of(zero))
+            lax.fori_loop(0, work.total, load_all, page_of(zero))
 
         def seen_until(visit: Any, page: Any) -> Any:
             """One past the tile's last row that some query sees, counted from its first."""
