@@ -47,7 +47,7 @@ class TestLatentsOnHopper(LatentConformance):
     backend: ClassVar[Implementation] = PallasGpuPagedAttention()
 
     def params(self, splits: int) -> Any:
-        return HopperLatentParams(splits)
+        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
 
 
 @needs_hopper

@@ -30,7 +30,7 @@ class TestPallasGpu(LatentConformance):
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_mosaic)
 
     def params(self, splits: int) -> Any:
-        return HopperLatentParams(splits)
+        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
 
 
 def forward(inputs: PagedInputs, splits: int = 1) -> Any:

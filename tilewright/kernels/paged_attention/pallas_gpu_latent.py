@@ -4,8 +4,8 @@ A program has 64 query rows and a tile of 64 latents at a time. An output of 64 
 registers, so two share it by columns. The first computes the logits of all columns and the softmax, and leaves the
 probabilities and what scales earlier sums in shared memory for the second, which only adds up its half. The logits of
 the next tile and the first half of this one's output are in flight together (Shah et al., "FlashAttention-3", 2024,
-section 3.2), so that exponentials are computed beside products of both warpgroups. A tile lies in shared memory in two
-parts, each of which is loaded anew as soon as its last product is done.
+section 3.2), so that exponentials are computed beside products of both warpgroups. A tile lies in shared memory in
+three parts, each of which is loaded anew as soon as its last product is done.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
 STAGES = 2
 """Tiles in shared memory at once, beside the queries: a third does not fit."""
 
-MOST_VISITS = 24
+VISIT_BITS = 24
 """Bits of the number of a tile's visit; lengths have 30."""
 
 CHUNK = 64
@@ -136,7 +136,6 @@ class _Work:
     sequence: Any
     row_tile: Any
     split: Any
-    length: Any  # keys that there are pages for
     position: Any  # of the sequence's first new token
     highest: Any  # one past the last key that some row sees, 0 where there is nothing to do
     lowest: Any  # keys before it are seen by every row
@@ -165,7 +164,7 @@ def _work(call: LatentCall, program: Any, lengths_ref: Any) -> _Work:
     # A program without tiles looks at one of which it sees nothing.
     highest = jnp.where(total > 0, highest, 0)
     first = jnp.where(total > 0, first, 0)
-    return _Work(sequence, row_tile, split, length, position, highest, lowest, first, lax.max(total, jnp.int32(1)))
+    return _Work(sequence, row_tile, split, position, highest, lowest, first, lax.max(total, jnp.int32(1)))
 
 
 def latent_kernel(
@@ -295,7 +294,7 @@ def latent_kernel(
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses
             # of their own; those of the queries do not change from tile to tile, and kept in registers they are
             # spilled. So they hang on the visit, of which there are not so many.
-            none = lax.shift_right_logical(visit, jnp.int32(MOST_VISITS))
+            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
             for query, ring in ((queries[1], right), (queries[2], rest), (queries[0], left)):
                 ring.load_from_shared(visit)
                 plgpu.wgmma(scores, query.smem.at[none], ring.get_mma_tile(visit, transposed=True))
