@@ -3,7 +3,7 @@
 Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches. Results are compared with
 the float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a
 case.
-``python -m benchmarks.serving``; ``--sweep`` measures every candidate of the Triton backend instead.
+``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our Triton and Pallas backends instead.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.reference import token_reference
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.registry import Platform
 from tilewright.ops.execution.numerics import violations
 from tilewright.ops.utils.device import current_device
 
@@ -125,9 +126,9 @@ def ours(work: Work, platform: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: op(*args, **kwargs, platform=platform)
 
 
-def candidate(work: Work, params: Any) -> Callable[..., Any]:
+def candidate(work: Work, platform: Platform, params: Any) -> Callable[..., Any]:
     op = kernel(work.cell.op)
-    return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice("triton", None, params))  # type: ignore[arg-type]
+    return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice(platform, None, params))
 
 
 def ejkernel_pages(work: Work) -> Call:
@@ -177,7 +178,8 @@ def cudnn_dense(work: Work) -> Call:
 def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """How to make the call of every implementation that has a place for the case."""
     found: dict[str, Callable[[], Call]] = {}
-    for platform in ("triton", "xla"):
+    # Pallas serves latents alone.
+    for platform in (*(("pallas",) if work.inputs.value is None else ()), "triton", "xla"):
         call = functools.partial(ours(work, platform), **work.keywords)
         found[f"tilewright {platform}"] = lambda call=call: Call(jax.jit(call), work.positional)  # type: ignore[misc]
     plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode"
@@ -266,16 +268,23 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
 
 
 def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
-    """Every candidate of the Triton backend, the heuristic's first."""
+    """Every candidate of the Triton and Pallas backends that serve the case, each one's heuristic first."""
+    from tilewright.kernels.paged_attention.pallas_gpu import PallasGpuPagedAttention
     from tilewright.kernels.paged_attention.triton import TritonPagedAttention
 
-    backend, device, problem = TritonPagedAttention(), current_device(), PagedProblem.of(work.inputs)
-    every = [backend.heuristic(problem, device, "forward"), *backend.candidates(problem, device, "forward")]
+    device, problem = current_device(), PagedProblem.of(work.inputs)
+    backends = (TritonPagedAttention(), PallasGpuPagedAttention())
+    every = {
+        (backend.platform, params): None
+        for backend in backends
+        if not backend.forward_reasons(problem, device)
+        for params in (backend.heuristic(problem, device, "forward"), *backend.candidates(problem, device, "forward"))
+    }
     return {
-        str(params): lambda params=params: Call(  # type: ignore[misc]
-            jax.jit(functools.partial(candidate(work, params), **work.keywords)), work.positional
+        str(params): lambda platform=platform, params=params: Call(  # type: ignore[misc]
+            jax.jit(functools.partial(candidate(work, platform, params), **work.keywords)), work.positional
         )
-        for params in every
+        for platform, params in every
     }
 
 

@@ -142,7 +142,8 @@ _RAGGED: dict[str, dict[str, Any]] = {
     "`new_key`, `new_value`": {"write": True},
 }
 _LATENT: dict[str, dict[str, Any]] = {
-    name: {"heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512, **fields} for name, fields in _CACHE.items()
+    name: {"heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64, **fields}
+    for name, fields in {**_CACHE, "pages of 16": {"page_size": 16}, "several tokens": {"q_lengths": (4,)}}.items()
 }
 
 PROBES: dict[str, tuple[Any, ...]] = {

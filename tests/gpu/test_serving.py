@@ -1,4 +1,4 @@
-"""Attention over a cache on a GPU: both backends against the oracle, graphs, tuning, and hostile tables."""
+"""Attention over a cache on a GPU: all backends against the oracle, graphs, tuning, and hostile tables."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,9 +10,11 @@ import pytest
 
 import tilewright
 from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
+from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tilewright.kernels.mla_decode.cases import MlaCase
 from tilewright.kernels.page_attention.cases import PageCase
-from tilewright.kernels.paged_attention.inputs import PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.triton import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -35,6 +37,32 @@ class TestTritonOnGpu(PagedConformance):
         rows = 4 if problem.longest_q > 1 else 1
         splits = (1, 2, 5)[(problem.head_dim + problem.capacity + problem.page_size) % 3]
         return FwdParams(q_blocksize=rows, kv_blocksize=32, num_key_splits=splits, num_warps=4, num_stages=3)
+
+
+needs_hopper = pytest.mark.skipif(current_device().capability != (9, 0), reason="needs compute capability 9.0")
+
+
+@needs_hopper
+class TestLatentsOnHopper(LatentConformance):
+    backend: ClassVar[Implementation] = PallasGpuPagedAttention()
+
+    def params(self, splits: int) -> Any:
+        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
+
+
+@needs_hopper
+@pytest.mark.parametrize(("heads", "q_length"), [(128, 1), (64, 2), (16, 1)])
+def test_latents_of_real_sizes_repeat_bit_for_bit(heads: int, q_length: int) -> None:
+    """Often: a slot that is overwritten while a product reads it shows now and then."""
+    inputs = latent_inputs(sequences=64, kv_length=4096, heads=heads, q_lengths=(q_length,))
+    backend, problem = PallasGpuPagedAttention(), PagedProblem.of(inputs)
+    for params in backend.candidates(problem, current_device(), "forward"):
+        run = jax.jit(lambda inputs, params=params: backend.forward(inputs, params))
+        first = run(inputs)
+        check(first, inputs)
+        for _ in range(50):
+            for got, want in zip(run(inputs), first, strict=True):
+                assert bool(jnp.array_equal(got, want, equal_nan=True)), params
 
 
 class TestXlaOnGpu(PagedConformance):
@@ -136,8 +164,17 @@ def test_hostile_tables_in_bounds(page_size: int, kv_dtype: str | None) -> None:
     """Run under compute-sanitizer, which sees what a result does not; a nested case for each kind of read."""
     scale = None if kv_dtype is None else "token"
     case = PageCase("", sequences=5, kv_length=700, page_size=page_size, kv_dtype=kv_dtype, scale=scale, **REAL)
-    inputs = inputs_of("page_attention", case)
-    backend = TritonPagedAttention()
+    run_on_hostile_tables(TritonPagedAttention(), inputs_of("page_attention", case))
+
+
+@needs_hopper
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_hostile_tables_of_latents_in_bounds(page_size: int) -> None:
+    inputs = latent_inputs(sequences=5, kv_length=700, page_size=page_size, heads=20, q_lengths=(2,))
+    run_on_hostile_tables(PallasGpuPagedAttention(), inputs)
+
+
+def run_on_hostile_tables(backend: Any, inputs: PagedInputs) -> None:
     params = backend.heuristic(PagedProblem.of(inputs), current_device(), "forward")
     run = jax.jit(lambda inputs: backend.forward(inputs, params))
     wild = np.array([-1, -(2**31), inputs.key.shape[0], 2**31 - 1, 0])

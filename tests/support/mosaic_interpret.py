@@ -300,6 +300,12 @@ def _interpret_wait(self: Any, equation: Any, token: Any, values: list[Any]) -> 
     return _call(self, functools.partial(_wait_wgmma, n=equation.params["n"]), _TOKEN, token), []
 
 
+def _interpret_prefetch(self: Any, equation: Any, token: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+    """Nothing: a cache has no contents of its own, and TMA leaves out what lies outside of an array."""
+    del self, equation, values
+    return token, []
+
+
 def _interpret_wgmma(self: Any, equation: Any, token: Any, get_values: Callable[[], Sequence[Any]]) -> Any:
     values = list(get_values())
     accumulator, a, b, *leaves = values
@@ -360,6 +366,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any, list[Any]], tuple[Any, list[Any]]]
     discharge.run_state_p: _interpret_run_state,
     primitives.wgmma_accumulator_store_p: _interpret_store,
     primitives.wgmma_wait_p: _interpret_wait,
+    primitives.async_prefetch_p: _interpret_prefetch,
 }
 
 

@@ -8,13 +8,18 @@ from jax.typing import ArrayLike
 from tilewright.kernels.flash_attention.arguments import as_array, reshape
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
+from tilewright.kernels.portfolio import lazy
 
 
 class MlaDecode(PagedAttentionKernel):
     """Absorbed multi-head latent attention; see ``mla_decode`` for the arguments."""
 
     def __init__(self) -> None:
-        super().__init__("mla_decode")
+        super().__init__(
+            "mla_decode",
+            # Proven by an interpreter alone so far: what nobody asked for or measured does not run by it.
+            lazy("tilewright.kernels.paged_attention.pallas_gpu:PallasGpuPagedAttention"),
+        )
 
     @takes_options("key_scale", "value_scale")
     def prepare(

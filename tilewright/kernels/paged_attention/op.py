@@ -25,7 +25,7 @@ from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions,
 from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
 from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
-from tilewright.kernels.portfolio import InferenceKernel, lazy
+from tilewright.kernels.portfolio import InferenceKernel, LazyImplementation, lazy
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.core.kernel import Invocation
@@ -71,7 +71,8 @@ def takes_options(*absent: str) -> Callable[[Callable[..., Call]], Callable[...,
 class PagedAttentionKernel(InferenceKernel, abc.ABC):
     """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *more: LazyImplementation) -> None:
+        """``more`` are implementations that serve this op alone; they come last."""
         super().__init__(
             name,
             version="1",
@@ -79,6 +80,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
                 # Proven by an interpreter alone so far: what nobody asked for or measured does not run by it.
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
+                *more,
             ),
         )
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.places import boundaries, packed_tiles, packed_tokens
 from tilewright.kernels.paged_attention.xla_forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
@@ -124,14 +124,7 @@ class TritonPagedAttention(InferenceImplementation):
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        leaves, tree = jax.tree.flatten(inputs)
-
-        # A kernel has no rule for vmap: what is mapped runs one after the other.
-        @jax.custom_batching.sequential_vmap
-        def run(*leaves: Any) -> Results:
-            return _run(jax.tree.unflatten(tree, leaves), params)
-
-        return run(*leaves)
+        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
 
 
 def _run(inputs: PagedInputs, params: FwdParams) -> Results:

@@ -1,0 +1,118 @@
+"""Latent attention on Hopper, interpreted on the CPU: conformance, races, barriers; what selection sees of it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.kv_buffer.schedule import check_schedules
+from tests.kernels.paged_attention.conformance import check
+from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.mla_decode.cases import GPU_CASES
+from tilewright.kernels.paged_attention import pallas_gpu
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.utils.serialize import from_json, to_json
+
+BACKEND = PallasGpuPagedAttention()
+
+
+class TestPallasGpu(LatentConformance):
+    backend: ClassVar[Implementation] = BACKEND
+    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_mosaic)
+
+    def params(self, splits: int) -> Any:
+        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
+
+
+def forward(inputs: PagedInputs, splits: int = 1) -> Any:
+    return BACKEND.forward(inputs, HopperLatentParams(splits))
+
+
+HOSTILE = {"heads": 64, "q_lengths": (2,), "sequences": 2}
+"""Two tiles of rows for each sequence."""
+
+
+def hostile_inputs(**fields: Any) -> PagedInputs:
+    inputs = latent_inputs(**HOSTILE | fields)
+    assert inputs.page_table is not None
+    table = inputs.page_table.at[0, 2].set(-1)
+    return dataclasses.replace(inputs, page_table=table, kv_lengths=jnp.asarray([250, 3], jnp.int32))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_races(splits: int):
+    inputs = hostile_inputs()
+    with interpret_mosaic(detect_races=True):
+        got = jax.block_until_ready(jax.jit(functools.partial(forward, splits=splits))(inputs))
+    check(got, inputs)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("lengths", [[1000, 3], [640, 0], [65, 64]])
+def test_barriers(lengths: list[int], splits: int):
+    """More tiles than stages; the checker follows known lengths and tables."""
+    inputs = dataclasses.replace(hostile_inputs(kv_length=640), kv_lengths=jnp.asarray(lengths, jnp.int32))
+    assert check_schedules(functools.partial(forward, splits=splits), inputs) > 100
+
+
+def problem_of(**fields: Any) -> PagedProblem:
+    return PagedProblem.of(jax.eval_shape(lambda: latent_inputs(**fields)))
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_what_ships_can_run_and_fills_the_card(name: str):
+    fields = dataclasses.asdict(GPU_CASES[name])
+    problem = problem_of(**{key: value for key, value in fields.items() if key != "name"})
+    assert not BACKEND.forward_reasons(problem, H100)
+    candidates = BACKEND.candidates(problem, H100, "forward")
+    assert len(set(candidates)) == len(candidates)
+    assert BACKEND.heuristic(problem, H100, "forward") == candidates[0]
+    (footprint,) = BACKEND.footprints(problem, H100, "forward", candidates[0])
+    rounds = footprint.blocks / H100.cores
+    assert rounds / -(-rounds // 1) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": 16}, "multiple of 64"),
+        ({"head_dim": 320, "value_dim": 256}, "latents of 576"),
+        ({"dtype": "float32"}, "bfloat16 or float16"),
+        ({"kv_dtype": "float8_e4m3fn", "scale": "tensor"}, "no scales"),
+        ({"sliding_window": 40}, "sliding window"),
+        ({"logits_soft_cap": 20.0}, "soft cap"),
+        ({"alibi": True}, "ALiBi"),
+    ],
+)
+def test_reasons(fields: dict[str, Any], reason: str):
+    (why,) = BACKEND.forward_reasons(problem_of(**fields), H100)
+    assert reason in why
+
+
+def test_reasons_of_devices_and_directions():
+    assert "9.0" in BACKEND.forward_reasons(problem_of(), A100)[0]
+    assert BACKEND.not_supported_reasons(problem_of(), H100, "backward")
+
+
+def test_params():
+    params = HopperLatentParams(3, 1)
+    assert from_json(to_json(params), HopperLatentParams) == params
+    for wrong in (0, 65, True, 2.0):
+        with pytest.raises(ValueError, match="num_key_splits"):
+            HopperLatentParams(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefetched"):
+        HopperLatentParams(1, -1)
+
+
+def test_few_long_sequences_fill_the_card():
+    best = BACKEND.heuristic(problem_of(sequences=1, kv_length=1 << 17, heads=128), H100, "forward")
+    assert H100.cores * 0.8 <= 2 * best.num_key_splits <= pallas_gpu.MOST_SPLITS * 2
