@@ -18,6 +18,7 @@ from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda_build import toolchain
 from tilewright.kernels.flash_attention import cudnn_jax
 from tilewright.kernels.portfolio import PortfolioKernel
+from tilewright.kernels.triton_bridge import requirements
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.executor import prepared
 
@@ -140,7 +141,8 @@ def op_table(name: str, op: PortfolioKernel, probes: tuple[Probe, ...]) -> list[
 def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
     newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
-    with mock.patch.object(toolchain, "missing", return_value=[]), newest:
+    triton = mock.patch.object(requirements, "_package_reasons", return_value=[])
+    with mock.patch.object(toolchain, "missing", return_value=[]), newest, triton:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS)
 
 

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention import cudnn_jax
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.operands import into_batch, widened, with_positive_scale
+from tilewright.kernels.flash_attention.operands import over_batch, widened, with_positive_scale
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -337,30 +336,7 @@ class _Call:
             return tuple(function(**{"bias": None, **others}, lengths=lengths, **options))
 
         given = {name: array for name, array in arrays.items() if array is not None}
-        return _over_batch(call, self.problem.batch, given, frozenset(shared))
+        return over_batch(call, self.problem.batch, given, frozenset(shared))
 
 
 _LENGTHS = ("q_lengths", "kv_lengths")
-
-
-def _over_batch(
-    call: Callable[[dict[str, Any]], tuple[Any, ...]], batch: int, arrays: dict[str, Any], shared: frozenset[str]
-) -> tuple[Any, ...]:
-    """``call(arrays)``, to which ``vmap`` gives a mapped axis as a part of the batch: JAX's own rule knows less."""
-
-    @custom_vmap
-    def launch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-        return call(arrays)
-
-    @launch.def_vmap
-    def _(size: int, mapped: Sequence[dict[str, bool]], arrays: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        folded = {
-            name: array
-            if name in shared and not mapped[0][name] and array.shape[0] == 1
-            else into_batch(array, mapped[0][name], size, batch)
-            for name, array in arrays.items()
-        }
-        results = _over_batch(call, size * batch, folded, shared)
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (True,) * len(results)
-
-    return launch(arrays)

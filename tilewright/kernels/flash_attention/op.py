@@ -49,8 +49,9 @@ class FlashAttention(PortfolioKernel):
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
-                # Proven against an emulation alone so far: what nobody asked for or measured does not run by it.
+                # Proven against an emulation alone so far: what nobody asked for or measured does not run by them.
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.triton:TritonFlashAttention"),
             ),
         )
 

@@ -1,9 +1,11 @@
 """What several backends do to their operands before a kernel gets them: turn a scale, widen heads, fold ``vmap``."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 
@@ -30,3 +32,29 @@ def into_batch(array: Any, is_mapped: bool, size: int, batch: int) -> Any:
     array = array if is_mapped else array[None]
     own = array.shape[2:]
     return jnp.broadcast_to(array, (size, batch, *own)).reshape(size * batch, *own)
+
+
+def over_batch(
+    call: Callable[[dict[str, Any]], tuple[Any, ...]], batch: int, arrays: dict[str, Any], shared: frozenset[str]
+) -> tuple[Any, ...]:
+    """``call(arrays)``, to which ``vmap`` gives a mapped axis as a part of the batch: JAX's own rule knows less.
+
+    All arrays lead with the batch, of which those whose names are in ``shared`` may have only one; so do the results.
+    """
+
+    @custom_vmap
+    def launch(arrays: dict[str, Any]) -> tuple[Any, ...]:
+        return call(arrays)
+
+    @launch.def_vmap
+    def _(size: int, mapped: Sequence[dict[str, bool]], arrays: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        folded = {
+            name: array
+            if name in shared and not mapped[0][name] and array.shape[0] == 1
+            else into_batch(array, mapped[0][name], size, batch)
+            for name, array in arrays.items()
+        }
+        results = over_batch(call, size * batch, folded, shared)
+        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (True,) * len(results)
+
+    return launch(arrays)

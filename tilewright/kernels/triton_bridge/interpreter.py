@@ -126,6 +126,8 @@ def _language(interpreter: Any) -> Iterator[None]:
 
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
+        # NumPy no more takes an array of one element for a number, which Triton 3.6 relies on.
+        scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.set_attr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs))
         with _bfloat16(interpreter), np.errstate(all="ignore"):
             yield

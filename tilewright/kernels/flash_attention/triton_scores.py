@@ -1,0 +1,229 @@
+"""What the Triton kernels of attention do with scores: tiles that are left out, logits, masks, dropout.
+
+Rows are queries and columns keys throughout. ``rows`` and ``columns`` are indices that broadcast against each other, so
+that the same functions serve tiles of scores and transposed ones. A shape's bits say which of batch, heads, queries and
+keys (8, 4, 2, 1) an array has in full; of the others it has one. -1 is no array.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+RANGE: tl.constexpr = tl.constexpr(64)
+"""Queries or keys that an entry of the ranges speaks of; ``RANGE_TILE`` in ``cuda_scores``."""
+
+
+@triton.jit
+def program_place(tiles, AT_ONCE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The tile and the head that a program works on: the same tile of ``AT_ONCE`` heads, then the next."""
+    program = tl.program_id(0)
+    group = program // (tiles * AT_ONCE)
+    rest = program % (tiles * AT_ONCE)
+    tile = rest // AT_ONCE
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, group * AT_ONCE + rest % AT_ONCE
+
+
+@triton.jit
+def tile_offsets(BLOCK: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr):
+    """Where the elements of a tile of rows are, from the first one."""
+    return tl.arange(0, BLOCK)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+
+
+@triton.jit
+def described(
+    tensor, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, TMA: tl.constexpr
+):
+    """What ``load_tile`` takes for a head's rows, from a pointer to the first: a descriptor for TMA, or the pointer."""
+    if TMA:
+        return tl.make_tensor_descriptor(tensor, [length, WIDTH], [STRIDE, 1], [BLOCK, DIM])
+    return tensor
+
+
+@triton.jit
+def load_tile(
+    source, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    CHECKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``start`` on, with zeros beyond the length (if that is checked, as TMA does always) and the width."""
+    if TMA:
+        return source.load([start, 0])
+    tile = source + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
+    if CHECKED:
+        inside = (start + tl.arange(0, BLOCK) < length)[:, None]
+        if DIM != WIDTH:
+            inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
+        return tl.load(tile, mask=inside, other=0.0)
+    if DIM != WIDTH:
+        return tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
+    return tl.load(tile)
+
+
+@triton.jit
+def store_tile(
+    tensor, values, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr
+):
+    inside = (start + tl.arange(0, BLOCK) < length)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
+    tile = tensor + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
+    tl.store(tile, values.to(tensor.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def visible_span(
+    start, length, other_length, ranges, BLOCK: tl.constexpr, STEP: tl.constexpr, LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr, BANDED: tl.constexpr, RANGED: tl.constexpr,
+):  # fmt: skip
+    """What a tile from ``start`` on sees: from where, to where, and between which two it sees all without a mask.
+
+    In steps from the first; the last one may go beyond the end. ``LOWEST <= other - own <= HIGHEST`` is the band.
+    ``ranges`` are those of the head, [entries, 2]; with them nothing is seen without a mask.
+    """
+    first = start * 0
+    end = first + other_length
+    if BANDED:
+        first = tl.maximum(start + LOWEST, 0)
+        end = tl.minimum(start + BLOCK + HIGHEST, other_length)
+    if RANGED:
+        entries = (length + RANGE - 1) // RANGE
+        least = first + other_length
+        greatest = first * 0
+        for i in tl.static_range((BLOCK + RANGE - 1) // RANGE):
+            entry = tl.minimum(start // RANGE + i, entries - 1)
+            least = tl.minimum(least, tl.load(ranges + 2 * entry))
+            greatest = tl.maximum(greatest, tl.load(ranges + 2 * entry + 1))
+        first = tl.maximum(first, least)
+        end = tl.minimum(end, greatest)
+    first = first // STEP * STEP
+    end = tl.maximum(end, first)
+    full_first = first
+    full_end = tl.minimum(end, other_length // STEP * STEP)
+    if RANGED:
+        full_end = first
+    elif BANDED:
+        full_first = (tl.maximum(start + BLOCK - 1 + LOWEST, 0) + STEP - 1) // STEP * STEP
+        full_end = tl.minimum(full_end, tl.maximum(start + HIGHEST + 1, 0) // STEP * STEP)
+        full_first = tl.minimum(tl.maximum(full_first, first), end)
+    # In whole steps between the two ends, and after the first part.
+    full_end = tl.maximum(full_end, full_first)
+    return first, full_first, full_end, end
+
+
+@triton.jit
+def head_of_scores(pointer, batch, head, heads, q_length, kv_length, SHAPE: tl.constexpr):
+    """The pointer to a head's part of an array of scores."""
+    index = batch.to(tl.int64) * 0
+    if SHAPE & 8:
+        index = batch.to(tl.int64)
+    if SHAPE & 4:
+        index = index * heads + head
+    if SHAPE & 2:
+        index = index * q_length
+    if SHAPE & 1:
+        index = index * kv_length
+    return pointer + index
+
+
+@triton.jit
+def pointers_of_scores(pointer, first_row, rows, first_column, columns, kv_length, SHAPE: tl.constexpr):
+    """Pointers to a tile's scores in a head's part."""
+    offsets = (rows - first_row) * 0 + (columns - first_column) * 0
+    # The corner takes 64 bits, what is inside the tile does not.
+    if SHAPE & 2:
+        if SHAPE & 1:
+            pointer += (tl.program_id(0) * 0 + first_row).to(tl.int64) * kv_length  # a loop's index may be no tensor
+            offsets += (rows - first_row) * kv_length
+        else:
+            pointer += first_row
+            offsets += rows - first_row
+    if SHAPE & 1:
+        pointer += first_column
+        offsets += columns - first_column
+    return pointer + offsets
+
+
+@triton.jit
+def visible(
+    first_row, rows, first_column, columns, q_length, kv_length, row_terms, column_terms, mask, LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Whether rows see columns.
+
+    ``row_terms`` and ``column_terms`` are a head's segments and positions, [2, length]; ``mask`` its part of a mask.
+    With less of these comparisons ptxas makes the products of the backward pass wait for each other.
+    """
+    here, there = rows < q_length, columns < kv_length
+    seen = there & here
+    if BANDED:
+        difference = columns - rows
+        seen = seen & (difference >= LOWEST) & (difference <= HIGHEST)
+    if ROWS:
+        row_segments = tl.load(row_terms + rows, mask=here, other=0)
+        column_segments = tl.load(column_terms + columns, mask=there, other=0)
+        row_positions = tl.load(row_terms + q_length + rows, mask=here, other=0)
+        column_positions = tl.load(column_terms + kv_length + columns, mask=there, other=0)
+        # What is outside of its length is at the end of the integers: the difference takes more bits.
+        difference = column_positions.to(tl.int64) - row_positions.to(tl.int64)
+        seen = seen & (row_segments == column_segments) & (difference >= LOWEST) & (difference <= HIGHEST)
+    if MASK >= 0:
+        places = pointers_of_scores(mask, first_row, rows, first_column, columns, kv_length, MASK)
+        seen = seen & (tl.load(places, mask=there & here, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def capped(
+    products, first_row, rows, first_column, columns, q_length, kv_length, bias, SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Logits in units of log 2, and the derivative of the cap; ``SOFT_CAP`` 0 is none."""
+    logits = products * SCALE
+    if BIAS >= 0:
+        inside = (columns < kv_length) & (rows < q_length)
+        places = pointers_of_scores(bias, first_row, rows, first_column, columns, kv_length, BIAS)
+        logits += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    slope = logits
+    if SOFT_CAP > 0.0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which neither overflows nor needs a library.
+        ratio = 1.0 - 2.0 / (tl.exp2(logits * (2.0 / SOFT_CAP * LOG2E)) + 1.0)
+        logits = SOFT_CAP * ratio
+        slope = 1.0 - ratio * ratio
+    return logits * LOG2E, slope
+
+
+@triton.jit
+def round_of(left, right, ROTATION: tl.constexpr):
+    left = left + right
+    return left, left ^ ((right << ROTATION) | (right >> (32 - ROTATION)))
+
+
+@triton.jit
+def four_rounds(left, right, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    left, right = round_of(left, right, A)
+    left, right = round_of(left, right, B)
+    left, right = round_of(left, right, C)
+    return round_of(left, right, D)
+
+
+@triton.jit
+def kept(keys, rows, columns, THRESHOLD: tl.constexpr):
+    """Which probabilities the dropout keeps: see ``tilewright.kernels.dropout``; ``keys`` are a head's two words."""
+    first, second = tl.load(keys), tl.load(keys + 1)
+    third = first ^ second ^ 0x1BD11BDA
+    left = rows.to(tl.uint32) + columns.to(tl.uint32) * 0 + first
+    right = (columns.to(tl.uint32) >> 1) + rows.to(tl.uint32) * 0 + second
+    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = left + second, right + third + 1
+    left, right = four_rounds(left, right, 17, 29, 16, 24)
+    left, right = left + third, right + first + 2
+    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = left + first, right + second + 3
+    left, right = four_rounds(left, right, 17, 29, 16, 24)
+    left, right = left + second, right + third + 4
+    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = left + third, right + first + 5
+    return tl.where((columns & 1) == 0, left, right) >= THRESHOLD
