@@ -234,6 +234,7 @@ _BACKWARD = {
 # Where a tile of scores is loaded beside its product, all of whose addresses take registers.
 _SCORES_FORWARD = ((64, 64, 8, 2, True), (64, 32, 4, 2, True), (32, 32, 4, 1, True))
 _SCORES_BACKWARD = ((32, 64, 4, 1, True), (32, 32, 4, 1, True), (16, 32, 4, 1, True))
+_WIDE_SCORES_BACKWARD = ((32, 64, 8, 2, True), (16, 32, 4, 1, True))
 _FLOAT32_FORWARD = ((64, 32, 4, 2, False), (64, 32, 4, 1, False), (32, 16, 4, 1, False))
 _FLOAT32_BACKWARD = ((16, 32, 4, 1, False), (16, 16, 4, 1, False))
 
@@ -245,7 +246,8 @@ def _listed(problem: AttentionProblem, device: Device, direction: Direction) -> 
     if problem.dtype.itemsize == 4:
         sizes = _FLOAT32_FORWARD if forward else _FLOAT32_BACKWARD
     elif problem.bias is not None or MaskParts.of(problem.mask).matrix is not None:
-        sizes = _SCORES_FORWARD if forward else _SCORES_BACKWARD
+        backward = _SCORES_BACKWARD if max(problem.head_dim, problem.value_dim) <= 128 else _WIDE_SCORES_BACKWARD
+        sizes = _SCORES_FORWARD if forward else backward
     else:
         widest = max(problem.head_dim, problem.value_dim)
         tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if hopper else (_FORWARD, _BACKWARD)

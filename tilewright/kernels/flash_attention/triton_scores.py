@@ -38,9 +38,10 @@ def described(
     tensor, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, TMA: tl.constexpr
 ):
     """What ``load_tile`` takes for a head's rows, from a pointer to the first: a descriptor for TMA, or the pointer."""
+    source = tensor
     if TMA:
-        return tl.make_tensor_descriptor(tensor, [length, WIDTH], [STRIDE, 1], [BLOCK, DIM])
-    return tensor
+        source = tl.make_tensor_descriptor(tensor, [length, WIDTH], [STRIDE, 1], [BLOCK, DIM])
+    return source
 
 
 @triton.jit
@@ -50,16 +51,19 @@ def load_tile(
 ):  # fmt: skip
     """Rows from ``start`` on, with zeros beyond the length (if that is checked, as TMA does always) and the width."""
     if TMA:
-        return source.load([start, 0])
-    tile = source + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
-    if CHECKED:
-        inside = (start + tl.arange(0, BLOCK) < length)[:, None]
-        if DIM != WIDTH:
-            inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
-        return tl.load(tile, mask=inside, other=0.0)
-    if DIM != WIDTH:
-        return tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
-    return tl.load(tile)
+        loaded = source.load([start, 0])
+    else:
+        tile = source + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
+        if CHECKED:
+            inside = (start + tl.arange(0, BLOCK) < length)[:, None]
+            if DIM != WIDTH:
+                inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
+            loaded = tl.load(tile, mask=inside, other=0.0)
+        elif DIM != WIDTH:
+            loaded = tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
+        else:
+            loaded = tl.load(tile)
+    return loaded
 
 
 @triton.jit
