@@ -46,7 +46,7 @@ from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import BACKWARD_FLOPS, FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.ops.execution.numerics import violations
-from tilewright.ops.execution.timing import sample_ms
+from tilewright.ops.execution.timing import kernels, sample_ms
 
 LONGEST_SAMPLE_MS = 75.0
 """Slow calls are queued fewer times, so that one slow peer does not take the time of all."""
@@ -309,12 +309,7 @@ def wall_ms(call: Call, calls: int) -> float:
 def device_ms(call: Call, calls: int) -> list[float]:
     """Milliseconds on the device: of jax's calls one by one, their kernels summed; of PyTorch's the mean of a queue."""
     if call.framework == "jax":
-        from jax.experimental.mosaic.gpu import profiler
-
-        _, found = profiler.measure(call.function, iterations=calls)(*call.args)
-        if found is None:
-            raise RuntimeError(f"{call.function} started no kernel")
-        return [float(value) for value in found] if isinstance(found, list) else [float(found)]
+        return [sum(time_ms for _, time_ms in each) for each in kernels(call.function, call.args, calls)]
     torch = importlib.import_module("torch")
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.flash_attention import cudnn_jax
+from tilewright.kernels.flash_attention import cudnn_jax, fa4_cute
 from tilewright.kernels.portfolio import PortfolioKernel
 from tilewright.kernels.triton_bridge import requirements
 from tilewright.ops.core.types import Device
@@ -141,8 +141,9 @@ def op_table(name: str, op: PortfolioKernel, probes: tuple[Probe, ...]) -> list[
 def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
     newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
+    installed = mock.patch.object(fa4_cute, "package_reasons", side_effect=list)
     triton = mock.patch.object(requirements, "_package_reasons", return_value=[])
-    with mock.patch.object(toolchain, "missing", return_value=[]), newest, triton:
+    with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed, triton:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS)
 
 

@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.aot.compiler import abstract_h100, compile_for_h100, missing_packages
-from tilewright.kernels.flash_attention import cases
+from tests.kernels.conftest import abstract_arguments
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -100,8 +99,7 @@ class Compilation:
 def compilations() -> Iterator[Compilation]:
     op = FlashAttention()
     for each in (*HOPPER_CASES.values(), *SCORE_CASES, *OTHER_CASES):
-        with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
-            arrays, kwargs = each.arguments()
+        arrays, kwargs = abstract_arguments(each)
         inputs = op.inputs(**_named(op, arrays, kwargs))
         problem = AttentionProblem.of(inputs)
         with abstract_h100():

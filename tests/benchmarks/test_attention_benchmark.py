@@ -172,12 +172,15 @@ def test_device_time_of_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"": Call(jax.jit(jnp.sin), (jnp.ones(3),))}
 
     def measured(times: Any) -> Any:
-        monkeypatch.setattr(profiler, "measure", lambda f, iterations: lambda *args: (f(*args), times))
+        def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
+            assert (aggregate, iterations) == (False, 3)
+            return lambda *args: (function(*args), times)
+
+        monkeypatch.setattr(profiler, "measure", measure)
         return rates(1e6, attention.measure(call, method)[""])
 
-    said = measured([1.0, 2.0, 6.0])
+    said = measured([[("one", 0.25), ("two", each - 0.25)] for each in (1.0, 2.0, 6.0)])
     assert (said["clock"], said["median_ms"], said["tflops"]) == ("device", 2.0, 0.5e-3)
-    assert measured(0.5)["median_ms"] == 0.5
     none = measured(None)
     assert (none["clock"], none["status"]) == ("wall", "timed")
     assert "started no kernel" in none["device_error"]

@@ -293,7 +293,100 @@ def test_large_results_stay_small():
     field = [Candidate(config(i + 1), tuple(1 + i / 100 + j / 7 for j in range(5)), check="passed") for i in range(300)]
     assert len(render([reported(field)], date=DATE)) < 150_000
     # Fifteen thousand candidates: more than any browser's user will scroll through.
-    assert len(render([reported(field, key=str(i)) for i in range(50)], date=DATE)) < 4_000_000
+    assert len(render([reported(field, key=str(i)) for i in range(50)], date=DATE)) < 500_000
+
+
+def large_field(seed):
+    """300 candidates: 60 of each of four implementations, 40 failures of two kinds, 20 that were not measured."""
+    times = [1 + (seed * 7 + i * 37) % 240 / 100 for i in range(240)]
+    names = ("pallas", "cuda", "cuda:cudnn", "xla")
+    field = [
+        Candidate(f"{names[i % 4]} block={i}", tuple(t + j / 50 for j in range(5)), "passed", heuristic=i == 0)
+        for i, t in enumerate(times)
+    ]
+    field += [
+        Candidate(f"cuda variant=v{i}", (), "failed", f"[0]: largest error {i}.5e-03, {i + 1} elements")
+        for i in range(20)
+    ]
+    field += [Candidate(f"pallas rows={i}", (), error=f"RuntimeError: out of memory: {i} bytes") for i in range(20)]
+    field += [
+        Candidate(f"xla rows={i}", (), "dropped", f"it takes {i}.5 ms at the least, and another took 1 ms")
+        for i in range(20)
+    ]
+    return tuple(field)
+
+
+class TestOfManyCandidates:
+    FIELDS = tuple(large_field(seed) for seed in range(50))
+
+    @pytest.fixture
+    def text(self, tmp_path):
+        return page_of(result_of(*self.FIELDS), tmp_path)
+
+    def test_is_small(self, text):
+        assert sum(map(len, self.FIELDS)) == 15_000
+        assert len(text) < 800_000
+
+    def test_every_implementation_is_shown_by_its_best(self, text):
+        page = Page(text)
+        for number, field in enumerate(self.FIELDS):
+            rows = page.table("field", number)
+            measured = sorted(field[:240], key=lambda c: c.time_ms)
+            assert [row[1] for row in rows] == [measured[int(row[0]) - 1].config for row in rows]
+            shown = {row[1] for row in rows}
+            for name in ("pallas", "cuda", "cuda:cudnn", "xla"):
+                mine = [c.config for c in measured if c.config.split()[0] == name]
+                assert set(mine[:7]) <= shown
+            assert {field[0].config, field[1].config, measured[0].config} <= shown  # default, chosen, fastest
+            assert len(rows) <= 4 * 7 + 3
+            bars = [e.get("d") for e in page.tree.iter("path") if e.get("class") == "bars"][number]
+            assert bars.count("M") == len(rows)
+
+    def test_what_is_left_out_is_counted_and_where_it_is_said(self, text):
+        page = Page(text)
+        said = ["".join(e.itertext()) for e in page.tree.iter("p") if "Left out" in "".join(e.itertext())]
+        assert len(said) == 50
+        for number, line in enumerate(said):
+            counts = [int(count) for count in re.findall(r"(\d+) of ", line)]
+            assert sum(counts) == 240 - len(page.table("field", number))
+            assert f"Left out: {sum(counts)} with a time (" in line
+            assert "and 60 without. All are in " in line
+            assert "result.json" in line
+        assert page.definitions(1)["Candidates"] == "15000, 2000 failed, 1000 not measured"
+
+    def test_messages_that_differ_in_numbers_stand_once(self, text):
+        page = Page(text)
+        titles = ["".join(e.itertext()) for e in page.tree.iter("h3")]
+        assert titles.count("Failures: 40 candidates") == titles.count("Not measured: 20 candidates") == 50
+        first = [e for e in page.tree.iter("p") if (e.get("id") or "").startswith("call-1-")]
+        assert [e.get("id") for e in first] == ["call-1-failure-1", "call-1-failure-2", "call-1-reason-1"]
+        heads = ["".join(e.itertext()) for e in first]
+        assert all("20 candidates" in head and "their numbers differ" in head for head in heads)
+        assert ["".join(e.itertext()) for e in page.tree.iter("pre")][:3] == [
+            field.error for field in (self.FIELDS[0][i] for i in (240, 260, 280))
+        ]
+
+    def test_of_many_messages_some_are_shown(self):
+        def words(i):
+            return "".join(chr(97 + int(digit)) for digit in str(i))
+
+        field = [*FIELD[:2], *(Candidate(config(i + 1), error=f"{words(i)} " + "x" * 2000) for i in range(3000))]
+        text = render([reported(field)], date=DATE)
+        assert len(text) < 100_000
+        page = Page(text)
+        assert len(list(page.tree.iter("pre"))) == 8
+        (said,) = ["".join(e.itertext()) for e in page.tree.iter("p") if "further messages" in "".join(e.itertext())]
+        assert said == "Left out: 2992 further messages, of 2992 candidates. All are in file."
+
+
+def test_what_was_not_measured_is_no_failure(tmp_path):
+    dropped = Candidate(config(4096), check="dropped", error="it cannot run: no room")
+    page = Page(page_of(result_of((*FIELD, dropped)), tmp_path))
+    assert page.definitions(1)["Candidates"] == "7, 3 failed, 1 not measured"
+    (row,) = [row for row in page.table("field") if row[6] == "dropped"]
+    assert row[7] == "reason 1"
+    (said,) = ["".join(e.itertext()) for e in page.tree.iter("p") if e.get("id") == "call-1-reason-1"]
+    assert said == "Reason 1, 1 candidate: xla q_blocksize=4096 kv_blocksize=64"
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):

@@ -1,15 +1,27 @@
 """Fixtures of all tests of kernels."""
 
 import os
+from typing import Any
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tilewright.kernels.cuda_build import BuildCache
+from tilewright.kernels.flash_attention import cases
+from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils import device as devices
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, fingerprint="gpu:NVIDIA A100-SXM4-80GB:8.0", present=False)
+
+
+def abstract_arguments(case: AttentionCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A case's arguments, of which the large ones are not drawn."""
+    with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
+        return case.arguments()
 
 
 @pytest.fixture(scope="session")

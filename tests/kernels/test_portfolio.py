@@ -142,6 +142,8 @@ def test_the_config_space_is_that_of_every_able_implementation() -> None:
     space = list(Double().config_space(inv))
     assert {choice.platform for choice in space} == {Platform.TRITON, Platform.XLA}
     assert {choice.params.q_blocksize for choice in space} == {8, 16}
+    assert [choice.platform for choice in space[:2]] == [Platform.TRITON, Platform.XLA]
+    assert [choice.platform for choice in space[2:]] == sorted(choice.platform for choice in space[2:])
 
 
 def test_a_wrong_implementation_never_wins() -> None:

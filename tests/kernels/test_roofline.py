@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import A100, H100, abstract_arguments
 from tests.kernels.flash_attention.conformance import CASES, describe
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -21,7 +20,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h100-80
 
 
 def invocation(case: AttentionCase, direction: Any = "forward", device: Device = H100) -> Invocation[Any, Any]:
-    arrays, kwargs = jax.eval_shape(lambda: case.arguments()[0]), case.arguments()[1]
+    arrays, kwargs = abstract_arguments(case)
     args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
     return Invocation(FlashAttention(), tuple(args), dict(kwargs), direction=direction, device=device)
 

@@ -5,8 +5,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tilewright.cli.output import milliseconds, table
+from tilewright.ops.execution import events
 from tilewright.ops.execution.results import AutotuningResult, TunedCall
-from tilewright.ops.execution.tuning import CallStarted, CallTuned, CandidateFailed, CandidateMeasured, CandidateStarted
 from tilewright.ops.utils.describe import describe_config, describe_key
 
 if TYPE_CHECKING:
@@ -62,16 +62,16 @@ class TuningProgress(EventProgress):
     def on_event(self, event: Any) -> None:
         """Shows one event of a tuning; those of selection are let pass."""
         match event:
-            case CallStarted():
+            case events.CallStarted():
                 name = f"{event.inv.kernel.name} {event.inv.direction}"
                 self._task = self._bar.add_task(name, total=event.num_candidates, best="", trying="")
-            case CandidateStarted():
+            case events.CandidateStarted():
                 self._bar.update(self._task, trying=describe_config(event.config))
-            case CandidateMeasured():
+            case events.CandidateMeasured():
                 self._bar.update(self._task, advance=1, best=f"best {milliseconds(event.best_ms)}", trying="")
-            case CandidateFailed():
+            case events.CandidateFailed() | events.CandidateDropped():
                 self._bar.update(self._task, advance=1, trying="")
-            case CallTuned():
+            case events.CallTuned():
                 self._finish(event.call)
 
     def _finish(self, call: TunedCall) -> None:
@@ -89,14 +89,17 @@ def result_table(result: AutotuningResult, title: str = "tuned calls") -> "Table
     made = table(title, "call, and what it will run with", *figures, "from", right=figures)
     for call in result:
         heuristic = call.heuristic
-        failed = sum(1 for candidate in call.candidates if candidate.error)
+        failed = sum(1 for candidate in call.candidates if candidate.failed)
+        dropped = sum(1 for candidate in call.candidates if candidate.dropped)
         arguments, chosen = escape(describe_key(call.key)), escape(describe_config(call.winner.config))
         made.add_row(
             f"{call.op} {call.direction}\n[dim]{arguments}[/dim]\n→ [bold]{chosen}[/bold]",
             milliseconds(call.winner.time_ms),
             milliseconds(heuristic.time_ms if heuristic else None),
             f"{call.speedup:.2f}×" if call.speedup else "–",
-            f"{len(call.candidates)}" + (f", {failed} failed" if failed else ""),
+            f"{len(call.candidates) - dropped}"
+            + (f", {failed} failed" if failed else "")
+            + (f", {dropped} dropped" if dropped else ""),
             call.step if call.complete else f"{call.step}, cut short",
         )
     return made

@@ -56,7 +56,11 @@ class ReportedCall:
 
     @property
     def failed(self) -> list[Candidate]:
-        return [c for c in self.call.candidates if c.error]
+        return [c for c in self.call.candidates if c.failed]
+
+    @property
+    def dropped(self) -> list[Candidate]:
+        return [c for c in self.call.candidates if c.dropped]
 
     @property
     def chosen(self) -> Candidate:
@@ -68,8 +72,7 @@ class ReportedCall:
 
     @property
     def fastest(self) -> Candidate | None:
-        """Of those that were not found wrong."""
-        return next((c for c in self.measured if c.eligible), None)
+        return self.call.fastest
 
     @property
     def speedup(self) -> float | None:
@@ -84,9 +87,7 @@ class ReportedCall:
 
     @property
     def regret_ms(self) -> float | None:
-        """What the chosen one takes longer than the fastest; ``None`` if it is no right answer itself."""
-        mine, best = time_of(self.chosen), time_of(self.fastest)
-        return mine - best if mine is not None and best is not None and self.chosen.eligible else None
+        return None if time_of(self.chosen) is None else sound(self.call.regret_ms)
 
     @property
     def regret_is_noise(self) -> bool:
@@ -94,10 +95,6 @@ class ReportedCall:
         if self.fastest is None or self.regret_ms is None:
             return False
         return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
-
-    def rank(self, candidate: Candidate) -> int | None:
-        """Its place among the measured, from 1."""
-        return next((i for i, other in enumerate(self.measured, 1) if other is candidate), None)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

@@ -1,15 +1,17 @@
 """A report as one HTML page that needs nothing else and runs no script; well-formed XML too."""
 
 import base64
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tilewright._version import __version__
 from tilewright.cli.markup import Markup, element, joined, word
 from tilewright.cli.output import milliseconds
 from tilewright.cli.report_calls import ReportedCall, geometric_mean, sound, time_of
 from tilewright.cli.report_plot import FieldPlot
+from tilewright.cli.report_shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
 from tilewright.cli.report_style import STYLE
 from tilewright.ops.execution.results import Candidate
 
@@ -24,10 +26,14 @@ MOST_NAMES = 12
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     """The page; the same calls and date give the same text."""
     title = f"Tuning report: {_count(len(calls), 'call')} on {_listed(c.device for c in calls)}"
-    messages = sum(len(_failures(reported)) for reported in calls)
-    limit = max(SHORTEST_MESSAGE, min(LONGEST_MESSAGE, ALL_MESSAGES // max(1, messages)))
-    tooltips = sum(len(reported.call.candidates) for reported in calls) <= MOST_TOOLTIPS
-    sections = [_section(reported, number, limit=limit, tooltips=tooltips) for number, reported in enumerate(calls, 1)]
+    best = of_each_implementation(calls)
+    sections = []
+    all_groups = [_groups(reported, everything=best is None) for reported in calls]
+    limit = max(SHORTEST_MESSAGE, min(LONGEST_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
+    all_shown = [Shown.of(reported, best) for reported in calls]
+    tooltips = sum(len(shown.ranked) for shown in all_shown) <= MOST_TOOLTIPS
+    for number, (reported, shown, groups) in enumerate(zip(calls, all_shown, all_groups, strict=True), 1):
+        sections.append(_section(reported, number, shown, groups, limit=limit, tooltips=tooltips))
     body = element("main", _summary(calls, date), _calls_table(calls), *sections, _environment(calls))
     page = element("html", _head(title), element("body", body), lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
@@ -53,10 +59,12 @@ def _summary(calls: Sequence[ReportedCall], date: str) -> Markup:
     saved = [c.saved_ms for c in calls if c.saved_ms is not None]
     before = sum(time_of(c.default) or 0.0 for c in calls if c.saved_ms is not None)
     mean = geometric_mean([c.speedup for c in calls if c.speedup])
-    failed = sum(len(c.failed) for c in calls)
+    failed, dropped = sum(len(c.failed) for c in calls), sum(len(c.dropped) for c in calls)
     figures = {
         "Calls": len(calls),
-        "Candidates": f"{sum(len(c.call.candidates) for c in calls)}" + (f", {failed} failed" if failed else ""),
+        "Candidates": f"{sum(len(c.call.candidates) for c in calls)}"
+        + (f", {failed} failed" if failed else "")
+        + (f", {dropped} not measured" if dropped else ""),
         "Saved, one run of each call": f"{milliseconds(sum(saved))} of {milliseconds(before)}" if saved else "–",
         "Speedup, geometric mean": f"{mean:.2f}×" if mean else "–",
     }
@@ -116,17 +124,20 @@ def _call_row(reported: ReportedCall, number: int) -> Markup:
     )
 
 
-def _section(reported: ReportedCall, number: int, *, limit: int, tooltips: bool) -> Markup:
+def _section(
+    reported: ReportedCall, number: int, shown: Shown, groups: Sequence["_Group"], *, limit: int, tooltips: bool
+) -> Markup:
     name = f"call-{number}"
     return element(
         "section",
         element("h2", f"{number}. {_name(reported)}", id=name),
         element("p", element("code", word(reported.call.shapes, 2000))),
         _facts(reported),
-        _figure(reported, name, tooltips=tooltips),
+        _figure(reported, shown, name, tooltips=tooltips),
         element("h3", "Candidates"),
-        _candidates_table(reported, name),
-        _failure_list(reported, name, limit),
+        _candidates_table(reported, shown, groups, name),
+        _left_out(reported, shown),
+        _group_list(reported, shown, groups, name, limit),
         aria_labelledby=name,
     )
 
@@ -159,19 +170,20 @@ def _regret(reported: ReportedCall) -> Markup:
     return joined(f"{milliseconds(regret)}{share} above the fastest right candidate{noise}: ", _config(fastest))
 
 
-def _figure(reported: ReportedCall, name: str, *, tooltips: bool) -> Markup:
+def _figure(reported: ReportedCall, shown: Shown, name: str, *, tooltips: bool) -> Markup:
     if not reported.measured:
         return element("p", "No candidate was measured, so there is nothing to draw.", class_="soft")
-    said = "Each column is a candidate, numbered as in the table: dots are samples, the bar is their median."
+    order = "numbered as in the table" if shown.complete else "in the order of the table"
+    said = f"Each column is a candidate, {order}: dots are samples, the bar is their median."
     if reported.default is reported.chosen:
         said += " The disc is the chosen candidate, which is the default too."
     else:
         said += " The disc is the chosen candidate, the open square the default."
-    if any(not c.eligible for c in reported.measured):
+    if any(not c.eligible for c in shown.candidates):
         said += " A cross is the median of one that failed."
     if reported.unmeasured:
         said += f" Not drawn for want of a time: {_count(len(reported.unmeasured), 'candidate')}."
-    plot = FieldPlot(reported, f"{name}-plot", tooltips=tooltips).markup()
+    plot = FieldPlot(reported, shown.candidates, f"{name}-plot", tooltips=tooltips).markup()
     return element(
         "figure",
         element("div", plot, class_="plot", tabindex=0, role="region", aria_label=f"Plot of call {name[5:]}"),
@@ -179,17 +191,31 @@ def _figure(reported: ReportedCall, name: str, *, tooltips: bool) -> Markup:
     )
 
 
-def _candidates_table(reported: ReportedCall, name: str) -> Markup:
-    group = {id(c): number for number, same in enumerate(_failures(reported).values(), 1) for c in same}
+def _candidates_table(reported: ReportedCall, shown: Shown, groups: Sequence["_Group"], name: str) -> Markup:
+    group = {id(c): each for each in groups for c in each.candidates}
     columns = ("no.", "config", "median", "noise", "samples", "of chosen", "check", "remarks")
-    ranked = [*enumerate(reported.measured, 1), *((None, c) for c in reported.unmeasured)]
+    ranked = [*shown.ranked, *((None, c) for c in shown.unmeasured)]
     rows = [_candidate_row(reported, c, rank, name, group.get(id(c))) for rank, c in ranked]
-    caption = f"{_count(len(rows), 'candidate')}, fastest first. Noise is half the distance between the quartiles."
-    return _table("field", caption, columns, rows)
+    count = _count(len(rows), "candidate") + ("" if shown.complete else f" of {len(reported.call.candidates)}")
+    return _table("field", f"{count}, fastest first. Noise is half the distance between the quartiles.", columns, rows)
+
+
+def _left_out(reported: ReportedCall, shown: Shown) -> Markup:
+    """How many candidates have no row, and where they are."""
+    if shown.complete:
+        return Markup()
+    slower = sum(shown.left_out.values())
+    names = ", ".join(f"{count} of {word(name, 60)}" if name else str(count) for name, count in shown.left_out.items())
+    parts = [f"{slower} with a time ({names})"] if slower else []
+    parts += [f"{len(reported.unmeasured)} without"] if reported.unmeasured else []
+    if not parts:
+        return Markup()
+    said = f"Shown are the best of every implementation. Left out: {', and '.join(parts)}. All are in "
+    return element("p", said, element("code", word(reported.origin)), ".", class_="soft")
 
 
 def _candidate_row(
-    reported: ReportedCall, candidate: Candidate, rank: int | None, name: str, failure: int | None
+    reported: ReportedCall, candidate: Candidate, rank: int | None, name: str, group: "_Group | None"
 ) -> Markup:
     mine, chosen = time_of(candidate), time_of(reported.chosen)
     tags = _tags(reported, candidate)
@@ -200,8 +226,8 @@ def _candidate_row(
         f"{mine / chosen:.2f}×" if mine is not None and chosen else "–",
     )
     remarks: list[Markup] = [element("span", tag, class_=f"tag {tag}") for tag in tags]
-    if failure:
-        remarks.append(element("a", f"failure {failure}", href=f"#{name}-failure-{failure}"))
+    if group is not None and group.shown:
+        remarks.append(element("a", f"{group.kind} {group.number}", href=f"#{group.id_of(name)}"))
     return element(
         "tr",
         element("td", rank or "–"),
@@ -218,27 +244,68 @@ def _tags(reported: ReportedCall, candidate: Candidate) -> list[str]:
     return [tag for tag, one in marked.items() if one is candidate]
 
 
-def _failures(reported: ReportedCall) -> dict[str, list[Candidate]]:
-    """The candidates that failed, by what is said of it."""
-    found: dict[str, list[Candidate]] = {}
-    for candidate in reported.failed:
-        found.setdefault(str(candidate.error), []).append(candidate)
-    return found
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Candidates of a call of which the same is said.
+
+    Attributes:
+      kind: "failure", or "reason" why they were not measured.
+      number: from 1, among those of the kind.
+      shown: whether the page shows the message.
+    """
+
+    kind: Literal["failure", "reason"]
+    number: int
+    candidates: list[Candidate]
+    shown: bool
+
+    def id_of(self, name: str) -> str:
+        return f"{name}-{self.kind}-{self.number}"
 
 
-def _failure_list(reported: ReportedCall, name: str, limit: int) -> Markup:
-    failures = _failures(reported)
-    if not failures:
-        return Markup()
-    made = [element("h3", f"Failures: {_count(len(reported.failed), 'candidate')}")]
-    for number, (message, candidates) in enumerate(failures.items(), 1):
-        names = joined(*(_config(c) for c in candidates[:MOST_NAMES]), between="; ")
-        more = f"; and {len(candidates) - MOST_NAMES} more" if len(candidates) > MOST_NAMES else ""
-        check = f", check {word(candidates[0].check, 40)}"
-        head = f"Failure {number}, {_count(len(candidates), 'candidate')}{check}: "
-        made.append(element("p", element("strong", head), names, more, id=f"{name}-failure-{number}"))
-        made.append(_message(message, limit))
+def _groups(reported: ReportedCall, *, everything: bool) -> list[_Group]:
+    """All candidates that failed or were not measured, by what is said of them."""
+    # Bounds differ from candidate to candidate, and are no evidence of anything.
+    by_kind = {
+        "failure": by_message(reported.failed, alike=not everything),
+        "reason": by_message(reported.dropped, alike=True),
+    }
+    return [
+        _Group(kind, number, same, everything or number <= MOST_MESSAGES)  # type: ignore[arg-type]
+        for kind, found in by_kind.items()
+        for number, same in enumerate(found, 1)
+    ]
+
+
+def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], name: str, limit: int) -> Markup:
+    made = []
+    for kind, title, total in (
+        ("failure", "Failures", len(reported.failed)),
+        ("reason", "Not measured", len(reported.dropped)),
+    ):
+        mine = [group for group in groups if group.kind == kind]
+        made += [element("h3", f"{title}: {_count(total, 'candidate')}")] if mine else []
+        for group in mine:
+            if group.shown:
+                made += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
+        hidden = [group for group in mine if not group.shown]
+        if hidden:
+            whose = _count(sum(len(group.candidates) for group in hidden), "candidate")
+            said = f"Left out: {_count(len(hidden), 'further message')}, of {whose}. All are in "
+            made.append(element("p", said, element("code", word(reported.origin)), ".", class_="soft"))
     return joined(*made)
+
+
+def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> list[Markup]:
+    candidates = group.candidates
+    names = joined(*(_config(c) for c in candidates[:MOST_NAMES]), between="; ")
+    more = f"; and {len(candidates) - MOST_NAMES} more" if len(candidates) > MOST_NAMES else ""
+    if numbers_differ and len({str(c.error) for c in candidates}) > 1:
+        more += "; their numbers differ, these are of the first"
+    check = f", check {word(candidates[0].check, 40)}" if group.kind == "failure" else ""
+    head = f"{group.kind.capitalize()} {group.number}, {_count(len(candidates), 'candidate')}{check}: "
+    said = element("p", element("strong", head), names, more, id=group.id_of(name))
+    return [said, _message(str(candidates[0].error), limit)]
 
 
 def _message(message: str, limit: int) -> Markup:

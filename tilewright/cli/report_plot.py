@@ -1,6 +1,7 @@
 """The field of a call's candidates as a picture: every sample a dot, every median a bar, fastest first."""
 
 import math
+from collections.abc import Sequence
 
 from tilewright.cli.markup import Markup, element, word
 from tilewright.cli.output import milliseconds
@@ -57,20 +58,25 @@ class FieldPlot:
     """The picture of one call.
 
     Args:
+      field: the candidates that it shows, which have a time, fastest first.
       name: an id of the page, from which those of the title and the description are made.
       tooltips: whether every candidate says its config under the pointer.
     """
 
-    def __init__(self, reported: ReportedCall, name: str, *, tooltips: bool):
+    def __init__(self, reported: ReportedCall, field: Sequence[Candidate], name: str, *, tooltips: bool):
         self.reported = reported
         self.name = name
         self.tooltips = tooltips
-        self.field = reported.measured
+        self.field = field
         self.axis = Axis([sample for c in self.field for sample in _samples(c)])
         self.slot = (WIDTH - LEFT - RIGHT) / len(self.field)
 
     def x(self, rank: int) -> int:
         return round(LEFT + (rank - 0.5) * self.slot)
+
+    def _place(self, candidate: Candidate) -> int | None:
+        """Its column, from 1."""
+        return next((i for i, other in enumerate(self.field, 1) if other is candidate), None)
 
     def markup(self) -> Markup:
         return element(
@@ -94,7 +100,7 @@ class FieldPlot:
         first, last = time_of(self.field[0]), time_of(self.field[-1])
         said = [f"{len(self.field)} candidates, medians from {milliseconds(first)} to {milliseconds(last)}"]
         for what, candidate in (("chosen", self.reported.chosen), ("default", self.reported.default)):
-            rank = candidate and self.reported.rank(candidate)
+            rank = candidate and self._place(candidate)
             if candidate and rank:
                 said.append(f"the {what} one is number {rank} with {milliseconds(time_of(candidate))}")
         return "; ".join(said) + "."
@@ -146,7 +152,7 @@ class FieldPlot:
 
     def _mark(self, candidate: Candidate, kind: str, label: str, top: int) -> Markup:
         """A label above, a line down from it, and a disc (chosen) or an open square (default) on the median."""
-        rank, time_ms = self.reported.rank(candidate), time_of(candidate)
+        rank, time_ms = self._place(candidate), time_of(candidate)
         if rank is None or time_ms is None:
             return Markup()
         x, y = self.x(rank), self.axis.at(time_ms)

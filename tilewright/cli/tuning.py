@@ -49,7 +49,7 @@ def tune_and_report(
     # What is measured must not depend on a lock, nor fail where one that the environment names is still to be made.
     with use_lock(None):
         if lock_file is not None:
-            _locked_before(lock_file)  # refused now rather than after the tuning
+            _check_lock(lock_file)  # refused now rather than after the tuning
         result, interrupted = _tune_all(target, options, tuner, budget_s=budget_s, again=again)
         if json_file is not None and result.entries:
             json_file.write_text(result.to_json() + "\n")
@@ -87,18 +87,18 @@ def _tune_all(
     return total, interrupted
 
 
-def _locked_before(file: Path) -> Lock | None:
-    """The lock that a file holds, if there is one, to which this process may add.
+def _check_lock(file: Path) -> None:
+    """Raises unless this process may add to the lock that a file holds, if there is one.
 
     Raises:
       LockError: it cannot be used.
       typer.BadParameter: it is of another device or toolchain.
     """
     if not file.exists():
-        return None
+        return
     lock = Lock.load(file)
     try:
-        return lock | Lock(device_fingerprint(), toolchain_fingerprint(), ())
+        _ = lock | Lock(device_fingerprint(), toolchain_fingerprint(), ())
     except ValueError as error:
         message = f"{str(file)!r} was made elsewhere: {error}; delete it, or give another file"
         raise typer.BadParameter(message, param_hint="--lock") from error
@@ -106,12 +106,10 @@ def _locked_before(file: Path) -> Lock | None:
 
 def _lock(file: Path, result: AutotuningResult) -> None:
     """Pins the winners in a file, in place of earlier decisions on the same calls."""
-    with user_mistakes("--lock"):
-        new = result.to_lock()
-        before = _locked_before(file)
-        lock = new if before is None else before | new
     try:
-        lock.save(file)
+        with user_mistakes("--lock"):
+            new = result.to_lock()
+            lock = new.add_to(file)  # and not to what was read before the tuning: another may have added to it since
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(file)!r}: {error.strerror}", param_hint="--lock") from error
     typer.echo(f"{file} decides {len(lock)} calls, {len(new)} of them by this tuning")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
@@ -178,11 +179,11 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         return next(iter(self._supported(inv)))
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
-        problem = self._problem(inv)
-        for choice in self._supported(inv):
-            yield choice
-            implementation = self._implementation(choice)
-            for params in implementation.candidates(problem, inv.target, inv.direction):
+        """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
+        problem, choices = self._problem(inv), self._supported(inv)
+        yield from choices
+        for choice in choices:
+            for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
                 yield dataclasses.replace(choice, params=params)
 
     def directed_cfg(self, cfg: Any, inv: Invocation[Choice, Any]) -> Choice | None:
@@ -241,13 +242,34 @@ class PortfolioKernel(Kernel[Choice, Any], abc.ABC):
         wanted = _params_types(implementation, inv.direction)[0]
         if not isinstance(cfg.params, wanted):
             return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
-        return implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+        why = implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+        return why or launch_reasons(self._footprints(inv, cfg), inv.target)
 
     def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
         """The milliseconds that a call takes at the least on its device; a measurement below that is not believed."""
+        return self._least_ms(inv, 1.0)
+
+    def config_bound_ms(self, inv: Invocation[Choice, Any], cfg: Choice) -> float:
+        """The milliseconds that a call takes at the least with a config that can run it.
+
+        No less than `time_bound_ms`: the call's arithmetic is done on no more multiprocessors than its grid has blocks.
+        """
+        times = math.prod(axis.size for axis in inv.mapped)
+        # Elements of a mapped call may run at the same time.
+        all_blocks = [
+            dataclasses.replace(each, blocks=None if each.blocks is None else times * each.blocks)
+            for each in self._footprints(inv, cfg)
+        ]
+        return self._least_ms(inv, busy_share(all_blocks, inv.target))
+
+    def _least_ms(self, inv: Invocation[Choice, Any], share: float) -> float:
+        """The least time of a call on a share of the device's multiprocessors."""
         one = self.least_cost(self._problem(inv), inv.direction)
         times = math.prod(axis.size for axis in inv.mapped)
-        return least_ms(Cost(times * one.flops, times * one.bytes), inv.target)
+        return least_ms(Cost(times * one.flops / share, times * one.bytes), inv.target)
+
+    def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
+        return self._implementation(cfg).footprints(self._problem(inv), inv.target, inv.direction, cfg.params)
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""
@@ -330,7 +352,9 @@ def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> 
         return "supported, but not preferred: nothing measured it as faster"
     times = [each.time_ms for each in mine if each.eligible]
     if not times:
-        return f"supported, but every candidate failed: {mine[0].error}"
+        failed = [each for each in mine if not each.dropped]
+        how = f"every candidate failed: {failed[0].error}" if failed else f"not measured: {mine[0].error}"
+        return f"supported, but {how}"
     distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
     return f"supported, and measured at {min(times):.4g} ms at best{distance}"
 

@@ -3,9 +3,10 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
+from tilewright.kernels.footprint import Footprint
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -67,7 +68,7 @@ class KernelConfig:
 class Implementation(abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
-    The first four methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
+    The first five methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
 
     Attributes:
       algorithm: tells several implementations on one platform apart.
@@ -95,6 +96,10 @@ class Implementation(abc.ABC):
     def config_reasons(self, problem: Any, device: Device, direction: Direction, params: Any) -> list[str]:
         """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
         return []
+
+    def footprints(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
+        """What params that can serve the problem take, of each kernel that multiplies matrices; none if not known."""
+        return ()
 
     @abc.abstractmethod
     def forward(self, inputs: Any, params: Any) -> Any:

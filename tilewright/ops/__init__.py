@@ -30,6 +30,7 @@ from tilewright.ops.execution.results import TunedCall as TunedCall
 from tilewright.ops.execution.timing import CuptiTimer as CuptiTimer
 from tilewright.ops.execution.timing import Timer as Timer
 from tilewright.ops.execution.timing import WallTimer as WallTimer
+from tilewright.ops.execution.timing import XlaTimer as XlaTimer
 from tilewright.ops.execution.timing import benchmark as benchmark
 from tilewright.ops.execution.tuning import Autotuner as Autotuner
 from tilewright.ops.execution.tuning import Tuner as Tuner

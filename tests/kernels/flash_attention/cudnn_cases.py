@@ -69,7 +69,13 @@ def inputs_for(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     return dataclasses.replace(inputs, bias=inputs.bias.astype(inputs.query.dtype))
 
 
-def check_residuals(inputs: AttentionInputs, device: Device, others: Sequence[Implementation]) -> None:
+def check_residuals(
+    inputs: AttentionInputs,
+    device: Device,
+    others: Sequence[Implementation],
+    ours: Implementation = BACKEND,
+    factor: float = 2.0,
+) -> None:
     """Forward and backward, each also with other backends' halves, against the oracle, with a gradient to lse."""
     problem = AttentionProblem.of(inputs, lse_wanted=True)
 
@@ -84,13 +90,13 @@ def check_residuals(inputs: AttentionInputs, device: Device, others: Sequence[Im
 
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
-    ours = forward(BACKEND)
-    assert [x.dtype for x in ours] == [inputs.query.dtype, jnp.float32]
-    judge(dict(zip(("out", "lse"), ours, strict=True)), exact.results, low.results, 2.0)
-    pairs = [(BACKEND, ours)]
+    own = forward(ours)
+    assert [x.dtype for x in own] == [inputs.query.dtype, jnp.float32]
+    judge(dict(zip(("out", "lse"), own, strict=True)), exact.results, low.results, factor)
+    pairs = [(ours, own)]
     for other in others:
-        pairs += [(other, ours), (BACKEND, forward(other))]
+        pairs += [(other, own), (ours, forward(other))]
     for backend, results in pairs:
         gradients = backward(backend, results)
         check_kinds(gradients, inputs)
-        judge(gradients, exact.gradients, low.gradients, 2.0, type(backend).__name__)
+        judge(gradients, exact.gradients, low.gradients, factor, type(backend).__name__)

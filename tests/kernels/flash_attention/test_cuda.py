@@ -224,6 +224,23 @@ def test_it_declares_every_case_of_the_conformance_suite(
                 assert from_json(to_json(choice), Choice) == choice
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_drops_is_for_calls_that_drop(direction: Direction, monkeypatch: pytest.MonkeyPatch):
+    """It reads the keys of a generator, which other calls do not have: on a GPU an illegal address."""
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+    for drops in (False, True):
+        problem = problem_of(**({"dropout_prob": 0.5, "dropout_seed": 1} if drops else {}))
+        params = BACKEND.candidates(problem, H100, direction)
+        ampere = [each.variant for each in params if each.variant is not None and "ampere" in each.variant]
+        assert ampere
+        assert all(("_dropout_" in name) == drops for name in ampere)
+        assert len(params) < 20
+        fields = cuda.problem_fields(problem, False)
+        for kernel, variant, each in cuda.each_variant(direction, fields, 2):
+            if "ampere" in variant.name and ("_dropout_" in variant.name) != drops:
+                assert any("dropout" in why for why in kernel.variant_reasons(variant, each, H100))
+
+
 def test_a_variant_that_is_asked_for_by_name_must_exist_and_fit():
     problem = problem_of(head_dim=128)
     said = BACKEND.config_reasons(problem, H100, "forward", CudaForwardParams("nonesuch"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -49,7 +50,7 @@ DEVICE = INV.device_fingerprint
 
 def result(*decided, device=DEVICE, toolchain=None):
     """What a tuning would return that had found these configs."""
-    entries = [TunedCall(i.kernel.name, i.direction, i.key, "", (Candidate(cfg, (1.0,)),), 0) for i, cfg in decided]
+    entries = [TunedCall.of(i, [Candidate(cfg, (1.0,))], 0, source=implementation_source(i)) for i, cfg in decided]
     toolchain = toolchain_fingerprint() if toolchain is None else toolchain
     return AutotuningResult(tuple(entries), device=device, toolchain=toolchain)
 
@@ -152,10 +153,79 @@ class TestMerging:
             lock_of((INV, Config(1)), device="")
         with pytest.raises(TypeError, match="no JSON form"):
             lock_of((INV, object()))
-        gone = json.dumps(json.loads(INV.key) | {"op": "tests.lockfile.gone"})
-        entry = TunedCall("tests.lockfile.gone", "forward", gone, "", (Candidate(Config(1), (1.0,)),), 0)
-        with pytest.raises(ValueError, match=r"no kernel 'tests\.lockfile\.gone' in this process"):
+        entry = TunedCall.of(INV, [Candidate(Config(1), (1.0,))], 0)
+        with pytest.raises(ValueError, match=r"what source of tests\.lockfile \(forward\) was measured for f32\[6,5\]"):
             AutotuningResult((entry,), device=DEVICE).to_lock()
+
+    def test_the_source_is_that_which_was_measured(self, monkeypatch, tmp_path):
+        """Not that of the process in which the result becomes a lock, where the kernel need not even be."""
+        chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+        measured = implementation_source(INV)
+        tuned = Autotuner(Tuner(0, 1), chooser=chain).tune(INV)
+        monkeypatch.setattr(Product, "source", lambda self: "edited since", raising=False)
+        assert tuned.to_lock().get(INV.key).source == measured
+        text = tuned.to_json().replace(KERNEL.name, "tests.lockfile.gone")
+        (decision,) = AutotuningResult.from_json(text).to_lock().decisions
+        assert (decision.op, decision.source) == ("tests.lockfile.gone", measured)
+        # What is known from the disk is of the present source, or it is measured again.
+        again = Autotuner(Tuner(0, 1), chooser=ConfigSelectorChain(persistent=PersistentCache(tmp_path)))
+        for step in ("measured", "disk"):
+            (call,) = again.tune(INV, reuse=True)
+            assert (call.step, call.source) == (step, "edited since")
+
+
+class TestAdding:
+    def test_keeps_what_the_file_decides_and_the_later_one_counts(self, tmp_path):
+        file = tmp_path / "a.json"
+        assert lock_of((INV, Config(1))).add_to(file) == lock_of((INV, Config(1)))
+        whole = lock_of((INV, Config(1)), (OTHER, Config(2)))
+        assert lock_of((OTHER, Config(2))).add_to(file) == whole == Lock.load(file)
+        lock_of((INV, Config(3))).add_to(file)
+        assert Lock.load(file) == lock_of((INV, Config(3)), (OTHER, Config(2)))
+        assert os.listdir(tmp_path) == ["a.json"]
+
+    def test_leaves_what_cannot_be_added_to_as_it_was(self, tmp_path):
+        file = tmp_path / "a.json"
+        Lock("gpu:other", {}, ()).save(file)
+        before = file.read_bytes()
+        with pytest.raises(ValueError, match="two devices"):
+            lock_of((INV, Config(1))).add_to(file)
+        file.write_text("rubbish")
+        with pytest.raises(LockError, match="cannot be used"):
+            lock_of((INV, Config(1))).add_to(file)
+        assert file.read_text() == "rubbish" != before
+        assert os.listdir(tmp_path) == ["a.json"]
+
+    def test_without_locks_it_is_written_all_the_same(self, tmp_path, monkeypatch, caplog):
+        def flock(*arguments):
+            raise OSError(95, "Operation not supported")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with caplog.at_level(logging.INFO, "tilewright"):
+            lock_of((INV, Config(1))).add_to(tmp_path / "a.json")
+        assert "cannot be locked: [Errno 95]" in caplog.text
+        assert len(Lock.load(tmp_path / "a.json")) == 1
+        assert os.listdir(tmp_path) == ["a.json"]
+
+    def test_waits_for_a_process_that_writes_but_not_for_a_dead_one(self, tmp_path):
+        code = (
+            "import sys, time; from pathlib import Path; from tilewright.ops.utils.folders import locked\n"
+            "with locked(Path(sys.argv[1])): print('in', flush=True); time.sleep(600)"
+        )
+        holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".a.json.lock")], stdout=subprocess.PIPE)
+        assert holder.stdout.readline() == b"in\n"
+        added = threading.Event()
+
+        def add():
+            lock_of((INV, Config(1))).add_to(tmp_path / "a.json")
+            added.set()
+
+        threading.Thread(target=add, daemon=True).start()
+        assert not added.wait(0.5)
+        holder.kill()
+        holder.communicate()
+        assert added.wait(60)
+        assert os.listdir(tmp_path) == ["a.json"]
 
 
 class TestHostileFiles:
@@ -596,7 +666,42 @@ def calls():
     return [(inv, config) for inv in found]
 
 
+# What each of several processes does that add to one file: a decision of its own, one after the other.
+ADDING = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+from tests.ops.core.samples import Config, Product, operands
+from tilewright.ops import Invocation, Lock
+from tilewright.ops.config.lockfile import Decision
+
+file, number = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for size in range(1, 11):
+    inv = Invocation(Product("tests.lockfile.adding"), operands((10 * number + size, 5), (5, 4)))
+    Lock(inv.device_fingerprint, {{}}, (Decision.of(inv.key, Config(size), "source"),)).add_to(file)
+"""
+
+
 class TestProcesses:
+    def test_that_add_to_one_file_lose_nothing(self, tmp_path):
+        file = tmp_path / "lock.json"
+        command = [sys.executable, "-c", ADDING, str(file)]
+        processes = [
+            subprocess.Popen([*command, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for n in range(4)
+        ]
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
+        for process in processes:  # all at once
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in processes:
+            process.communicate(timeout=300)
+        assert [process.returncode for process in processes] == [0] * 4
+        assert len(Lock.load(file)) == 40
+        assert os.listdir(tmp_path) == ["lock.json"]
+
     def test_make_the_same_choices_although_their_caches_differ(self, calls, tmp_path):
         lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
         lock.save(tmp_path / "lock.json")

@@ -27,6 +27,7 @@ from tilewright.ops import (
     policy_override,
     use_lock,
 )
+from tilewright.ops.config.selection import implementation_source
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
 
@@ -46,7 +47,7 @@ def inv(kernel):
 
 def tuned(inv, cfg):
     """What a tuning returns."""
-    call = TunedCall(inv.kernel.name, inv.direction, inv.key, "", (Candidate(cfg, (1.0,)),), 0)
+    call = TunedCall.of(inv, [Candidate(cfg, (1.0,))], 0, source=implementation_source(inv))
     return AutotuningResult((call,), device=inv.device_fingerprint)
 
 
@@ -58,7 +59,6 @@ def table(folder, inv, cfg, name="table.json"):
 
 
 def stored(path, inv, cfg, **kwargs):
-    from tilewright.ops.config.selection import implementation_source
 
     cache = PersistentCache(path)
     assert cache.put(inv.key, cfg, source=implementation_source(inv), **kwargs)

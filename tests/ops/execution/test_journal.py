@@ -15,7 +15,7 @@ import pytest
 from tests.support.hostile import Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
 from tilewright.ops.execution.journal import unfinished
-from tilewright.ops.execution.tuning import CandidateStarted
+from tilewright.ops.execution.tuning import CandidateDropped, CandidateStarted
 
 X = jnp.ones((64, 64))
 QUICK = Tuner(0, 1)
@@ -74,6 +74,23 @@ def test_what_failed_once_is_not_tried_again(tmp_path: Path):
     assert started(events) == ["right", "also right"]
     assert [c.check for c in call.candidates] == ["passed", "failed", "unchecked", "passed"]
     assert "ValueError" in call.candidates[2].error
+
+
+def test_what_was_dropped_is_not_taken_for_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another time there may be nothing faster."""
+    bound = lambda self, inv, config: 1e6 if config.name == "also right" else 0.0
+    monkeypatch.setattr(Hostile, "config_bound_ms", bound, raising=False)
+    events: list[Any] = []
+    call = tune(tmp_path, "right", "also right", events=events)
+    assert started(events) == ["right"]
+    assert call.candidates[1].dropped
+    assert "1e+06 ms at the least" in call.candidates[1].error
+    assert call.complete
+    assert [event.index for event in events if isinstance(event, CandidateDropped)] == [1]
+    monkeypatch.delattr(Hostile, "config_bound_ms")
+    events.clear()
+    assert tune(tmp_path, "right", "also right", events=events).candidates[1].eligible
+    assert "also right" in started(events)
 
 
 def test_another_toolchain_tries_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

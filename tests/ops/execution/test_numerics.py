@@ -5,10 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright.ops.execution import numerics
 from tilewright.ops.execution.numerics import tree_violations, violations, widened
 
 RNG = np.random.default_rng(0)
 WANT = RNG.standard_normal((64, 64)).astype(np.float32)
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def where(request, monkeypatch):
+    """Everything here holds wherever the comparison runs."""
+    if request.param == "device":
+
+        def narrow(arrays):
+            return all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4 for x in arrays)
+
+        monkeypatch.setattr(numerics, "_compared_on_device", narrow)
 
 
 def judged(out, want=WANT, **kwargs):
@@ -46,6 +58,30 @@ def test_non_finite_values_must_stand_in_the_same_places():
         wrong = want.copy()
         wrong[place] = value
         assert "non-finite" in judged(jnp.asarray(wrong), want)[0]
+
+
+def test_what_the_input_dtype_cannot_hold_is_no_allowance():
+    want = np.full((8, 8), 1.0, np.float32)
+    want[0, 0] = 1e6
+    low = jnp.asarray(want, jnp.float16)
+    assert np.isinf(low[0, 0])
+    assert violations(jnp.asarray(want), jnp.asarray(want), low) == []
+    assert "largest error" in violations(jnp.asarray(1.01 * want), jnp.asarray(want), low)[0]
+
+
+def test_squares_beyond_float32_are_compared_all_the_same():
+    want = WANT * 1e25
+    assert judged(jnp.asarray(want), want) == []
+    assert judged(jnp.asarray(want * 1.1), want)
+
+
+def test_a_direction_is_compared_where_no_element_is_far_off():
+    want = np.ones(1 << 14, np.float32)
+    out = want.copy()
+    out[::2] *= 1.004  # within a rounding of bfloat16 each, and all on one side
+    low = jnp.asarray(want, jnp.bfloat16)
+    assert violations(jnp.asarray(out), jnp.asarray(want), jnp.asarray(want), 2.0)
+    assert violations(jnp.asarray(want), jnp.asarray(want), low, 2.0) == []
 
 
 def test_shapes_and_structures():

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
-from tilewright.ops.execution.events import CandidateFailed, CandidateStarted
-from tilewright.ops.execution.race import Limits, Race
+from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, CandidateStarted
+from tilewright.ops.execution.race import Limits, Outlook, Race
 from tilewright.ops.execution.replay import replay
 from tilewright.ops.execution.results import Candidate, TunedCall
 
-LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: False)
+LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 
 
 class Said(Bench):
@@ -50,9 +50,23 @@ class Said(Bench):
         pass
 
 
-def race(bench: Said, count: int, limits: Limits = LIMITS, known: dict[int, Candidate] | None = None) -> Any:
+def race(
+    bench: Said,
+    count: int,
+    limits: Limits = LIMITS,
+    known: dict[int, Candidate] | None = None,
+    outlooks: dict[int, Outlook] | None = None,
+) -> Any:
     events: list[Any] = []
-    run = Race(bench, range(count), limits, known=known or {}, emit=events.append, record=lambda _: None)
+    run = Race(
+        bench,
+        range(count),
+        limits,
+        outlooks=[(outlooks or {}).get(i, Outlook()) for i in range(count)],
+        known=known or {},
+        emit=events.append,
+        record=lambda _: None,
+    )
     return run.run(), run.found, events
 
 
@@ -158,12 +172,97 @@ class TestResuming:
         assert race(Said([1.0, iter(["gone"]), 9.0, 0.1, 0.7]), 5, known=self.KNOWN)[0] == 4
 
 
+class TestDropping:
+    """What need not be started: what cannot run, and what takes longer than another took."""
+
+    def test_what_cannot_run_is_recorded_and_not_started(self):
+        bench = Said([1.0, 0.1, 0.5])
+        chosen, found, events = race(bench, 3, outlooks={1: Outlook("no room for it")})
+        assert chosen == 2
+        assert bench.started == [0, 2]
+        assert (found[1].check, found[1].error, found[1].dropped, found[1].failed) == (
+            "dropped", "it cannot run: no room for it", True, False,
+        )  # fmt: skip
+        assert [(e.index, e.reason) for e in events if isinstance(e, CandidateDropped)] == [(1, found[1].error)]
+        assert not any(isinstance(e, CandidateFailed) for e in events)
+
+    def test_what_cannot_be_the_fastest_is_not_started(self):
+        bench = Said([1.0, 2.0, 0.9])
+        outlooks = {1: Outlook("", 1.5), 2: Outlook("", 0.8)}
+        assert race(bench, 3, outlooks=outlooks)[0] == 2
+        assert bench.started == [0, 2]
+
+    def test_only_what_was_measured_before_counts(self):
+        bench = Said([3.0, 2.0, 1.0, 2.0])
+        found = race(bench, 4, outlooks={1: Outlook("", 1.5), 3: Outlook("", 1.5)})[1]
+        assert bench.started == [0, 1, 2]
+        assert found[3].error == "it takes 1.5 ms at the least at the device's peak rates, and another took 1 ms"
+
+    def test_a_bound_within_what_clocks_and_first_samples_may_be_off_drops_nobody(self):
+        bench = Said([1.0, 0.99])
+        race(bench, 2, outlooks={1: Outlook("", 1.17)})
+        assert bench.started == [0, 1]
+        bench = Said([1.0, 0.99])
+        race(bench, 2, outlooks={1: Outlook("", 1.18)})
+        assert bench.started == [0]
+
+    def test_an_implementation_far_behind_is_given_up(self):
+        families = {i: Outlook(family="fast" if i in (0, 3) else "slow") for i in range(5)}
+        bench = Said([1.0, 9.0, 1.0, 0.9, 0.1])
+        chosen, found, _ = race(bench, 5, outlooks=families)
+        assert (chosen, bench.started) == (3, [0, 1, 3])
+        assert found[2].error == "the best of slow so far took 9 ms, and another implementation 1 ms"
+        assert found[2].dropped
+
+    def test_an_implementation_that_tiles_may_bring_to_the_front_is_not(self):
+        bench = Said([1.0, 5.9, 0.5])
+        assert (
+            race(bench, 3, outlooks={0: Outlook(family="one"), 1: Outlook(family="two"), 2: Outlook(family="two")})[0]
+            == 2
+        )
+        # Nor one of which nothing could be measured, or what has no name.
+        bench = Said([1.0, iter(["gone"]), 9.0, 0.5])
+        assert race(bench, 4, outlooks={1: Outlook(family="two"), 3: Outlook(family="two")})[0] == 3
+
+    def test_the_heuristic_is_measured_whatever_is_said_of_it(self):
+        chosen, found, _ = race(Said([1.0, 2.0]), 2, outlooks={0: Outlook("no room for it", 9.0)})
+        assert chosen == 0
+        assert found[0].check == "passed"
+
+    def test_a_winner_whose_bound_is_right_is_never_dropped(self):
+        """Bounds are anything up to the true time; the order is any."""
+        generator = np.random.default_rng(0)
+        for _ in range(50):
+            times = generator.uniform(0.5, 3.0, 30)
+            bounds = times * generator.uniform(0.0, 1.0, 30)
+            outlooks = {i: Outlook("", float(bound)) for i, bound in enumerate(bounds)}
+            bench = Said([noisy(generator, t) for t in times])
+            chosen, found, _ = race(bench, 30, outlooks=outlooks)
+            assert not found[int(np.argmin(times))].dropped
+            assert chosen == 0 or times[chosen] <= 1.05 * times.min()
+
+    def test_a_replay_leaves_out_what_was_dropped(self):
+        dropped = Candidate(1, (), "dropped", "it cannot run: no room for it")
+        call = TunedCall("op", "forward", "key", "", (Candidate(0, (1.0,), "passed", heuristic=True), dropped), 0)
+        assert replay(call)[0].candidates[1] == dropped
+
+
 def test_a_cancelled_race_starts_nothing():
     bench = Said([1.0, 0.5])
-    stopped = dataclasses.replace(LIMITS, may_go_on=lambda: False, cancelled=lambda: True)
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False, cancelled=lambda: True)
     assert race(bench, 2, stopped)[0] is None
     assert not bench.started
 
 
 def test_without_time_the_heuristic_is_measured_nevertheless():
-    assert race(Said([1.0, 0.5]), 2, dataclasses.replace(LIMITS, may_go_on=lambda: False))[0] == 0
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False)
+    assert race(Said([1.0, 0.5]), 2, stopped)[0] == 0
+
+
+def test_when_there_is_no_time_for_more_candidates_those_that_ran_are_still_told_apart():
+    answers = iter([True, False])
+    bench = Said([1.0, itertools.chain([0.1], itertools.repeat(1.3)), 0.5])
+    chosen, found, _ = race(bench, 3, dataclasses.replace(LIMITS, may_start=lambda: next(answers)))
+    assert chosen == 0
+    assert bench.started == [0, 1]
+    assert len(found[0].samples_ms) >= LIMITS.iters

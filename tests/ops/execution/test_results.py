@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from tests.ops.core.samples import Config, Pair, Product, operands, watching
+from tilewright.cli.report_calls import ReportedCall
 from tilewright.ops import (
     Autotuner,
     AutotuningResult,
@@ -45,6 +46,20 @@ class TestValues:
         assert Candidate(Config(1)).time_ms is None
         assert not Candidate(Config(1)).eligible
         assert not Candidate(Config(1), (1.0,), error="x").eligible
+
+    def test_regret_is_over_the_fastest_that_is_right(self):
+        wrong, broken = Candidate(Config(2), (0.5,), "failed", "wrong"), Candidate(Config(3), (float("nan"),))
+        right = Candidate(Config(4), (0.8,), "passed")
+        found = call("k", Config(1))
+        assert (found.fastest, found.regret_ms, found.regret) == (found.winner, 0.0, 0.0)
+        found = dataclasses.replace(found, candidates=(*found.candidates, wrong, broken, right))
+        assert found.fastest == right
+        assert found.regret_ms == pytest.approx(0.2)
+        assert found.regret == pytest.approx(0.25)
+        reported = ReportedCall(found, "", {}, "")
+        assert (reported.fastest, reported.regret_ms) == (found.fastest, found.regret_ms)
+        assert dataclasses.replace(found, chosen=2).regret_ms is None
+        assert dataclasses.replace(found, chosen=2).regret is None
 
     def test_of_a_tuning(self, tuned):
         assert len(tuned) == 2

@@ -73,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
     compiled: dict[Any, int] = {}
     compile_ = workload.Workload.compile
 
-    def remembering(self: Any, config: Any) -> Any:
+    def remembering(self: Any, config: Any, *turn: Any) -> Any:
         function = compile_(self, config)
         compiled[id(function)] = config.block
         keep.append(function)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import BuildError
-from tilewright.ops.utils.folders import cache_folder, make_folder
+from tilewright.ops.utils.folders import cache_folder, locked, make_folder, try_lock
 from tilewright.ops.utils.serialize import canonical_json
 
 logger = logging.getLogger(__name__)
@@ -156,16 +155,14 @@ class BuildCache:
         """
         self._make()
         self._sweep()
-        path = self.path / f".lock-{key.lock_name}"
-        descriptor = _acquire(path, cancelled)
-        try:
+
+        def wait(seconds: float = _POLL_S) -> None:
+            if cancelled.wait(seconds):
+                raise Cancelled
+
+        wait(0.0)
+        with locked(self.path / f".lock-{key.lock_name}", wait):
             yield
-        finally:
-            if descriptor is not None:
-                # While it is held: who opened it before will find that it is gone and open the next one.
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                os.close(descriptor)
 
     def _is_there(self) -> bool:
         try:
@@ -214,46 +211,13 @@ class BuildCache:
         for name, paths in left.items():
             lock = self.path / f".lock-{name}"
             try:
-                descriptor = _try_lock(lock)
+                descriptor = try_lock(lock)
             except OSError:
                 _remove(*(path for path in paths if _older_than(path, _LEFTOVER_LIFETIME_S)))
                 continue
             if descriptor is not None:
                 _remove(*paths, lock)
                 os.close(descriptor)
-
-
-def _acquire(path: Path, cancelled: threading.Event) -> int | None:
-    """The descriptor of a lock that is now held; ``None`` where the file system has no locks."""
-    while not cancelled.is_set():
-        try:
-            descriptor = _try_lock(path)
-        except OSError as error:
-            if not os.access(path.parent, os.W_OK):
-                raise
-            logger.info("builds are not locked: %s", error)
-            return None
-        if descriptor is not None:
-            return descriptor
-        cancelled.wait(_POLL_S)
-    raise Cancelled
-
-
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or ``None`` if another has it; ``OSError`` where there are no locks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        _remove(path)
-        raise
-    os.close(descriptor)
-    return None
 
 
 def _not_intact(folder: Path, key: BuildKey) -> str:

@@ -1,24 +1,12 @@
 """What is known of a CUDA device without asking it: programs are lowered for cards that are not there."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
+from tilewright.kernels.footprint import block_limits
 from tilewright.ops.core.types import Device
 
-# Shared memory that a block may opt in to, in KB, by compute capability times ten: CUDA C++ Programming Guide, table
-# "Technical Specifications per Compute Capability". The C++ side asks the device itself.
-_SHARED_KB = MappingProxyType(
-    {
-        50: 48, 52: 48, 53: 48,
-        60: 48, 61: 48, 62: 48,
-        70: 96, 72: 96, 75: 64,
-        80: 163, 86: 99, 87: 163, 89: 99,
-        90: 227,
-        100: 227, 103: 227, 110: 227,
-        120: 99, 121: 99,
-    }
-)  # fmt: skip
-_LEAST_SHARED_KB = 48
+_LEAST_SHARED_BYTES = 48 << 10
+"""What a block has on every device."""
 
 
 def capability_of(device: Device) -> int | None:
@@ -27,12 +15,13 @@ def capability_of(device: Device) -> int | None:
 
 
 def device_values(device: Device) -> Mapping[str, int] | None:
-    """The device as predicates read it; ``None`` where it has no compute capability."""
+    """The device as predicates read it; ``None`` where it has no compute capability. The C++ side asks the device."""
     capability = capability_of(device)
     if capability is None:
         return None
-    shared = _SHARED_KB.get(capability, _LEAST_SHARED_KB)
-    return {"capability": capability, "shared_memory": shared << 10, "multiprocessors": device.cores}
+    limits = block_limits(device.capability)
+    shared = _LEAST_SHARED_BYTES if limits is None else limits.shared_bytes
+    return {"capability": capability, "shared_memory": shared, "multiprocessors": device.cores}
 
 
 def architecture(capability: int) -> str:

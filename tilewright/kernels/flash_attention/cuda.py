@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +23,7 @@ from tilewright.kernels.flash_attention.operands import into_batch, widened, wit
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -166,6 +167,47 @@ def select(
     raise UnsupportedError(f"flash_attention ({direction}) in CUDA C++", {n: why for n, why in reasons.items() if why})
 
 
+def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Without those that only compute more than another: of a table the two least head dims, and no needless feature.
+
+    Args:
+      fitting: names of tables and their variants that can serve a call, best first.
+    """
+    found: list[Any] = []
+    dims: dict[str, set[int]] = {}
+    lean: set[Any] = set()
+    for table, variant in fitting:
+        known = dims.setdefault(table, set())
+        greatest = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
+        if greatest not in known and len(known) == 2:
+            continue
+        known.add(greatest)
+        needless = {
+            name: value for name, value in (("features", ""), ("apply_dropout", False)) if hasattr(variant, name)
+        }
+        if needless:
+            without = dataclasses.replace(variant, **needless)
+            if without in lean:
+                continue
+            lean.add(without)
+        found.append(variant)
+    return found
+
+
+def queries_of_a_block(variant: Variant) -> int | None:
+    """How many of one head's queries a block of a forward variant has; ``None`` for a backward variant."""
+    match variant:
+        case cuda_variants.ForwardVariant():
+            return variant.block_q
+        case cuda_ampere_variants.AmpereForwardVariant():
+            return variant.tile.queries
+        case cuda_hopper_variants.HopperForwardVariant():
+            return variant.tile_q
+        case cuda_hopper_variants.HopperWideForwardVariant():
+            return cuda_hopper_variants.WIDE_TILE_Q
+    return None
+
+
 class CudaFlashAttention(Implementation):
     """Serves float32, float16 and bfloat16 of any head dim, and every option, on compute capability 5.0 and up."""
 
@@ -209,13 +251,14 @@ class CudaFlashAttention(Implementation):
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[CudaForwardParams | CudaBackwardParams]:
-        """Every variant that may fit, and of the backward pass both forms."""
+        """What is worth it of all variants that may fit, and of the backward pass both forms."""
         fields = problem_fields(problem, False)
-        names = dict.fromkeys(
-            variant.name
+        fitting = [
+            (kernel.table.name, variant)
             for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize)
             if not kernel.variant_reasons(variant, each, device)
-        )
+        ]
+        names = dict.fromkeys(variant.name for variant in worth_measuring(fitting))
         if direction == "forward":
             return [CudaForwardParams(name) for name in names]
         return [CudaBackwardParams(), CudaBackwardParams(None, True), *(CudaBackwardParams(name) for name in names)]
@@ -231,6 +274,19 @@ class CudaFlashAttention(Implementation):
         if not said:
             return [f"there is no variant {params.variant!r}"]
         return min(said, key=len)
+
+    def footprints(
+        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+    ) -> list[Footprint]:
+        """The grid of a forward variant; shared memory is among its requirements, the rest in compiled libraries."""
+        if direction == "backward" or params.variant is None:
+            return []
+        fields = problem_fields(problem, False)
+        variants = (each for _, each, _ in each_variant(direction, fields, problem.dtype.itemsize, params.variant))
+        rows = [queries_of_a_block(variant) for variant in variants]
+        if not rows or rows[0] is None:
+            return []
+        return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
         """``(out, lse)``."""

@@ -76,7 +76,8 @@ class AmpereVariant(Variant):
             # Not the fact: a head dim that does not fit is to be told without compiling first.
             *(MultipleOf(dim, vector) for dim in dims),
             *(WITHOUT_MODIFIERS if self.features == "plain" else ()),
-            *(() if self.features == "dropout" else (Compare(Field("dropout"), "==", 0),)),
+            # One that drops reads the keys of its generator, which other calls do not have.
+            Compare(Field("dropout"), "==", int(self.features == "dropout")),
             *(() if self.exact or self.dtype != "f32" else (Compare(Field("exact"), "==", 0),)),
             *((Compare(DeviceField("shared_memory"), ">=", self.room),) if self.room else ()),
             Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),

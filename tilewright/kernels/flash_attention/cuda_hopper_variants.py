@@ -35,6 +35,9 @@ LENGTH_LIMIT = 1 << 30
 
 BACKWARD_TILE_K = 128
 
+WIDE_TILE_Q = 64
+"""Queries of a block of `HopperWideForwardVariant`, of which two work together."""
+
 _ARCHITECTURE = (90, 91)  # what is compiled for 9.0a runs nowhere else
 _NAMESPACE = "tilewright::attention::hopper"
 

@@ -1,7 +1,6 @@
 """Flash attention by cuDNN, as JAX calls it: what it serves, and the way from our residuals to its own and back."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,7 +13,13 @@ from jaxtyping import Array
 from tilewright.kernels.flash_attention import cudnn_jax
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.operands import over_batch, widened, with_positive_scale
+from tilewright.kernels.flash_attention.operands import (
+    by_row,
+    least_lengths,
+    over_batch,
+    widened,
+    with_positive_scale,
+)
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -99,13 +104,8 @@ class CudnnMask:
         """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
         if not self.parts.lengths:
             return None
-        queries = _least([part.q_lengths for part in self.parts.lengths], batch, q_length)
-        return queries, _least([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
-
-
-def _least(lengths: Sequence[Any], batch: int, length: int) -> Any:
-    given = [jnp.clip(each, 0, length).astype(jnp.int32) for each in lengths if each is not None]
-    return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))
+        queries = least_lengths([part.q_lengths for part in self.parts.lengths], batch, q_length)
+        return queries, least_lengths([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
 
 
 def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
@@ -167,7 +167,7 @@ class CudnnFlashAttention(Implementation):
         seen = call.rows_that_see()
         if seen is None:
             return out, lse
-        return jnp.where(_by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+        return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
 
     def backward(
         self,
@@ -186,7 +186,7 @@ class CudnnFlashAttention(Implementation):
         blind = jnp.isneginf(lse) if call.may_hide_rows else None
         if blind is not None:
             # With exp(logit − ∞) = 0 for every probability and nothing to multiply it by, the row adds 0 to all.
-            out, d_out = (jnp.where(_by_row(blind), jnp.zeros((), dtype), each) for each in (out, d_out))
+            out, d_out = (jnp.where(by_row(blind), jnp.zeros((), dtype), each) for each in (out, d_out))
             lse, d_lse = jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
@@ -229,11 +229,6 @@ def _bias_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def _by_row(rows: Any) -> Any:
-    """``[batch, heads, length]`` as it goes with ``[batch, length, heads, head_dim]``."""
-    return rows.transpose(0, 2, 1)[..., None]
-
-
 def carrying(out: Any, d_out: Any, d_lse: Any) -> tuple[Any, Any]:
     """``out`` and ``d_out`` with columns more, by which cuDNN's sum of their products is less by ``d_lse``.
 
@@ -245,7 +240,7 @@ def carrying(out: Any, d_out: Any, d_lse: Any) -> tuple[Any, Any]:
         # A conversion there and back is no rounding for XLA, which may leave out both.
         part = lax.reduce_precision(rest / scale, info.nexp, info.nmant)
         rest = rest - part * scale
-        columns.append(_by_row(part))
+        columns.append(by_row(part))
     ones = jnp.broadcast_to(jnp.asarray(PART_SCALES, dtype), (*d_out.shape[:-1], len(PART_SCALES)))
     return jnp.concatenate([out, *(each.astype(dtype) for each in columns)], -1), jnp.concatenate([d_out, ones], -1)
 
@@ -315,7 +310,7 @@ class _Call:
     def inside(self, d_query: Any, d_key: Any, d_value: Any, blind: Any) -> tuple[Any, Any, Any]:
         """Gradients with 0 for queries and keys that take no part, of which cuDNN need not write any."""
         if blind is not None:
-            d_query = jnp.where(_by_row(blind), jnp.zeros((), d_query.dtype), d_query)
+            d_query = jnp.where(by_row(blind), jnp.zeros((), d_query.dtype), d_query)
         if self.lengths is not None:
             keys = jnp.arange(d_key.shape[1]) < self.lengths[1][:, None]
             hidden = ~keys[:, :, None, None]

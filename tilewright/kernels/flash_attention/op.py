@@ -31,7 +31,7 @@ type Results = tuple[Output, LogSumExp]
 BACKWARD_FLOPS = 2.5
 """Matrix products of the backward pass per one of the forward: five to two."""
 
-MOST_LOGIT_BYTES = 4 << 30
+MOST_LOGIT_BYTES = 2 << 30
 """Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
 
 COST_BLOCK = 64
@@ -48,9 +48,10 @@ class FlashAttention(PortfolioKernel):
             implementations=(
                 lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
-                # Proven against an emulation alone so far: what nobody asked for or measured does not run by them.
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
+                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
+                # Proven by an emulation alone so far: what nobody asked for or measured does not run by it.
                 lazy("tilewright.kernels.flash_attention.triton:TritonFlashAttention"),
             ),
         )
@@ -176,12 +177,12 @@ class FlashAttention(PortfolioKernel):
         """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
         args, kwargs = invocation.abstract_args, invocation.abstract_kwargs
         problem = self.problem(*args, **kwargs)
-        masked_by_arrays = bool(jax.tree.leaves(problem.mask))
-        if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES or masked_by_arrays or kwargs["unbatched"]:
+        if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES:
             return []
         places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
         # What is dropped counts from the first head of the first element, for which the oracle takes its part.
-        return [oracle_part(problem, *place) for place in dict.fromkeys(places[:1] if problem.dropout else places)]
+        chosen = dict.fromkeys(places[:1] if problem.dropout else places)
+        return [oracle_part(problem, *place, unbatched=kwargs["unbatched"]) for place in chosen]
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
@@ -226,8 +227,12 @@ class FlashAttention(PortfolioKernel):
         return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
 
 
-def oracle_part(problem: AttentionProblem, element: int, kv_head: int) -> OraclePart:
-    """The query heads of one head of keys, of one batch element, as a call of its own."""
+def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatched: bool = False) -> OraclePart:
+    """The query heads of one head of keys, of one batch element, as a call of its own.
+
+    Args:
+      unbatched: whether the caller gets results without a batch dimension.
+    """
     groups = problem.groups
     heads = slice(kv_head * groups, (kv_head + 1) * groups)
 
@@ -243,12 +248,16 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int) -> Oracle
         query, key, value, bias, mask, sinks = args
         keys = {0: one, 2: slice(kv_head, kv_head + 1)}
         parts = (of(query, {0: one, 2: heads}), of(key, keys), of(value, keys), of(bias, {0: one, 1: heads}))
-        return (*parts, mask, of(sinks, {0: heads})), kwargs
+        mine = None if mask is None else mask.take(element, 1, heads.start, groups)
+        return (*parts, mine, of(sinks, {0: heads})), kwargs
+
+    def of_result(array: Any, head_axis: int) -> Any:
+        return of(array, {head_axis - 1: heads} if unbatched else {0: one, head_axis: heads})
 
     def results(returned: Any) -> Any:
         if isinstance(returned, tuple):
-            return of(returned[0], {0: one, 2: heads}), of(returned[1], {0: one, 1: heads})
-        return of(returned, {0: one, 2: heads})
+            return of_result(returned[0], 2), of_result(returned[1], 1)
+        return of_result(returned, 2)
 
     alone = problem.batch == 1 and problem.kv_heads == 1
     bias_alone = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)

@@ -1,6 +1,7 @@
 """What several backends do to their operands before a kernel gets them: turn a scale, widen heads, fold ``vmap``."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +38,11 @@ def into_batch(array: Any, is_mapped: bool, size: int, batch: int) -> Any:
 def over_batch(
     call: Callable[[dict[str, Any]], tuple[Any, ...]], batch: int, arrays: dict[str, Any], shared: frozenset[str]
 ) -> tuple[Any, ...]:
-    """``call(arrays)``, to which ``vmap`` gives a mapped axis as a part of the batch: JAX's own rule knows less.
+    """``call(arrays)``, to which ``vmap`` gives a mapped axis as a part of the batch.
 
-    All arrays lead with the batch, of which those whose names are in ``shared`` may have only one; so do the results.
+    Args:
+      arrays: by name; the first dimension of each is ``batch``, or 1.
+      shared: names of those that stay as they are where they have only one and are not mapped.
     """
 
     @custom_vmap
@@ -58,3 +61,14 @@ def over_batch(
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (True,) * len(results)
 
     return launch(arrays)
+
+
+def by_row(rows: Any) -> Any:
+    """``[batch, heads, length]`` as it goes with ``[batch, length, heads, head_dim]``."""
+    return rows.transpose(0, 2, 1)[..., None]
+
+
+def least_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
+    """int32 ``[batch]``: the least of several lengths, none of them negative or beyond ``length``."""
+    given = [jnp.clip(each, 0, length).astype(jnp.int32) for each in lengths if each is not None]
+    return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))

@@ -53,6 +53,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, of_rows_that_see, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.sharding import unvarying
@@ -76,6 +77,9 @@ NARROW_DIM = 128
 
 SEPARATE_BYTES = 256 << 20
 """Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
 
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200, where the device does not say."""
@@ -227,6 +231,27 @@ class PallasGpuFlashAttention(Implementation):
             return [str(error)]
         return []
 
+    def footprints(
+        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+    ) -> list[Footprint]:
+        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+        plan = plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
+        by_queries = functools.partial(_tiles, problem.q_length, matrices=problem.batch * problem.heads)
+        by_keys = functools.partial(_tiles, problem.kv_length, matrices=problem.batch * problem.kv_heads)
+        persistent = device.cores or PROCESSORS
+        if isinstance(params, HopperForwardParams):
+            blocks = by_queries(params.block_q)
+            blocks = min(blocks, persistent) if params.persistent else blocks
+            return [Footprint(blocks, (params.consumers + 1) * WARPGROUP, plan.shared_bytes)]
+        if isinstance(params, HopperBackwardParams):
+            fused = not params.deterministic
+            key_value = Footprint(min(by_keys(params.block_k), persistent), (3 + fused) * WARPGROUP, plan.shared_bytes)
+            return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), 3 * WARPGROUP)]
+        key_value = Footprint(by_keys(params.block_k), 3 * WARPGROUP, plan.shared_bytes)
+        if not params.deterministic:
+            return [key_value]
+        return [key_value, Footprint(by_queries(params.query_rows), 3 * WARPGROUP, plan.shared_bytes)]
+
     def forward(self, inputs: AttentionInputs, params: HopperForwardParams) -> Results:
         """``(out, lse)``."""
         if 0 in (*inputs.query.shape, *inputs.value.shape):
@@ -367,6 +392,10 @@ def _query_gradient(
     if isinstance(params, HopperBackwardParams):
         work = program_lists(order, queue, min(processors(), len(order)))
     return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
+
+
+def _tiles(length: int, block: int, matrices: int) -> int:
+    return -(-length // block) * matrices
 
 
 def _adds_bias(problem: AttentionProblem) -> bool:

@@ -38,9 +38,10 @@ from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     program_order,
     visits,
 )
+from tilewright.kernels.footprint import SHARED_KB
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = SHARED_KB[90] << 10
 """Shared memory that one block may have on compute capability 9.0, in bytes."""
 
 RESERVED = 2048

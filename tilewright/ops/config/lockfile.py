@@ -16,7 +16,7 @@ from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.device import local_devices
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
-from tilewright.ops.utils.folders import absolute, read_file, replace_file
+from tilewright.ops.utils.folders import absolute, locked, read_file, replace_file
 from tilewright.ops.utils.serialize import canonical_json
 
 logger = logging.getLogger(__name__)
@@ -193,6 +193,23 @@ class Lock:
           OSError: it cannot be written.
         """
         replace_file(absolute(path), self.to_json().encode())
+
+    def add_to(self, path: str | os.PathLike[str]) -> "Lock":
+        """Adds the decisions to those of a file, in place of earlier ones on the same calls, and returns all of them.
+
+        Several processes may do so at a time, and none takes back what another has added; on a file system without
+        advisory locks that is not promised.
+
+        Raises:
+          LockError: there is a file, and it cannot be used.
+          OSError: it cannot be written.
+          ValueError: it is of another device or toolchain.
+        """
+        file = absolute(path)
+        with locked(file.with_name(f".{file.name}.lock")):
+            whole = Lock.load(file) | self if file.exists() else self
+            whole.save(file)
+        return whole
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Lock":

@@ -1,12 +1,16 @@
 """The tuned tables that ship inside the package: one ``AutotuningResult`` in JSON per file."""
 
 import functools
+import json
 import logging
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.ops.config.cache import ConfigCache
+
+if TYPE_CHECKING:
+    from tilewright.ops.execution.results import AutotuningResult
 
 logger = logging.getLogger(__name__)
 
@@ -33,3 +37,29 @@ def _read(file: Any, device: str) -> dict[str, Any]:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
     return result.configs if result.device == device else {}
+
+
+def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
+    """Adds what a tuning found to the table in a file, in place of what the file says of the same calls.
+
+    Of each call the winner, the heuristic and the fastest of every implementation stay, as evidence. The commands that
+    made a table stand in it, latest last.
+
+    Raises:
+      ValueError: the file holds something else, or the table of another device.
+    """
+    from tilewright.ops.execution.results import AutotuningResult  # results are made of caches
+
+    commands: list[str] = []
+    merged = result
+    if file.exists():
+        text = file.read_text()
+        before = AutotuningResult.from_json(text)
+        if before.device != result.device:
+            raise ValueError(f"{file} is of {before.device!r}, not of {result.device!r}")
+        commands = list(json.loads(text).get("commands", ()))
+        merged = before | result
+    said = json.loads(merged.essence().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
+    part = file.with_suffix(".part")  # a run that is killed leaves the old table or the new one
+    part.write_text(json.dumps(said, indent=1) + "\n")
+    part.replace(file)

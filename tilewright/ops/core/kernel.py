@@ -44,7 +44,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     - ``not_taken(invocation, cfg, measured) -> {name: reasons}``: for ``explain``; ``measured`` are the ``Candidate``s
       of the call's last tuning, if the disk cache has one.
     - ``config_reasons(invocation, cfg) -> [reason]``: why a config cannot run the call; a cached one with reasons is a
-      miss.
+      miss, and a candidate with reasons is not measured.
+    - ``config_bound_ms(invocation, cfg) -> float``: what a call takes at the least with a config that can run it; a
+      candidate that cannot be faster than another was is not measured.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
     - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 

@@ -5,14 +5,18 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from tilewright.ops.core.types import Device
+from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.execution.outside import numerics_of
 from tilewright.ops.execution.timing import Timer, timer_for
+from tilewright.ops.execution.turns import Turns, turns_on
 from tilewright.ops.execution.workload import Workload
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigSelectorChain
 
 
 class CandidateError(Exception):
@@ -80,16 +84,27 @@ class LocalBench(Bench):
       configs: the candidates.
       timer: takes the samples.
       warmup: untimed calls of a candidate between its first sample and the next.
-      ahead: how many candidates are compiled in other threads while one is measured.
+      ahead: how many candidates are compiled in other threads in advance.
+      turns: who may use the device when; what compiles or measures waits for its turn.
     """
 
-    def __init__(self, work: Workload, configs: Sequence[Any], timer: Timer, *, warmup: int, ahead: int = 0):
+    def __init__(
+        self,
+        work: Workload,
+        configs: Sequence[Any],
+        timer: Timer,
+        *,
+        warmup: int,
+        ahead: int = 0,
+        turns: Turns | None = None,
+    ):
         self._work, self._configs, self._timer, self._warmup = work, configs, timer, warmup
         self._functions: dict[int, Callable[..., Any]] = {}
         self._calls: dict[int, int] = {}
         self._ahead = ahead
         self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
+        self._turns = turns or Turns(None)
 
     def expect(self, indices: Sequence[int]) -> None:
         if self._pool is None:
@@ -103,12 +118,14 @@ class LocalBench(Bench):
         operands = self._work.operands
         try:
             pending = self._pending.pop(index, None)
-            function = self._work.compile(self._configs[index]) if pending is None else pending.result()
-            wrong = self._work.check(function(*operands))
-            if wrong:
-                return Trial("failed", "; ".join(wrong))
-            calls = self._timer.calls(function, operands)
-            sample = self._timer.sample_ms(function, operands, calls)
+            config = self._configs[index]
+            function = self._work.compile(config, self._turns.shared) if pending is None else pending.result()
+            with self._turns.alone():
+                wrong = self._work.check(function(*operands))
+                if wrong:
+                    return Trial("failed", "; ".join(wrong))
+                calls = self._timer.calls(function, operands)
+                sample = self._timer.sample_ms(function, operands, calls)
         except Exception as error:  # a candidate may fail in any way; the evidence is kept
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
@@ -117,11 +134,12 @@ class LocalBench(Bench):
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands
         try:
-            if index not in self._calls:
-                for _ in range(self._warmup):
-                    jax.block_until_ready(function(*operands))
-                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
-            return self._timer.sample_ms(function, operands, self._calls[index])
+            with self._turns.alone():
+                if index not in self._calls:
+                    for _ in range(self._warmup):
+                        jax.block_until_ready(function(*operands))
+                    self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
+                return self._timer.sample_ms(function, operands, self._calls[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
@@ -129,7 +147,8 @@ class LocalBench(Bench):
         if not self._work.checked:
             return []
         try:
-            return self._work.recheck(self._configs[index])
+            with self._turns.alone():
+                return self._work.recheck(self._configs[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
@@ -140,11 +159,25 @@ class LocalBench(Bench):
 
     def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
-            return self._work.compile(config)
+            return self._work.compile(config, self._turns.shared)
 
 
-def bench_on(device: Device, work: Workload, configs: Sequence[Any], timer: Timer | None, warmup: int) -> LocalBench:
-    """The bench for a device that this process has; the timer is what suits it unless there is one."""
+def local_bench(
+    inv: Invocation[Any, Any],
+    chooser: "ConfigSelectorChain",
+    configs: Sequence[Any],
+    *,
+    inputs: Any = None,
+    timer: Timer | None = None,
+    warmup: int = 2,
+    verify: bool = True,
+) -> LocalBench:
+    """The bench for a call on a device that this process has; the timer is what suits it unless there is one."""
+    device, turns = inv.target, turns_on(inv.target)
+    with turns.shared():
+        work = Workload(inv, chooser, inputs, verify=verify)
+    with turns.alone():
+        timer = timer or timer_for(device)
     # On a CPU, compiling beside what is measured would disturb it.
-    ahead = 0 if device.kind == "cpu" else max(0, min(4, (os.cpu_count() or 1) - 1))
-    return LocalBench(work, configs, timer or timer_for(device), warmup=warmup, ahead=ahead)
+    ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
+    return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, turns=turns)

@@ -47,6 +47,15 @@ class CandidateFailed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CandidateDropped:
+    """A candidate need not be started: it cannot run, or cannot be the fastest."""
+
+    index: int
+    config: Any
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CallTuned:
     """A call has its winner, measured now or known before."""
 

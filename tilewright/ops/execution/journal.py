@@ -35,8 +35,9 @@ class Journal:
         if self._results is None or self._unfinished is None:
             return {}
         said = [
-            *(candidate for candidate in self._candidates(self._results) if candidate.error),
-            *self._candidates(self._unfinished),
+            *(candidate for candidate in self._candidates(self._results) if candidate.failed),
+            # Whether one may be dropped depends on what the others took, which may be other ones this time.
+            *(candidate for candidate in self._candidates(self._unfinished) if not candidate.dropped),
         ]
         found = {}
         for candidate in said:

@@ -1,5 +1,7 @@
 """The numerics policy: when a result agrees with the oracle."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,9 @@ LEAST_SCALE = 1e-2
 # under this many eps².
 COSINE_EPS = 64.0
 
+# Squares that are added up in float32 before the host adds their sums in float64.
+TERMS = 1024
+
 
 def violations(out: Any, ref: Any, lowp: Any, factor: float = 2.0) -> list[str]:
     """How an array breaks the policy; empty if it agrees.
@@ -38,32 +43,105 @@ def violations(out: Any, ref: Any, lowp: Any, factor: float = 2.0) -> list[str]:
     """
     if out.shape != ref.shape:
         return [f"shape {out.shape} instead of {ref.shape}"]
-    got, want, low = (real_numbers(x) for x in (out, ref, lowp))
-    if not np.array_equal(np.isnan(got), np.isnan(want)) or not np.array_equal(
-        got[np.isinf(want)], want[np.isinf(want)]
-    ):
+    seen = _comparison(out, ref, lowp)
+    if not seen.same_places:
         return ["non-finite values in other places than the oracle's"]
-    finite = np.isfinite(want)
-    if not np.all(np.isfinite(got[finite])):
+    if not seen.finite_where_ref_is:
         return ["non-finite values where the oracle's are finite"]
-    got, want, low = got[finite], want[finite], low[finite]
-    if got.size == 0:
+    if seen.count == 0:
         return []
-    largest = float(np.max(np.abs(want)))
-    scale = max(LEAST_SCALE, largest)
-    error, inherent = float(np.max(np.abs(got - want))), float(np.max(np.abs(low - want)))
+    scale = max(LEAST_SCALE, seen.largest)
     relative = FLOOR.get(str(out.dtype), FLOOR["float32"])
-    if out.dtype == jnp.float32 and inherent > REDUCED_FROM * scale:
+    if out.dtype == jnp.float32 and seen.inherent > REDUCED_FROM * scale:
         relative = REDUCED_FLOOR
-    allowed = factor * inherent + relative * scale
-    if not error <= allowed:
-        return [f"largest error {error:.3g} where {allowed:.3g} is allowed"]
-    if want.size < 2 or largest < LEAST_SCALE:
+    allowed = factor * seen.inherent + relative * scale
+    if not seen.error <= allowed:
+        return [f"largest error {seen.error:.3g} where {allowed:.3g} is allowed"]
+    if seen.count < 2 or seen.largest < LEAST_SCALE:
         return []
     epsilon = float(jnp.finfo(out.dtype).eps) if jnp.issubdtype(out.dtype, jnp.inexact) else 0.0
-    near = factor**2 * cosine_distance(low, want) + COSINE_EPS * epsilon**2 + 1e-14
-    distance = cosine_distance(got, want)
-    return [] if distance <= near else [f"cosine distance {distance:.3g} where {near:.3g} is allowed"]
+    near = factor**2 * seen.cosine_of_lowp + COSINE_EPS * epsilon**2 + 1e-14
+    if seen.cosine <= near:
+        return []
+    return [f"cosine distance {seen.cosine:.3g} where {near:.3g} is allowed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Comparison:
+    """What the policy asks of three arrays; all but the first two where the oracle's is finite.
+
+    Attributes:
+      cosine: the cosine distance of the result to the oracle's; ``cosine_of_lowp`` is that of the oracle in the input
+        dtype.
+    """
+
+    same_places: bool
+    finite_where_ref_is: bool
+    count: int
+    largest: float
+    error: float
+    inherent: float
+    cosine: float
+    cosine_of_lowp: float
+
+
+def _comparison(*arrays: Any) -> _Comparison:
+    """On the accelerator that holds all three arrays, or else in float64 on the host."""
+    if _compared_on_device(arrays):
+        said = jax.device_get(_statistics_on_device(*arrays))
+        if all(np.all(np.isfinite(each)) for each in said):  # a square may be beyond float32
+            return _of_statistics(said)
+    with np.errstate(invalid="ignore", over="ignore"):  # of what is not finite nothing is used
+        return _of_statistics(_statistics(np, *map(real_numbers, arrays)))
+
+
+def _compared_on_device(arrays: Sequence[Any]) -> bool:
+    """Whether transfers, which take seconds for the results of a large call, can be left out without loss."""
+    if not all(isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        return False
+    devices = {device for x in arrays for device in x.devices()}
+    return len(devices) == 1 and devices.pop().platform != "cpu" and all(x.dtype.itemsize <= 4 for x in arrays)
+
+
+@jax.jit
+def _statistics_on_device(*arrays: jax.Array) -> tuple[Any, ...]:
+    return _statistics(jnp, *(x.astype(jnp.float32) for x in arrays))
+
+
+def _statistics(xp: Any, got: Any, want: Any, low: Any) -> tuple[Any, ...]:
+    """Flags, largest magnitudes, and sums of squares in parts, with ``xp`` numpy or its likeness in JAX."""
+    finite = xp.isfinite(want)
+    same = (xp.isnan(got) == xp.isnan(want)) & (~xp.isinf(want) | (got == want))
+    known = xp.all(xp.isfinite(got) | ~finite)
+    want = xp.where(finite, want, 0.0)
+    got = xp.where(finite & xp.isfinite(got), got, 0.0)
+    low = xp.where(finite & xp.isfinite(low), low, want)  # beyond the range of the input dtype there is no allowance
+    largest = [xp.max(xp.abs(x), initial=0.0) for x in (want, got - want, low - want)]
+    squares = [_sums(xp, x * x) for x in (got, want, low, got - want, low - want)]
+    return xp.all(same), known, xp.sum(finite), *largest, *squares
+
+
+def _sums(xp: Any, terms: Any) -> Any:
+    """Of so few terms each that float32 does not round more than they do; the host adds them up."""
+    flat = terms.reshape(-1)
+    return xp.pad(flat, (0, -flat.size % TERMS)).reshape(-1, TERMS).sum(axis=1)
+
+
+def _of_statistics(said: Sequence[Any]) -> _Comparison:
+    same, known, count, largest, error, inherent, *parts = said
+    got, want, low, got_from_want, low_from_want = (float(np.sum(part, dtype=np.float64)) for part in parts)
+    return _Comparison(
+        bool(same), bool(known), int(count), float(largest), float(error), float(inherent),
+        _cosine_distance(got, want, got_from_want), _cosine_distance(low, want, low_from_want),
+    )  # fmt: skip
+
+
+def _cosine_distance(a: float, b: float, between: float) -> float:
+    """``1 − cos`` of two vectors by their squared lengths and that of their difference, so that little cancels."""
+    if not a or not b:
+        return 0.0 if a == b else 1.0
+    lengths = math.sqrt(a), math.sqrt(b)
+    return max(0.0, between - (lengths[0] - lengths[1]) ** 2) / (2 * lengths[0] * lengths[1])
 
 
 def real_numbers(array: Any) -> np.ndarray:
@@ -74,12 +152,6 @@ def real_numbers(array: Any) -> np.ndarray:
     if np.iscomplexobj(values):
         values = np.stack([values.real, values.imag], axis=-1)
     return values.astype(np.float64)
-
-
-def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """``1 − cos`` of two vectors, without the cancellation of that formula."""
-    a, b = a / (np.linalg.norm(a) or 1.0), b / (np.linalg.norm(b) or 1.0)
-    return float(np.sum((a - b) ** 2)) / 2
 
 
 def tree_violations(out: Any, ref: Any, lowp: Any, *, factor: float = 2.0) -> list[str]:

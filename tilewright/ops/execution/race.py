@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
-from tilewright.ops.execution.events import CandidateFailed, CandidateMeasured, CandidateStarted
+from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, CandidateMeasured, CandidateStarted
 from tilewright.ops.execution.results import Candidate
 
 Search = Literal["halving", "exhaustive"]
 
 # A candidate this many times slower than the best so far is not measured a second time.
 HOPELESS = 1.5
+# Tiles of one implementation have been seen to make a difference of three times; an implementation this many times
+# slower than another, by what it takes itself or the best that was tried, is given up.
+LOST = 6.0
 # Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
 LEAST_NOISE = 0.02
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
@@ -30,6 +33,7 @@ class Limits:
       search: "halving" drops the slower half, noise allowed for, whenever the number of samples has doubled;
         "exhaustive" samples all that are not hopeless to the end.
       bound_ms: no device of the kind computes the call in less; 0 if nothing is known.
+      may_start: whether there is time left to start candidates that have not run yet.
       may_go_on: whether there is time left.
       cancelled: whether the user has had enough; then not even the heuristic is started.
     """
@@ -37,8 +41,24 @@ class Limits:
     iters: int
     search: Search
     bound_ms: float
+    may_start: Callable[[], bool]
     may_go_on: Callable[[], bool]
     cancelled: Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known of a candidate before it is compiled.
+
+    Attributes:
+      refusal: why it cannot run; empty if nothing is known against it.
+      least_ms: the call takes no less with it; 0 if nothing is known.
+      family: candidates of one implementation have the same; empty if nothing is known.
+    """
+
+    refusal: str = ""
+    least_ms: float = 0.0
+    family: str = ""
 
 
 class Race:
@@ -48,7 +68,12 @@ class Race:
     faster by more than the noise. The winner's results are checked once more, over poisoned memory; if they are wrong,
     the next best wins.
 
+    A candidate is not started, and recorded as dropped, if its outlook is that it cannot run, or that it takes longer
+    than another has taken: by more than clocks may be above their rating and a first sample may be too short. Nor is
+    one of an implementation that is slower than another by more than tiles have been seen to change.
+
     Args:
+      outlooks: of each candidate; that of the heuristic counts for nothing.
       known: candidates that an earlier tuning measured or saw fail; they are started when they are needed.
       emit: is called with events.
       record: is called with every candidate that is new or was found wrong.
@@ -63,11 +88,13 @@ class Race:
         configs: Sequence[Any],
         limits: Limits,
         *,
+        outlooks: Sequence[Outlook],
         known: Mapping[int, Candidate],
         emit: Callable[[Any], None],
         record: Callable[[Candidate], None],
     ):
         self._bench, self._configs, self._limits, self._known = bench, configs, limits, known
+        self._outlooks = outlooks
         self._emit, self._record = emit, record
         self.found: list[Candidate] = []
         self._started: set[int] = set()
@@ -88,16 +115,40 @@ class Race:
 
     def _first_runs(self) -> None:
         for index in range(len(self._configs)):
-            if self._limits.cancelled() or (index and not self._limits.may_go_on()):
+            best = min(map(self._time, self._eligible()), default=math.inf)
+            if self._limits.cancelled() or (index and not self._limits.may_start()):
                 return
             if index in self._known:
                 self.found.append(dataclasses.replace(self._known[index], heuristic=index == 0))
+            elif why := self._hopeless(index, best):
+                self.found.append(Candidate(self._configs[index], (), "dropped", why))
             else:
-                self._bench.expect([i for i in range(index, len(self._configs)) if i not in self._known])
+                ahead = range(index, len(self._configs))
+                self._bench.expect([i for i in ahead if i not in self._known and not self._hopeless(i, best)])
                 self._emit(CandidateStarted(index, self._configs[index]))
                 self.found.append(self._candidate(index, self._bench.start(index)))
                 self._record(self.found[index])
             self._tell(index)
+
+    def _hopeless(self, index: int, best: float) -> str:
+        """Why a candidate need not be started, when another took ``best``; empty if it must be."""
+        outlook = self._outlooks[index]
+        if index == 0:
+            return ""
+        if outlook.refusal:
+            return f"it cannot run: {outlook.refusal}"
+        if PLAUSIBLE * outlook.least_ms <= (1 + EARLY_NOISE) * best:
+            return self._of_lost_family(outlook.family, best)
+        return (
+            f"it takes {outlook.least_ms:.4g} ms at the least at the device's peak rates, and another took "
+            f"{best:.4g} ms"
+        )
+
+    def _of_lost_family(self, family: str, best: float) -> str:
+        times = [self._time(i) for i in self._eligible() if self._outlooks[i].family == family]
+        if not family or not times or min(times) <= LOST * best:
+            return ""
+        return f"the best of {family} so far took {min(times):.4g} ms, and another implementation {best:.4g} ms"
 
     def _candidate(self, index: int, trial: Trial) -> Candidate:
         config, heuristic = self._configs[index], index == 0
@@ -123,6 +174,9 @@ class Race:
 
     def _tell(self, index: int) -> None:
         candidate = self.found[index]
+        if candidate.dropped:
+            self._emit(CandidateDropped(index, candidate.config, candidate.error))
+            return
         if not candidate.eligible:
             self._emit(CandidateFailed(index, candidate.config, candidate.error))
             return

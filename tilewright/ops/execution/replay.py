@@ -1,9 +1,10 @@
 """A recorded tuning run again without its device: what another search would have found, and for how many samples."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
-from tilewright.ops.execution.race import Limits, Race, Search
+from tilewright.ops.execution.race import Limits, Outlook, Race, Search
 from tilewright.ops.execution.results import Candidate, TunedCall
 
 
@@ -51,17 +52,18 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
       ValueError: the record has no candidate that was found right.
     """
     bench = RecordedBench(call.candidates)
-    limits = Limits(iters, search, 0.0, lambda: True, lambda: False)
+    limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
     race = Race(
         bench,
         [candidate.config for candidate in call.candidates],
         limits,
-        known={},
+        outlooks=[Outlook()] * len(call.candidates),
+        known={i: candidate for i, candidate in enumerate(call.candidates) if candidate.dropped},
         emit=lambda _: None,
         record=lambda _: None,
     )
     chosen = race.run()
     if chosen is None:
         raise ValueError(f"no candidate of {call.op} ({call.direction}) was found right")
-    found = TunedCall(call.op, call.direction, call.key, call.shapes, tuple(race.found), chosen)
+    found = dataclasses.replace(call, candidates=tuple(race.found), chosen=chosen)
     return found, bench.samples

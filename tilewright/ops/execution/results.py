@@ -2,19 +2,20 @@
 
 import dataclasses
 import json
+import math
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import overlay_cache
-from tilewright.ops.config.lockfile import Decision, Lock, key_fields
-from tilewright.ops.config.selection import kernel_source
-from tilewright.ops.core.kernel import live_kernel
+from tilewright.ops.config.lockfile import Decision, Lock
+from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.execution.timing import Timing
+from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.serialize import tagged, untagged
 
 SCHEMA = 1
@@ -29,8 +30,9 @@ class Candidate:
 
     Attributes:
       samples_ms: milliseconds per call; empty if it never ran.
-      check: "passed", "failed", or "unchecked" where the kernel has no reference.
-      error: the message of its exception, or what its check found; empty if all was well.
+      check: "passed", "failed", "unchecked" where the kernel has no reference, or "dropped" if it was never started:
+        it cannot run, or cannot be the fastest.
+      error: the message of its exception, what its check found, or why it was dropped; empty if all was well.
       heuristic: whether it is what would run without tuning.
       exception: the exception itself; not kept by JSON.
     """
@@ -56,6 +58,16 @@ class Candidate:
         """Whether it ran, was measured and was not found wrong."""
         return bool(self.samples_ms) and not self.error
 
+    @property
+    def dropped(self) -> bool:
+        """Whether it was never started, for the reason in ``error``."""
+        return self.check == "dropped"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was started and did not come to a time, or was found wrong."""
+        return bool(self.error) and not self.dropped
+
     def fields(self) -> dict[str, Any]:
         """All that another process can be told."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
@@ -68,6 +80,11 @@ class Candidate:
         return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
 
 
+def kind_of(config: Any) -> str:
+    """The implementation that a config names; empty if it names none."""
+    return str(getattr(config, "implementation", ""))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TunedCall:
     """The field of one invocation.
@@ -78,6 +95,7 @@ class TunedCall:
       chosen: index of the winner.
       step: "measured", or the cache that already knew it: "memory", "disk" or "overlay".
       complete: ``False`` if the tuning was cut short by its budget or an interrupt.
+      source: hash of the code that was measured; empty if it is not known.
     """
 
     op: str
@@ -88,12 +106,18 @@ class TunedCall:
     chosen: int
     step: str = "measured"
     complete: bool = True
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str):
             raise TypeError(f"{self.key=} must be a string")
         if not isinstance(self.chosen, int) or not 0 <= self.chosen < len(self.candidates):
             raise ValueError(f"{self.chosen=} must be the index of one of {len(self.candidates)} candidates")
+
+    @classmethod
+    def of(cls, inv: Invocation[Any, Any], candidates: Iterable[Candidate], chosen: int, **rest: Any) -> "TunedCall":
+        """The field of an invocation; ``rest`` are further attributes."""
+        return cls(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), tuple(candidates), chosen, **rest)
 
     @property
     def winner(self) -> Candidate:
@@ -111,10 +135,41 @@ class TunedCall:
         return before / after if before and after else None
 
     @property
+    def fastest(self) -> Candidate | None:
+        """The candidate with the lowest median of those that are right; a file may hold medians that cannot be."""
+        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and 0 <= c.time_ms < math.inf]
+        return min(right, key=lambda c: c.time_ms or 0.0, default=None)
+
+    @property
+    def regret_ms(self) -> float | None:
+        """What the winner takes longer than the fastest, which the noise rule allows for.
+
+        ``None`` if it is not itself one of those that are right and were measured.
+        """
+        mine, best = self.winner.time_ms, self.fastest
+        if mine is None or best is None or best.time_ms is None or not self.winner.eligible:
+            return None
+        return mine - best.time_ms
+
+    @property
     def regret(self) -> float | None:
-        """By how much of it the winner's time is above the least that was measured; the noise rule allows for some."""
-        times = [c.time_ms for c in self.candidates if c.eligible and c.time_ms is not None]
-        return None if self.winner.time_ms is None or not times else self.winner.time_ms / min(times) - 1
+        """``regret_ms`` over the time of the fastest."""
+        over, best = self.regret_ms, self.fastest
+        return over / best.time_ms if over is not None and best is not None and best.time_ms else None
+
+    def essence(self) -> "TunedCall":
+        """The same with the winner, the heuristic and the fastest of every kind of config alone."""
+        kept, kinds = {self.chosen}, set()
+        times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
+        for i in sorted(times, key=lambda i: times[i]):
+            kind = kind_of(self.candidates[i].config)
+            if kind not in kinds:
+                kinds.add(kind)
+                kept.add(i)
+        order = [i for i, c in enumerate(self.candidates) if i in kept or c.heuristic]
+        return dataclasses.replace(
+            self, candidates=tuple(self.candidates[i] for i in order), chosen=order.index(self.chosen)
+        )
 
     def as_json(self) -> dict[str, Any]:
         said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -183,6 +238,11 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
         return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
 
+    def essence(self) -> "AutotuningResult":
+        """The same with the few candidates of each call that say why its winner won."""
+        entries = tuple(entry.essence() for entry in self.entries)
+        return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
+
     @property
     def configs(self) -> dict[str, Any]:
         """The winners by cache key."""
@@ -220,19 +280,26 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return json.dumps(said, indent=1)
 
     def to_lock(self) -> Lock:
-        """The winners as a lock, pinned to the source of the kernels as they are in this process.
+        """The winners as a lock, pinned to the source of the kernels that was measured.
 
         Raises:
           TypeError: a config has no JSON form.
-          ValueError: there is nothing to lock, the calls are of several devices, or a kernel is not in this process.
+          ValueError: there is nothing to lock, the calls are of several devices, or it is not known of one what source
+            was measured.
         """
         if not self.entries:
             raise ValueError("a result without calls decides nothing that could be locked")
-        decisions = [Decision.of(key, cfg, _source_of(key)) for key, cfg in self.configs.items()]
-        return Lock(self.device, self.toolchain, tuple(decisions))
+        unknown = next((entry for entry in self.entries if not entry.source), None)
+        if unknown is not None:
+            raise ValueError(
+                f"it is not on record what source of {unknown.op} ({unknown.direction}) was measured for "
+                f"{unknown.shapes}; tune it again"
+            )
+        decisions = {entry.key: Decision.of(entry.key, entry.winner.config, entry.source) for entry in self.entries}
+        return Lock(self.device, self.toolchain, tuple(decisions.values()))
 
     def save_lock(self, path: str | os.PathLike[str]) -> Lock:
-        """Writes ``to_lock()`` in place of what the file held, and returns it.
+        """Writes ``to_lock()`` in place of what the file held, and returns it; `Lock.add_to` keeps the rest of it.
 
         Raises:
           OSError: it cannot be written.
@@ -257,12 +324,3 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             return cls(entries, device=said["device"], toolchain=said["toolchain"], interrupted=said["interrupted"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
-
-
-def _source_of(key: str) -> str:
-    """The hash of the source of the kernel that a key names."""
-    said = key_fields(key)
-    kernel = live_kernel(said.get("op", ""), said.get("version", ""))
-    if kernel is None:
-        raise ValueError(f"there is no kernel {said.get('op')!r} in this process; import what makes it")
-    return kernel_source(kernel)

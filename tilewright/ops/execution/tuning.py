@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
 from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
-from tilewright.ops.execution.bench import Bench, bench_on
+from tilewright.ops.execution.bench import Bench, local_bench
 from tilewright.ops.execution.events import (
     CallStarted,
     CallTuned,
+    CandidateDropped,
     CandidateFailed,
     CandidateMeasured,
     CandidateStarted,
@@ -22,10 +23,9 @@ from tilewright.ops.execution.events import (
 from tilewright.ops.execution.isolation import ProcessBench, Task, why_not_sent
 from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
-from tilewright.ops.execution.race import Limits, Race, Search
-from tilewright.ops.execution.results import AutotuningResult, TunedCall
+from tilewright.ops.execution.race import Limits, Outlook, Race, Search
+from tilewright.ops.execution.results import AutotuningResult, TunedCall, kind_of
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
-from tilewright.ops.execution.workload import Workload
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
@@ -38,6 +38,7 @@ __all__ = [
     "Autotuner",
     "CallStarted",
     "CallTuned",
+    "CandidateDropped",
     "CandidateFailed",
     "CandidateMeasured",
     "CandidateStarted",
@@ -48,6 +49,9 @@ __all__ = [
 ]
 
 Isolation = Literal["none", "process", "auto"]
+
+# Of a budget, for candidates to run once; the rest is for those that may be the best to be told apart.
+FIRST_RUNS = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ class Autotuner:
       tuner: how to measure.
       chooser: the chain to store in, and to take forward configs from when a backward pass is tuned; the default
         executor's by default.
-      budget_s: seconds for one call; candidates that are left by then are not tried.
+      budget_s: seconds for one call, from when its candidates start; those that are left after three quarters of it are
+        not tried.
       verify: check candidates against the kernel's reference, if it has one.
       on_event: is called with the events of this module, from the thread that measures.
     """
@@ -203,6 +208,8 @@ class Autotuner:
 
     def _known(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The entry of a call that a cache has measurements of."""
+        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
+
         stored = self.chooser.measurements(inv)
         if stored is None:
             return None
@@ -210,7 +217,8 @@ class Autotuner:
         chosen = next((i for i, c in enumerate(candidates) if c.config == config), None)
         if chosen is None:
             return None
-        return TunedCall(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), candidates, chosen, step)
+        # Measurements of another source than the present one are not given out.
+        return TunedCall.of(inv, candidates, chosen, step=step, source=implementation_source(inv))
 
     def _tune_one(
         self,
@@ -221,14 +229,16 @@ class Autotuner:
     ) -> TunedCall | None:
         from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
 
+        source = implementation_source(inv)
         candidates = self._candidates(inv, configs)
         self._emit(CallStarted(inv, describe_key(inv.key), len(candidates)))
-        journal = Journal(self.chooser, inv, implementation_source(inv))
+        journal = Journal(self.chooser, inv, source)
         bench = self._bench(inv, candidates, inputs)
         race = Race(
             bench,
             candidates,
             self._limits(inv, cancelled),
+            outlooks=[_outlook(inv, config) for config in candidates],
             known=journal.known(candidates),
             emit=self._emit,
             record=lambda _: journal.record(race.found),
@@ -243,21 +253,21 @@ class Autotuner:
             errors = [c.exception or ValueError(c.error) for c in race.found]
             raise ExceptionGroup(f"every candidate of {inv.kernel.name} ({inv.direction}) failed", errors)
         complete = len(race.found) == len(candidates) and not cancelled.is_set()
-        shapes, found = describe_key(inv.key), tuple(race.found)
-        entry = TunedCall(inv.kernel.name, inv.direction, inv.key, shapes, found, chosen, complete=complete)
+        entry = TunedCall.of(inv, race.found, chosen, complete=complete, source=source)
         self.chooser.store(inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
         if complete:
             journal.finish()
         return entry
 
     def _limits(self, inv: Invocation[Any, Any], cancelled: threading.Event) -> Limits:
-        deadline = math.inf if self.budget_s is None else time.monotonic() + self.budget_s
+        start, budget_s = time.monotonic(), math.inf if self.budget_s is None else self.budget_s
         bound = optional_method(inv.kernel, "time_bound_ms")
         return Limits(
             self.tuner.iters,
             self.tuner.search,
             0.0 if bound is None else bound(inv),
-            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < deadline,
+            may_start=lambda: not cancelled.is_set() and time.monotonic() < start + FIRST_RUNS * budget_s,
+            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < start + budget_s,
             cancelled=cancelled.is_set,
         )
 
@@ -276,8 +286,9 @@ class Autotuner:
             if tuner.isolation == "process":
                 raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
             logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
-        work = Workload(inv, self.chooser, inputs, verify=self.verify)
-        return bench_on(inv.target, work, candidates, tuner.timer, tuner.warmup)
+        return local_bench(
+            inv, self.chooser, candidates, inputs=inputs, timer=tuner.timer, warmup=tuner.warmup, verify=self.verify
+        )
 
     def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> list[Any]:
         """The heuristic, then what another toolchain found best, then the rest; each once."""
@@ -289,6 +300,17 @@ class Autotuner:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique
+
+
+def _outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
+    """What a kernel says of a config without running it."""
+    family = kind_of(config)
+    reasons = optional_method(inv.kernel, "config_reasons")
+    against = [] if reasons is None else reasons(inv, config)
+    if against:
+        return Outlook("; ".join(against), family=family)
+    bound = optional_method(inv.kernel, "config_bound_ms")
+    return Outlook("", 0.0 if bound is None else bound(inv, config), family)
 
 
 def autotune(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.execution.bench import CandidateError, LocalBench, bench_on, failure
+from tilewright.ops.execution.bench import CandidateError, LocalBench, failure, local_bench
 from tilewright.ops.execution.isolation import Task
-from tilewright.ops.execution.workload import Workload, forward_of
+from tilewright.ops.execution.workload import forward_of
 
 
 def main() -> None:
@@ -49,8 +49,9 @@ def bench_of(task: Task) -> LocalBench:
     chain = ConfigSelectorChain(cache, PersistentCache())
     if task.forward is not None:
         cache.put(forward_of(task.inv).key, task.forward, origin="autotune")
-    work = Workload(task.inv, chain, task.inputs, verify=task.verify)
-    return bench_on(device, work, task.configs, task.timer, task.warmup)
+    return local_bench(
+        task.inv, chain, task.configs, inputs=task.inputs, timer=task.timer, warmup=task.warmup, verify=task.verify
+    )
 
 
 def answer(bench: LocalBench, name: str, *arguments: Any) -> Any:

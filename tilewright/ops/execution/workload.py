@@ -1,9 +1,11 @@
 """What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 SEED = 20
 # So many different elements are drawn for a mapped axis; a longer axis repeats them.
 DISTINCT_ELEMENTS = 8
+# The oracle runs twice: to try out tiles for its matrix products takes longer than products with any tiles.
+ORACLE_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0}
 
 
 class Workload:
@@ -54,10 +58,14 @@ class Workload:
     def checked(self) -> bool:
         return self._wanted is not None
 
-    def compile(self, config: Any) -> Callable[..., Any]:
-        """The stage with a config, compiled."""
+    def compile(
+        self, config: Any, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> Callable[..., Any]:
+        """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
         function = self._call.function(config, self._mapped, self._device)
-        return jax.jit(lambda *operands: jax.tree.leaves(function(*operands))).lower(*self.operands).compile()
+        lowered = jax.jit(lambda *operands: jax.tree.leaves(function(*operands))).lower(*self.operands)
+        with turn():
+            return lowered.compile()
 
     def recheck(self, config: Any) -> list[str]:
         """What is wrong with the results of a config that are written over poison, as an element left out would be."""
@@ -69,7 +77,9 @@ class Workload:
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self.check(poisoned([_poison(shape) for shape in shapes], *self.operands))
+            # What is still being written might be copied rather than donated.
+            poison = jax.block_until_ready([_poison(shape) for shape in shapes])
+            return self.check(poisoned(poison, *self.operands))
 
     def check(self, results: Sequence[Any]) -> list[str]:
         """How results differ from the oracle's by more than the numerics policy allows."""
@@ -141,7 +151,8 @@ class Workload:
     def _answer(self, part: OraclePart | None) -> "_Answer":
         """The reference's results in high precision and in the input dtype."""
         one = self._reference_gradients if self._inv.direction == "backward" else self._reference
-        answer = jax.jit(map_axes(functools.partial(one, part), self._mapped))
+        options = ORACLE_OPTIONS if self._device.kind == "gpu" else None
+        answer = jax.jit(map_axes(functools.partial(one, part), self._mapped), compiler_options=options)
         # Some devices round float32 products by default; that is part of lowp's error, not of ref's.
         with jax.default_matmul_precision("highest"):
             ref = answer(*widened(self.operands))

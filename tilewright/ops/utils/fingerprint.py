@@ -30,6 +30,9 @@ _TOOLCHAIN = (
     "nvidia-cuda-runtime-cu12",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
+    "nvidia-cutlass-dsl",
+    "flash-attn-4",
+    "quack-kernels",
 )
 
 

@@ -1,10 +1,18 @@
-"""Where Tilewright keeps files, and how whole ones are read and replaced."""
+"""Where Tilewright keeps files, how whole ones are read and replaced, and how processes take turns at one."""
 
 import contextlib
+import errno
+import logging
 import os
 import secrets
 import stat
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
 
 
 def cache_folder(name: str) -> Path:
@@ -64,3 +72,57 @@ def replace_file(path: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: Callable[[], object] = lambda: time.sleep(_POLL_S)) -> Iterator[None]:
+    """Lets one process at a time in, by a lock file that is gone when nobody is.
+
+    A process that is killed inside lets the next one in. Where the file system has no locks, everybody gets in, and
+    that is logged.
+
+    Args:
+      wait: is called between two attempts.
+
+    Raises:
+      OSError: the file cannot be made.
+      Whatever ``wait`` raises.
+    """
+    descriptor = None
+    try:
+        while (descriptor := try_lock(path)) is None:
+            wait()
+    except OSError as error:
+        if not os.access(path.parent, os.W_OK):
+            raise
+        logger.info("%s cannot be locked: %s", path, error)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            # While it is held: who opened it before will find that it is gone and open the next one.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(descriptor)
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock, or ``None`` if another has it; ``OSError`` where there are no locks."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OSError(errno.ENOTSUP, "this system has no advisory locks") from error
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    os.close(descriptor)
+    return None

@@ -1,0 +1,397 @@
+"""The one place that knows FlashAttention-4's kernels for Hopper, and how JAX launches what the CuTe DSL compiles.
+
+Package ``flash-attn-4``, called through ``cutlass.jax`` of ``nvidia-cutlass-dsl``. Both are looked for only when a call
+could run on such a GPU, and both may be absent.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LEAST_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
+"""The first that were tried: from one beta to the next the kernels take other arguments."""
+
+KERNELS = {
+    "forward": ("flash_fwd_sm90", "FlashAttentionForwardSm90"),
+    "preprocess": ("flash_bwd_preprocess", "FlashAttentionBackwardPreprocess"),
+    "backward": ("flash_bwd_sm90", "FlashAttentionBackwardSm90"),
+    "postprocess": ("flash_bwd_postprocess", "FlashAttentionBackwardPostprocess"),
+}
+"""Module of ``flash_attn.cute`` and class."""
+
+_HOLLOW = ("flash_attn.cute", "quack", "quack.dsl")
+"""Packages whose ``__init__`` imports what is of PyTorch, beside modules that do not need it."""
+
+_PATCHES = ("quack.dsl.cute_tensor_indexing", "quack.dsl.cute_tensor", "quack.dsl.mixed_constexpr_if")
+"""What ``quack.dsl`` imports for the DSL's sake."""
+
+_TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor")
+
+type Lengths = tuple[Any | None, Any | None]
+
+
+def missing_packages() -> list[str]:
+    """Why the packages cannot be used, as far as their versions say."""
+    reasons = []
+    for name, least in LEAST_VERSIONS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            reasons.append(f"needs the package {name} {least} or later (extra fa4), which is not installed")
+            continue
+        if _version_key(version) < _version_key(least):
+            reasons.append(f"needs {name} {least} or later, got {version}")
+    return reasons
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    """Orders releases, and pre-releases ``aN``, ``bN`` and ``rcN`` before the release that they lead to."""
+    key: list[int] = []
+    for part in version.partition("+")[0].split("."):
+        digits = len(part) - len(part.lstrip("0123456789"))
+        number, rest = part[:digits], part[digits:]
+        if number:
+            key.append(int(number))
+        for rank, name in enumerate(("dev", "a", "b", "rc")):
+            if rest.startswith(name):
+                return (*key, *[0] * (4 - len(key)), rank - 4, int("0" + "".join(filter(str.isdigit, rest))))
+    return (*key, *[0] * (4 - len(key)), 0, 0)
+
+
+def package_reasons() -> list[str]:
+    """Why the packages cannot be used here; empty if they can, and then they are loaded."""
+    reasons = missing_packages()
+    if not reasons and load_error():
+        reasons.append(f"FlashAttention-4 cannot be loaded: {load_error()}")
+    return reasons
+
+
+@functools.cache
+def load_error() -> str:
+    """Why what is installed cannot be imported or is not what it was; empty if it can be used."""
+    try:
+        _kernels()
+    except Exception as error:  # an import of these packages runs code of theirs, which may fail in any way
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What is called of the packages: the kernels' classes, the two changes of scores, dtypes, and the bridge."""
+
+    classes: Mapping[str, Callable[..., Any]]
+    utils: Any
+    dtypes: Mapping[np.dtype, Any]
+    float32: Callable[[float], Any]
+    call: Callable[..., Any]
+    versions: tuple[str, ...]
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    cutlass = importlib.import_module("cutlass")
+    bridge = importlib.import_module("cutlass.jax")
+    with contextlib.nullcontext() if _torch_can_be_imported() else _without_torch():
+        found = {name: importlib.import_module(f"flash_attn.cute.{module}") for name, (module, _) in KERNELS.items()}
+        utils = importlib.import_module("flash_attn.cute.utils")
+    return _Kernels(
+        {name: getattr(found[name], kind) for name, (_, kind) in KERNELS.items()},
+        utils,
+        {np.dtype(np.float16): cutlass.Float16, np.dtype(jnp.bfloat16): cutlass.BFloat16},
+        cutlass.Float32,
+        bridge.cutlass_call,
+        tuple(importlib.metadata.version(name) for name in LEAST_VERSIONS),
+    )
+
+
+def _torch_can_be_imported() -> bool:
+    if "torch" in sys.modules:
+        return sys.modules["torch"] is not None
+    return importlib.util.find_spec("torch") is not None
+
+
+class _StandIn(types.ModuleType):
+    """A module whose every attribute is a class of its own: enough for annotations and keys of tables."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {})
+        setattr(self, name, value)
+        return value
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """While the kernels' modules are imported where there is no PyTorch, which only the functions around them use.
+
+    Their packages stay without what ``__init__`` would have imported: without PyTorch that could not be anyway.
+    """
+    importlib.import_module("tvm_ffi")  # which would take the stand-in for PyTorch and patch it
+    before = {name: sys.modules.pop(name) for name in _TORCH if name in sys.modules}
+    stand_ins = {name: _StandIn(name) for name in _TORCH}
+    for stand_in in stand_ins.values():
+        stand_in.__path__ = []
+    try:
+        hollow = [name for name in _HOLLOW if name not in sys.modules]
+        for name in hollow:
+            parent, _, last = name.rpartition(".")
+            module = types.ModuleType(name)
+            module.__path__ = _places(name)
+            module.__spec__ = ModuleSpec(name, None, is_package=True)
+            module.__spec__.submodule_search_locations = module.__path__
+            sys.modules[name] = module
+            if parent:
+                setattr(sys.modules[parent], last, module)
+        sys.modules.update(stand_ins)
+        for name in _PATCHES:
+            importlib.import_module(name)
+        yield
+    except BaseException:
+        for name in [name for name in sys.modules if name.startswith(_HOLLOW)]:
+            del sys.modules[name]
+        raise
+    finally:
+        for name in _TORCH:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _places(package: str) -> list[str]:
+    """The folders of a package, found without running its ``__init__``; a parent's must be importable."""
+    parent, _, last = package.rpartition(".")
+    where = importlib.import_module(parent).__path__ if parent else None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(package, where) if find is not None else None
+        if spec is not None and spec.submodule_search_locations is not None:
+            return list(spec.submodule_search_locations)
+    raise ImportError(f"no package {last!r} in {parent or 'the path'}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """What is done to scores, compiled into the kernels.
+
+    Attributes:
+      left: of a query's own key, counted from the end of both sequences, how many keys before it are seen; None is all.
+      right: how many after it; negative where it ends before it.
+    """
+
+    scale: float
+    soft_cap: float | None
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+    @property
+    def local(self) -> bool:
+        return not self.causal and (self.left is not None or self.right is not None)
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """As the kernels take it beside ``local``."""
+        return (self.left, self.right) if self.local else (None, None)
+
+
+def forward(query: Any, key: Any, value: Any, *, lengths: Lengths, scores: Scores, params: Any) -> tuple[Any, ...]:
+    """``(out, lse)``: ``[batch, length, heads, value_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
+
+    Args:
+      lengths: of queries and of keys, int32 ``[batch]`` each, or None; what is written beyond them is not defined.
+      params: ``Fa4ForwardParams`` without any None.
+    """
+    batch, q_length, heads, head_dim = query.shape
+    kv_heads, value_dim = value.shape[2:]
+    settings = (query.dtype.name, head_dim, value_dim, heads // kv_heads, scores, params)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
+    ]
+    return tuple(_call("forward", settings, (query, key, value, *lengths), shapes))
+
+
+def backward(
+    query: Any, key: Any, value: Any, out: Any, lse: Any, d_out: Any, d_lse: Any | None = None,
+    *, lengths: Lengths, scores: Scores, params: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of query, key and value; where several heads share a key, value has its head dim."""
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads, value_dim = value.shape[1:]
+    dtype, groups = query.dtype, heads // kv_heads
+    q_rows, kv_rows = (-(-n // block) * block for n, block in ((q_length, params.block_q), (kv_length, params.block_k)))
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
+    settings = (dtype.name, head_dim, value_dim, groups, scores, params)
+    per_row = float32((batch, heads, q_rows))
+    sums = [per_row, per_row, float32((batch, heads, q_rows * head_dim))]
+    delta, exponent, d_query = _call("preprocess", settings, (out, d_out, lse, lengths[0], d_lse), sums)
+    operands = (query, key, value, d_out, exponent, delta, *lengths)
+    if groups == 1:
+        shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
+        d_query, d_key, d_value = _call("backward", settings, (*operands, d_query), shapes, in_place=1)
+    else:
+        zeros = [jnp.zeros((batch, kv_heads, kv_rows * dim), np.float32) for dim in (head_dim, value_dim)]
+        d_query, d_key, d_value = _call("backward", settings, (*operands, d_query, *zeros), [], in_place=3)
+        d_key = _converted(d_key, key, lengths[1], "key", settings)
+        d_value = _converted(d_value, value, lengths[1], "value", settings)
+    return _converted(d_query, query, lengths[0], "query", settings), d_key, d_value
+
+
+def _converted(sums: Any, like: Any, lengths: Any | None, name: str, settings: tuple[Any, ...]) -> Any:
+    """Sums of the tiles of a gradient as the gradient."""
+    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return _call("postprocess", (*settings, name), (sums, lengths), [shape])[0]
+
+
+def _call(
+    name: str, settings: tuple[Any, ...], operands: tuple[Any, ...], shapes: list[Any], in_place: int = 0
+) -> list[Any]:
+    """The results of one kernel: first the last operands, as many as are changed in place, then those of ``shapes``."""
+    changed = range(len(operands) - in_place, len(operands))
+    results = [*(jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in changed), *shapes]
+    launch = _LAUNCHES[name](_kernels(), *settings)
+    call = _kernels().call(
+        launch,
+        output_shape_dtype=tuple(results),
+        input_output_aliases={i: n for n, i in enumerate(changed)},
+        compile_key=("tilewright fa4", name, settings, _kernels().versions),
+    )
+    return list(call(*operands))
+
+
+def _forward_launch(
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+) -> Callable[..., None]:
+    def launch(stream: Any, query: Any, key: Any, value: Any, q_lengths: Any, kv_lengths: Any, out: Any, lse: Any):
+        kernel = kernels.classes["forward"](
+            kernels.dtypes[jnp.dtype(dtype)],
+            head_dim,
+            value_dim,
+            groups,
+            is_causal=scores.causal,
+            is_local=scores.local,
+            pack_gqa=params.pack_groups and groups > 1,
+            tile_m=params.block_q,
+            tile_n=params.block_k,
+            num_stages=params.num_stages,
+            intra_wg_overlap=params.overlap,
+            mma_pv_is_rs=params.weights_in_registers,
+            score_mod=_score_mod(kernels, scores),
+        )
+        left, right = scores.window
+        kernel(
+            query, key, value, out, lse, kernels.float32(scores.scale),
+            mSeqUsedQ=q_lengths, mSeqUsedK=kv_lengths, window_size_left=left, window_size_right=right, stream=stream,
+        )  # fmt: skip
+
+    return launch
+
+
+def _score_mod(kernels: _Kernels, scores: Scores) -> Any:
+    return None if scores.soft_cap is None else kernels.utils.create_softcap_scoremod(scores.soft_cap)
+
+
+def _preprocess_launch(
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+) -> Callable[..., None]:
+    def launch(
+        stream: Any, out: Any, d_out: Any, lse: Any, q_lengths: Any, d_lse: Any,
+        delta: Any, exponent: Any, d_query: Any,
+    ) -> None:  # fmt: skip
+        kernel = kernels.classes["preprocess"](
+            kernels.dtypes[jnp.dtype(dtype)], head_dim, value_dim, params.block_q, hdim_multiple_of=_multiple(params)
+        )
+        scale = kernels.float32(scores.scale)
+        kernel(out, d_out, delta, lse, exponent, d_query, None, q_lengths, d_lse, None, None, scale, stream=stream)
+
+    return launch
+
+
+def _backward_launch(
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+) -> Callable[..., None]:
+    def launch(
+        stream: Any, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any,
+        q_lengths: Any, kv_lengths: Any, d_query: Any, d_key: Any, d_value: Any,
+    ) -> None:  # fmt: skip
+        capped = scores.soft_cap is not None
+        kernel = kernels.classes["backward"](
+            kernels.dtypes[jnp.dtype(dtype)],
+            head_dim,
+            value_dim,
+            groups,
+            is_causal=scores.causal,
+            is_local=scores.local,
+            tile_m=params.block_q,
+            tile_n=params.block_k,
+            Q_stage=params.query_stages,
+            dO_stage=params.d_out_stages,
+            PdS_stage=params.score_stages,
+            SdP_swapAB=params.swap_scores,
+            dKV_swapAB=params.swap_d_key,
+            dQ_swapAB=params.swap_d_query,
+            AtomLayoutMSdP=params.score_groups_q,
+            AtomLayoutNdKV=params.d_key_groups_k,
+            AtomLayoutMdQ=params.d_query_groups_q,
+            num_threads=128 * (params.groups + 1),
+            score_mod=_score_mod(kernels, scores),
+            score_mod_bwd=kernels.utils.create_softcap_scoremod_bwd(scores.soft_cap) if capped else None,
+            dQ_single_wg=params.one_d_query_group,
+        )
+        left, right = scores.window
+        kernel(
+            query, key, value, d_out, exponent, delta, d_query, d_key, d_value, kernels.float32(scores.scale),
+            mSeqUsedQ=q_lengths, mSeqUsedK=kv_lengths, window_size_left=left, window_size_right=right, stream=stream,
+        )  # fmt: skip
+
+    return launch
+
+
+def _postprocess_launch(
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any, name: str
+) -> Callable[..., None]:
+    def launch(stream: Any, sums: Any, lengths: Any, gradient: Any) -> None:
+        of_query = name == "query"
+        kernel = kernels.classes["postprocess"](
+            kernels.dtypes[jnp.dtype(dtype)],
+            value_dim if name == "value" else head_dim,
+            90,
+            params.block_q if of_query else params.block_k,
+            128 * (1 if of_query and params.one_d_query_group else params.groups),
+            params.d_query_groups_q if of_query else params.d_key_groups_k,
+            params.swap_d_query if of_query else params.swap_d_key,
+            hdim_multiple_of=_multiple(params),
+        )
+        scale = kernels.float32(1.0 if name == "value" else scores.scale)
+        kernel(sums, gradient, scale, None, lengths, None, stream=stream)
+
+    return launch
+
+
+def _multiple(params: Any) -> int:
+    """Of which the head dim of sums is."""
+    return 64 if params.swap_d_key else 32
+
+
+_LAUNCHES: dict[str, Callable[..., Callable[..., None]]] = {
+    "forward": _forward_launch,
+    "preprocess": _preprocess_launch,
+    "backward": _backward_launch,
+    "postprocess": _postprocess_launch,
+}
