@@ -131,8 +131,9 @@ def test_vmap_and_gradients():
     one = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query[0], key[0], value[0])
     both = jax.jit(jax.grad(lambda *a: jax.vmap(loss)(*a).sum(), argnums=(0, 1, 2)))(query, key, value)
     for alone, mapped in zip(one, both, strict=True):
-        assert np.array_equal(np.asarray(alone), np.asarray(mapped[0]))
-        assert np.array_equal(np.asarray(alone), np.asarray(mapped[1]))
+        want = np.asarray(alone, np.float32)
+        for got in np.asarray(mapped, np.float32):  # to a rounding: the gradient of queries is summed in no fixed order
+            assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
 
 
 def test_inside_a_command_buffer():

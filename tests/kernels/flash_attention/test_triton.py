@@ -1,6 +1,7 @@
 """Attention in Triton as far as no kernel has to run: reasons, configs, what is launched."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -81,7 +82,9 @@ def test_candidates_fit(device: Device, dtype: Any, head_dim: int):
             problem = problem_of(dtype, head_dim, **options)
             candidates = BACKEND.candidates(problem, device, direction)
             assert candidates[0] == BACKEND.heuristic(problem, device, direction)
-            assert len(set(candidates)) == len(candidates)
+            assert len(set(candidates)) == len(candidates) <= 8
+            repeats = [params.deterministic for params in candidates if isinstance(params, TritonBackwardParams)]
+            assert direction == "forward" or any(repeats)
             assert not any(BACKEND.config_reasons(problem, device, direction, params) for params in candidates)
 
 
@@ -89,7 +92,9 @@ def test_configs():
     big = TritonForwardParams(Tiles(256, 256, 8, 4))
     (why,) = BACKEND.config_reasons(problem_of(head_dim=256), H100, "forward", big)
     assert "bytes of shared memory" in why
-    for params in (big, TritonBackwardParams(Tiles(16, 32, 2, 1), Tiles(64, 64, tma=True))):
+    with pytest.raises(ValueError, match="deterministic must be true or false"):
+        TritonBackwardParams(deterministic=1)  # type: ignore[arg-type]
+    for params in (big, TritonBackwardParams(Tiles(16, 32, 2, 1), Tiles(64, 64, tma=True), False)):
         assert from_json(to_json(params), type(params)) == params
         choice = Choice("triton", None, params)
         assert from_json(to_json(choice), Choice) == choice
@@ -103,6 +108,23 @@ def test_tiles_are_checked(changes: dict[str, Any]):
         dataclasses.replace(Tiles(64, 64), **changes)
 
 
+def test_what_the_backward_pass_launches(on_an_h100: Device):
+    """With dQ on the way there is no kernel for it, and what is added to has rows for TMA."""
+    pytest.importorskip("triton")
+    inputs = inputs_of(AttentionCase("", 2, 201, 330, heads=6, kv_heads=2, head_dim=40, dtype="bfloat16", causal=True))
+    out, lse = jax.ShapeDtypeStruct((2, 201, 6, 40), jnp.bfloat16), jax.ShapeDtypeStruct((2, 6, 201), jnp.float32)
+    for deterministic in (True, False):
+        params = TritonBackwardParams(Tiles(64, 64), deterministic=deterministic)
+        with recorded_launches() as launches:
+            jax.eval_shape(functools.partial(BACKEND.backward, params=params), inputs, (out, lse), (out, lse))
+        names = [each.name for each in launches]
+        assert names[:2] == ["attention_row_terms", "attention_key_value_gradients"]
+        assert names[2:] == ["attention_query_gradients"] * deterministic
+        constants = dict(launches[1].constants)
+        assert (constants["FUSED"], constants["GROUPS"], constants["PARTS"]) == (not deterministic, 3, 7)
+        assert [each.shape for each in launches[1].outputs[2:]] == [(2, 6, 40, 204)] * (not deterministic)
+
+
 def test_what_is_launched(on_an_h100: Device):
     pytest.importorskip("triton")
     inputs = inputs_of(AttentionCase("", 2, 200, 330, heads=6, kv_heads=2, head_dim=40, dtype="bfloat16", causal=True))
@@ -112,5 +134,5 @@ def test_what_is_launched(on_an_h100: Device):
     constants = dict(found.constants)
     assert found.grid == (4 * 2 * 6, 1, 1)
     assert found.scalars == (("q_length", 200), ("kv_length", 330))
-    assert (constants["DIM"], constants["TMA"], constants["EVEN"], constants["LAST_FIRST"]) == (64, True, False, True)
+    assert (constants["DIM"], constants["TMA"], constants["PARTS"], constants["LAST_FIRST"]) == (64, True, 0b110, True)
     assert (constants["GROUPS"], constants["AT_ONCE"], constants["MASK"], constants["BIAS"]) == (3, 12, -1, -1)

@@ -19,6 +19,7 @@ from tilewright.kernels.flash_attention.operands import over_batch, with_positiv
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
+from tilewright.kernels.footprint import block_limits
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.triton_bridge import launch, unavailable
 from tilewright.ops.core.types import Device, Direction
@@ -35,11 +36,8 @@ LEAST_BLOCK = 16
 CACHED_BYTES = 16 << 20
 """Of keys and values that are worked on at a time, so that they stay in the cache between a head's programs."""
 
-SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
-"""Shared memory that a block may have, by compute capability."""
-
 LEAST_SHARED_BYTES = 99 << 10
-"""On any other one from 8.0 on."""
+"""That a block may have on any compute capability from 8.0 on."""
 
 TMA_BYTES = 16
 """Of which TMA wants a whole number between rows, and before the first."""
@@ -96,11 +94,22 @@ class TritonForwardParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonBackwardParams:
-    """How the kernel of dK and dV runs, which goes through tiles of queries, and that of dQ, through tiles of keys."""
+    """How the backward pass runs.
+
+    Attributes:
+      key_value: of the kernel of dK and dV, which goes through tiles of queries.
+      query: of that of dQ, which goes through tiles of keys; unused if not deterministic.
+      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more. Otherwise the kernel of dK
+        and dV adds to dQ in float32, in no fixed order.
+    """
 
     key_value: Tiles = Tiles(64, 128, 8, 2)
     query: Tiles = Tiles(128, 64, 8, 2)
-    deterministic: ClassVar[bool] = True
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic must be true or false, got {self}")
 
 
 def padded_dim(dim: int) -> int:
@@ -149,11 +158,15 @@ class TritonFlashAttention(Implementation):
                 "tiles": params.tiles.shared_bytes(params.tiles.block_q // 2, params.tiles.block_k, dims, itemsize)
             }
         else:
-            pairs = {name: getattr(params, name) for name in ("key_value", "query")}
-            rows = {"key_value": (params.key_value.block_k, params.key_value.block_q)}
-            rows["query"] = (params.query.block_q, params.query.block_k)
-            wanted = {name: tiles.shared_bytes(*rows[name], dims, itemsize) for name, tiles in pairs.items()}
-        most = SHARED_BYTES.get(device.capability or (0, 0), LEAST_SHARED_BYTES)
+            tiles = params.key_value
+            wanted = {"key_value": tiles.shared_bytes(tiles.block_k, tiles.block_q, dims, itemsize)}
+            if params.deterministic:
+                tiles = params.query
+                wanted["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
+            elif tiles.tma:  # tiles of dQ in float32, which are added from there
+                wanted["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
+        limits = block_limits(device.capability)
+        most = LEAST_SHARED_BYTES if limits is None else limits.shared_bytes
         return [
             f"{getattr(params, name)} takes about {size} bytes of shared memory at head dims of {dims} together; "
             f"a block has {most}"
@@ -216,51 +229,62 @@ _HOPPER_FORWARD = {
     256: ((128, 32, 8, 2, True), (64, 32, 4, 2, True)),
 }  # fmt: skip
 _FORWARD = {
-    64: ((128, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 32, 4, 3, False)),
-    128: ((128, 64, 8, 3, False), (128, 32, 8, 2, False), (64, 32, 4, 2, False)),
+    64: ((128, 64, 8, 3, False), (64, 64, 4, 3, False), (64, 32, 4, 3, False)),
+    128: ((64, 64, 8, 3, False), (128, 64, 8, 3, False), (64, 32, 4, 2, False)),
     256: ((64, 32, 8, 2, False), (64, 32, 8, 1, False), (64, 16, 8, 1, False)),
 }
-# The tiles of queries and keys of dK and dV, which those of dQ have the other way round.
+# The tiles of queries and keys of dK and dV, which those of dQ have the other way round, and last whether the pass is
+# deterministic. Without TMA, where to add to dQ takes all registers, so it always is.
 _HOPPER_BACKWARD = {
-    64: ((64, 128, 8, 2, True), (64, 64, 4, 2, True), (64, 128, 8, 3, True), (64, 128, 8, 2, False)),
-    128: ((64, 128, 8, 2, True), (64, 64, 4, 2, True), (64, 64, 8, 2, True)),
-    256: ((32, 64, 8, 2, True), (32, 64, 8, 2, False)),
-}
+    64: ((64, 128, 8, 2, True, False), (64, 64, 4, 2, True, False), (64, 128, 8, 2, True, True),
+         (64, 64, 4, 2, True, True), (64, 128, 8, 3, True, True)),
+    128: ((64, 128, 8, 2, True, False), (64, 64, 8, 2, True, False), (64, 128, 8, 1, True, False),
+          (64, 128, 8, 2, True, True), (64, 64, 8, 2, True, True), (64, 64, 4, 2, True, True)),
+    256: ((32, 64, 8, 2, True, True), (32, 64, 8, 2, True, False), (16, 64, 8, 2, True, True)),
+}  # fmt: skip
 _BACKWARD = {
-    64: ((32, 128, 8, 2, False), (64, 64, 4, 2, False), (32, 64, 4, 2, False)),
-    128: ((32, 128, 8, 2, False), (32, 64, 8, 2, False), (32, 64, 4, 1, False)),
-    256: ((16, 64, 8, 1, False), (32, 64, 8, 1, False)),
+    64: ((32, 128, 8, 2, False, True), (64, 64, 4, 2, False, True), (32, 64, 4, 2, False, True)),
+    128: ((32, 64, 8, 2, False, True), (32, 64, 4, 1, False, True)),
+    256: ((16, 64, 8, 1, False, True), (32, 64, 8, 1, False, True)),
 }
 # Where a tile of scores is loaded beside its product, all of whose addresses take registers.
 _SCORES_FORWARD = ((64, 64, 8, 2, True), (64, 32, 4, 2, True), (32, 32, 4, 1, True))
-_SCORES_BACKWARD = ((32, 64, 4, 1, True), (32, 32, 4, 1, True), (16, 32, 4, 1, True))
-_WIDE_SCORES_BACKWARD = ((32, 64, 8, 2, True), (16, 32, 4, 1, True))
+_HOPPER_SCORES_BACKWARD = ((64, 64, 8, 2, True, True), (32, 64, 4, 1, True, True), (32, 32, 4, 1, True, True))
+_SCORES_BACKWARD = ((32, 64, 8, 1, False, True), (32, 32, 4, 1, False, True))
+_WIDE_SCORES_BACKWARD = ((32, 64, 8, 2, True, True), (16, 32, 4, 1, True, True))
 _FLOAT32_FORWARD = ((64, 32, 4, 2, False), (64, 32, 4, 1, False), (32, 16, 4, 1, False))
-_FLOAT32_BACKWARD = ((16, 32, 4, 1, False), (16, 16, 4, 1, False))
+_FLOAT32_BACKWARD = ((16, 32, 4, 1, False, True), (16, 16, 4, 1, False, True))
 
 
 def _listed(problem: AttentionProblem, device: Device, direction: Direction) -> list[Any]:
     """All params for a call's width, best guess first."""
-    forward, hopper = direction == "forward", (device.capability or (0, 0)) >= (9, 0)
-    sizes: tuple[tuple[int, int, int, int, bool], ...]
+    forward, widest, tma = direction == "forward", max(problem.head_dim, problem.value_dim), _has_tma(problem, device)
+    sizes: tuple[tuple[Any, ...], ...]
     if problem.dtype.itemsize == 4:
         sizes = _FLOAT32_FORWARD if forward else _FLOAT32_BACKWARD
     elif problem.bias is not None or MaskParts.of(problem.mask).matrix is not None:
-        backward = _SCORES_BACKWARD if max(problem.head_dim, problem.value_dim) <= 128 else _WIDE_SCORES_BACKWARD
-        sizes = _SCORES_FORWARD if forward else backward
+        backward = _HOPPER_SCORES_BACKWARD if tma else _SCORES_BACKWARD
+        sizes = _SCORES_FORWARD if forward else backward if widest <= 128 else _WIDE_SCORES_BACKWARD
     else:
-        widest = max(problem.head_dim, problem.value_dim)
-        tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if hopper else (_FORWARD, _BACKWARD)
-        table = tables[0] if forward else tables[1]
+        tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if tma else (_FORWARD, _BACKWARD)
+        table: Mapping[int, tuple[tuple[Any, ...], ...]] = tables[0] if forward else tables[1]
         sizes = next(listed for width, listed in table.items() if widest <= width)
-        if problem.dropout or MaskParts.of(problem.mask).has_rows:  # what is known of single rows takes registers
+        # What is known of single rows takes registers, and so does the derivative of the cap.
+        capped = problem.options.logits_soft_cap is not None and not forward
+        if problem.dropout or MaskParts.of(problem.mask).has_rows or capped:
             sizes = tuple(sorted(sizes, key=lambda size: size[0] * size[1] // size[2]))
     if forward:
         return [TritonForwardParams(Tiles(*size)) for size in sizes]
     return [
-        TritonBackwardParams(Tiles(few, many, warps, stages, tma), Tiles(many, few, warps, stages, tma))
-        for few, many, warps, stages, tma in sizes
+        TritonBackwardParams(Tiles(few, many, warps, stages, tma), Tiles(many, few, warps, stages, tma), repeats)
+        for few, many, warps, stages, tma, repeats in sizes
     ]
+
+
+def _has_tma(problem: AttentionProblem, device: Device) -> bool:
+    """Whether the call's tiles can be loaded by TMA."""
+    whole = all(dim * problem.dtype.itemsize % TMA_BYTES == 0 for dim in (problem.head_dim, problem.value_dim))
+    return whole and (device.capability or (0, 0)) >= (9, 0)
 
 
 def _smallest(direction: Direction) -> TritonForwardParams | TritonBackwardParams:
@@ -308,58 +332,59 @@ class _Call:
             jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
         ]
         constants = self._constants(arrays, "key_ranges", tiles, batch * heads, problem.groups)
-        constants |= {
-            "SINKS": "sinks" in given,
-            "LAST_FIRST": self._last_see_most,
-            "EVEN": problem.kv_length % tiles.block_k == 0,
-        }
+        constants |= {"SINKS": "sinks" in given} | self._by_queries(arrays, tiles)
         return self._launch(attention_forward, given, names, outputs, _cdiv(q_length, tiles.block_q), constants, tiles)
 
     def backward(self, params: TritonBackwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """``(d_query, d_key, d_value)`` and the gradient of every logit where there is a bias."""
-        from tilewright.kernels.flash_attention import triton_backward as kernels
 
         problem, batch = self.problem, arrays["query"].shape[0]
-        heads, q_length, kv_length = problem.heads, problem.q_length, problem.kv_length
         given = dict(arrays)
         given["deltas"], given["exponents"] = self._row_terms(given, batch)
-        names: tuple[str, ...] = (
-            "query",
-            "key",
-            "value",
-            "d_out",
-            "exponents",
-            "deltas",
-            "bias",
-            "q_rows",
-            "kv_rows",
-            "mask",
-        )
-        tiles = params.key_value
-        outputs = [jax.ShapeDtypeStruct(given[name].shape, problem.dtype) for name in ("key", "value")]
-        constants = self._constants(arrays, "query_ranges", tiles, batch * problem.kv_heads, 1)
-        constants |= {"LAST_FIRST": self._first_see_most, "EVEN": q_length % tiles.block_q == 0}
-        d_key, d_value = self._launch(
-            kernels.attention_key_value_gradients, given, (*names, "query_ranges", "dropout_keys"), outputs,
-            _cdiv(kv_length, tiles.block_k), constants, tiles, problem.kv_heads,
-        )  # fmt: skip
-        tiles = params.query
-        outputs = [jax.ShapeDtypeStruct(given["query"].shape, problem.dtype)]
-        given["d_bias"] = jnp.zeros((0,), np.float32)
-        in_place: dict[int, int] = {}
-        names = (*names, "key_ranges", "dropout_keys", "d_bias")
+        given["d_bias"] = given["d_query"] = jnp.zeros((0,), np.float32)
         if "bias" in given:
             # What no program sees has no gradient.
-            given["d_bias"] = jnp.zeros((batch, heads, q_length, kv_length), np.float32)
-            outputs.append(jax.ShapeDtypeStruct(given["d_bias"].shape, np.float32))
-            in_place = {1: names.index("d_bias")}
-        constants = self._constants(arrays, "key_ranges", tiles, batch * heads, problem.groups)
-        constants |= {"LAST_FIRST": self._last_see_most, "EVEN": kv_length % tiles.block_k == 0}
-        d_query, *d_bias = self._launch(
-            kernels.attention_query_gradients, given, names, outputs, _cdiv(q_length, tiles.block_q), constants, tiles,
-            in_place=in_place,
+            given["d_bias"] = jnp.zeros((batch, *problem.score_shape[1:]), np.float32)
+        if params.deterministic:
+            d_key, d_value = self._key_value_gradients(params.key_value, given, ())
+            d_query, *d_bias = self._query_gradients(params.query, given)
+            return d_query, d_key, d_value, *d_bias
+        shape = batch, problem.heads, problem.head_dim, _whole_length(problem.q_length)
+        given["d_query"] = jnp.zeros(shape, np.float32)
+        updated = ("d_query", "d_bias") if "bias" in given else ("d_query",)
+        d_key, d_value, total, *d_bias = self._key_value_gradients(params.key_value, given, updated)
+        d_query = (total * problem.options.softmax_scale).astype(problem.dtype)[..., : problem.q_length]
+        return d_query.transpose(0, 3, 1, 2), d_key, d_value, *d_bias
+
+    def _key_value_gradients(
+        self, tiles: Tiles, arrays: Mapping[str, Any], updated: tuple[str, ...]
+    ) -> tuple[Any, ...]:
+        """``(d_key, d_value)`` and the arrays of the names ``updated``: those of dQ's products with them."""
+        from tilewright.kernels.flash_attention.triton_backward import attention_key_value_gradients
+
+        problem = self.problem
+        outputs = [jax.ShapeDtypeStruct(arrays[name].shape, problem.dtype) for name in ("key", "value")]
+        constants = self._constants(arrays, "query_ranges", tiles, arrays["query"].shape[0] * problem.kv_heads, 1)
+        constants |= self._by_keys(arrays, tiles, fused=bool(updated))
+        return self._launch(
+            attention_key_value_gradients, arrays,
+            (*_BACKWARD_INPUTS, "query_ranges", "dropout_keys", "d_query", "d_bias"), outputs,
+            _cdiv(problem.kv_length, tiles.block_k), constants, tiles, problem.kv_heads, updated,
         )  # fmt: skip
-        return d_query, d_key, d_value, *d_bias
+
+    def _query_gradients(self, tiles: Tiles, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``d_query``, and ``d_bias`` where there is a bias."""
+        from tilewright.kernels.flash_attention.triton_backward import attention_query_gradients
+
+        problem = self.problem
+        constants = self._constants(
+            arrays, "key_ranges", tiles, arrays["query"].shape[0] * problem.heads, problem.groups
+        ) | self._by_queries(arrays, tiles)
+        return self._launch(
+            attention_query_gradients, arrays, (*_BACKWARD_INPUTS, "key_ranges", "dropout_keys", "d_bias"),
+            [jax.ShapeDtypeStruct(arrays["query"].shape, problem.dtype)], _cdiv(problem.q_length, tiles.block_q),
+            constants, tiles, updated=("d_bias",) if "bias" in arrays else (),
+        )  # fmt: skip
 
     def _row_terms(self, arrays: Mapping[str, Any], batch: int) -> tuple[Any, ...]:
         from tilewright.kernels.flash_attention.triton_backward import attention_row_terms
@@ -369,7 +394,7 @@ class _Call:
         return launch(
             attention_row_terms,
             [arrays["out"], arrays["d_out"], arrays["lse"], d_lse],
-            [jax.ShapeDtypeStruct((batch, heads, q_length), np.float32)] * 2,
+            [jax.ShapeDtypeStruct((batch, heads, _whole_length(q_length)), np.float32)] * 2,
             grid=[_cdiv(q_length, ROW_TERMS_BLOCK) * batch * heads],
             scalars={"q_length": q_length},
             constants={
@@ -381,43 +406,49 @@ class _Call:
     def _launch(
         self, kernel: Any, arrays: Mapping[str, Any], names: tuple[str, ...], outputs: list[jax.ShapeDtypeStruct],
         tiles_of_a_head: int, constants: Mapping[str, Any], tiles: Tiles, heads: int = 0,
-        in_place: Mapping[int, int] | None = None,
+        updated: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:  # fmt: skip
+        """The outputs, then the arrays of the names ``updated``, which the kernel adds to or writes in part."""
         problem, batch = self.problem, arrays["query"].shape[0]
         absent = {name: jnp.zeros((0,), _ABSENT[name]) for name in names if name not in arrays}
         return launch(
             kernel,
             [arrays.get(name, absent.get(name)) for name in names],
-            outputs,
+            [*outputs, *(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated)],
             grid=[tiles_of_a_head * batch * (heads or problem.heads)],
             scalars={"q_length": problem.q_length, "kv_length": problem.kv_length},
             constants=constants,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
-            in_place=in_place or {},
+            in_place={len(outputs) + i: names.index(name) for i, name in enumerate(updated)},
         )
 
-    @property
-    def _has_tma(self) -> bool:
-        problem = self.problem
-        whole = all(dim * problem.dtype.itemsize % TMA_BYTES == 0 for dim in (problem.head_dim, problem.value_dim))
-        return whole and (current_device().capability or (0, 0)) >= (9, 0)
+    def _by_queries(self, arrays: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:
+        """What kernels are told whose programs have a tile of queries and go through keys."""
+        return self._walk("key_ranges" in arrays, self.parts.band, self.problem.kv_length % tiles.block_k != 0)
 
-    @property
-    def _last_see_most(self) -> bool:
-        """Whether the last queries have the most keys to go through; they begin, so that they do not end last."""
-        return self.parts.band.lowest <= -FAR and self.parts.band.highest < FAR
+    def _by_keys(self, arrays: Mapping[str, Any], tiles: Tiles, fused: bool) -> dict[str, Any]:
+        """What the kernel is told whose programs have a tile of keys and go through queries."""
+        problem, band = self.problem, self.parts.band
+        uneven = problem.q_length % tiles.block_q != 0 or (fused and problem.kv_length % tiles.block_k != 0)
+        walk = self._walk("query_ranges" in arrays, band.transposed, uneven)
+        return walk | {"GROUPS": problem.groups, "FUSED": fused}
 
-    @property
-    def _first_see_most(self) -> bool:
-        return self.parts.band.lowest > -FAR and self.parts.band.highest >= FAR
+    def _walk(self, ranged: bool, band: Band, uneven: bool) -> dict[str, Any]:
+        """Which of the parts of ``visible_span`` there are, by bits, and whether the last programs have most to do.
+
+        Those begin, so that they do not end last. ``band`` is where others are seen from a program's own.
+        """
+        ends = {"LAST_FIRST": band.lowest <= -FAR and band.highest < FAR}
+        if ranged:
+            return ends | {"PARTS": 0b100}
+        return ends | {"PARTS": (band.lowest > -FAR) | 0b010 | (band.highest < FAR or uneven) << 2}
 
     def _constants(
         self, arrays: Mapping[str, Any], ranges: str, tiles: Tiles, places: int, sharing: int
     ) -> dict[str, Any]:
         """What all three kernels are compiled for; ``sharing`` programs of neighbouring heads have the same keys."""
-        problem, options, parts = self.problem, self.problem.options, self.parts
-        band = parts.band if parts.has_rows or parts.band != Band() else Band()
+        problem, options, parts, band = self.problem, self.problem.options, self.parts, self.parts.band
         worked_on = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         at_once = max(CACHED_BYTES // max(worked_on, 1), 1) * sharing
         exact = wants_exact_products(options, problem.dtype)
@@ -445,8 +476,13 @@ class _Call:
             "THRESHOLD": keep_threshold(options.dropout_prob) if problem.dropout else 0,
             "KEEP_SCALE": 1.0 / (1.0 - options.dropout_prob),
             "PRECISION": "tf32x3" if exact else "tf32",
-            "TMA": tiles.tma and self._has_tma,
+            "TMA": tiles.tma and _has_tma(problem, current_device()),
         }
+
+
+_BACKWARD_INPUTS = (
+    "query", "key", "value", "d_out", "exponents", "deltas", "bias", "q_rows", "kv_rows", "mask",
+)  # fmt: skip
 
 
 def _shape_bits(array: Any) -> int:
@@ -454,6 +490,11 @@ def _shape_bits(array: Any) -> int:
     if array is None:
         return -1
     return sum(bit for bit, size in zip((8, 4, 2, 1), array.shape, strict=True) if size > 1)
+
+
+def _whole_length(length: int) -> int:
+    """As the kernels' ``whole_length``."""
+    return _cdiv(length, 4) * 4
 
 
 def _cdiv(length: int, block: int) -> int:

@@ -11,10 +11,13 @@ from tilewright.kernels.flash_attention.triton_scores import (
     LOG2E,
     capped,
     described,
-    head_of_scores,
     kept,
+    load_only_tile,
     load_tile,
+    of_batch,
+    of_head,
     program_place,
+    ranges_of_head,
     store_tile,
     visible,
     visible_span,
@@ -23,11 +26,11 @@ from tilewright.kernels.flash_attention.triton_scores import (
 
 @triton.jit
 def attend(
-    accumulator, total, largest, queries, key, value, bias, row_terms, column_terms, mask, keys, first_row, start, end,
-    q_length, kv_length,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_VALUE_DIM: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr,
+    accumulator, total, largest, queries, key, value, bias, row_terms, column_terms, mask, keys, kv_head, first_row,
+    start, end, q_length, kv_length,
+    KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +38,7 @@ def attend(
     rows = first_row + tl.arange(0, BLOCK_Q)[:, None]
     for column in tl.range(start, end, BLOCK_K):
         columns = column + tl.arange(0, BLOCK_K)[None, :]
-        keys_here = load_tile(key, column, kv_length, BLOCK_K, DIM, HEAD_DIM, KEY_STRIDE, MASKED, TMA)
+        keys_here = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
         logits = tl.dot(queries, tl.trans(keys_here), input_precision=PRECISION)
         if SOFT_CAP > 0.0 or BIAS >= 0:
             logits, _ = capped(
@@ -63,7 +66,9 @@ def attend(
         accumulator = accumulator * correction[:, None]
         if THRESHOLD > 0:
             weights = tl.where(kept(keys, rows, columns, THRESHOLD), weights, 0.0)
-        values_here = load_tile(value, column, kv_length, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, VALUE_STRIDE, MASKED, TMA)
+        values_here = load_tile(
+            value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA
+        )
         accumulator = tl.dot(weights.to(values_here.dtype), values_here, accumulator, input_precision=PRECISION)
         largest = new_largest
     return accumulator, total, largest
@@ -79,41 +84,31 @@ def attention_forward(
     LAST_FIRST: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     BANDED: tl.constexpr, ROWS: tl.constexpr, ROWS_BATCH: tl.constexpr, COLUMNS_BATCH: tl.constexpr, MASK: tl.constexpr,
     RANGES: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """``out`` and ``lse`` of one tile of queries of one head."""
     tile, place = program_place((q_length + BLOCK_Q - 1) // BLOCK_Q, AT_ONCE, LAST_FIRST)
     batch, head = place // HEADS, place % HEADS
     kv_head = head // GROUPS
-    QUERY_STRIDE: tl.constexpr = HEADS * HEAD_DIM
-    OUT_STRIDE: tl.constexpr = HEADS * HEAD_VALUE_DIM
-    KEY_STRIDE: tl.constexpr = HEADS // GROUPS * HEAD_DIM
-    VALUE_STRIDE: tl.constexpr = HEADS // GROUPS * HEAD_VALUE_DIM
+    KV_HEADS: tl.constexpr = HEADS // GROUPS
     first_row = tile * BLOCK_Q
     wide_batch = batch.to(tl.int64)
-    query += wide_batch * q_length * QUERY_STRIDE + head * HEAD_DIM
-    out += wide_batch * q_length * OUT_STRIDE + head * HEAD_VALUE_DIM
-    key += wide_batch * kv_length * KEY_STRIDE + kv_head * HEAD_DIM
-    value += wide_batch * kv_length * VALUE_STRIDE + kv_head * HEAD_VALUE_DIM
+    query += wide_batch * q_length * (HEADS * HEAD_DIM)
+    out += wide_batch * q_length * (HEADS * HEAD_VALUE_DIM)
+    key += wide_batch * kv_length * (KV_HEADS * HEAD_DIM)
+    value += wide_batch * kv_length * (KV_HEADS * HEAD_VALUE_DIM)
     lse += place.to(tl.int64) * q_length
-    if BIAS >= 0:
-        bias = head_of_scores(bias, batch, head, HEADS, q_length, kv_length, BIAS)
-    if MASK >= 0:
-        mask = head_of_scores(mask, batch, head, HEADS, q_length, kv_length, MASK)
-    if ROWS:
-        q_rows += wide_batch * ROWS_BATCH * 2 * q_length
-        kv_rows += wide_batch * COLUMNS_BATCH * 2 * kv_length
-    if RANGES >= 0:
-        key_ranges = head_of_scores(key_ranges, batch, head, HEADS, (q_length + 63) // 64 * 2, 1, RANGES | 2)
-    if THRESHOLD > 0:
-        dropout_keys += place * 2
-
-    first, full_first, full_end, end = visible_span(
-        first_row, q_length, kv_length, key_ranges, BLOCK_Q, BLOCK_K, LOWEST, HIGHEST, BANDED, RANGES >= 0
+    bias, mask, dropout_keys = of_head(
+        bias, mask, dropout_keys, batch, head, q_length, kv_length, HEADS, BIAS, MASK, THRESHOLD
     )
-    queries = load_tile(query, first_row, q_length, BLOCK_Q, DIM, HEAD_DIM, QUERY_STRIDE, True, False)
-    keys_from = described(key, kv_length, BLOCK_K, DIM, HEAD_DIM, KEY_STRIDE, TMA)
-    values_from = described(value, kv_length, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, VALUE_STRIDE, TMA)
+    q_rows, kv_rows = of_batch(q_rows, kv_rows, batch, q_length, kv_length, ROWS_BATCH, COLUMNS_BATCH)
+    ranges = ranges_of_head(key_ranges, batch, head, q_length, HEADS, RANGES)
+    bounds = visible_span(
+        first_row, q_length, kv_length, ranges, 1, BLOCK_Q, BLOCK_K, LOWEST, HIGHEST, BANDED, RANGES >= 0, False
+    )
+    queries = load_only_tile(query, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
+    keys_from = described(key, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
+    values_from = described(value, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA)
     accumulator = tl.zeros((BLOCK_Q, VALUE_DIM), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -121,27 +116,14 @@ def attention_forward(
         largest = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + place) * LOG2E
         total = tl.where(largest == float("-inf"), 0.0, 1.0)
 
-    if BANDED and LOWEST > -(1 << 30) and RANGES < 0:
-        accumulator, total, largest = attend(
-            accumulator, total, largest, queries, keys_from, values_from, bias, q_rows, kv_rows, mask, dropout_keys,
-            first_row, first, full_first, q_length, kv_length,
-            BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, KEY_STRIDE, VALUE_STRIDE, SCALE, SOFT_CAP,
-            LOWEST, HIGHEST, BANDED, ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, True,
-        )  # fmt: skip
-    if RANGES < 0:
-        accumulator, total, largest = attend(
-            accumulator, total, largest, queries, keys_from, values_from, bias, q_rows, kv_rows, mask, dropout_keys,
-            first_row, full_first, full_end, q_length, kv_length,
-            BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, KEY_STRIDE, VALUE_STRIDE, SCALE, SOFT_CAP,
-            LOWEST, HIGHEST, BANDED, ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, False,
-        )  # fmt: skip
-    if RANGES >= 0 or BANDED or not EVEN:
-        accumulator, total, largest = attend(
-            accumulator, total, largest, queries, keys_from, values_from, bias, q_rows, kv_rows, mask, dropout_keys,
-            first_row, full_end, end, q_length, kv_length,
-            BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, KEY_STRIDE, VALUE_STRIDE, SCALE, SOFT_CAP,
-            LOWEST, HIGHEST, BANDED, ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, True,
-        )  # fmt: skip
+    for part in tl.static_range(3):
+        if (PARTS >> part) & 1:
+            accumulator, total, largest = attend(
+                accumulator, total, largest, queries, keys_from, values_from, bias, q_rows, kv_rows, mask, dropout_keys,
+                kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length,
+                KV_HEADS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST, HIGHEST,
+                BANDED, ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, part != 1,
+            )  # fmt: skip
 
     nothing = total == 0.0
     safe_total = tl.where(nothing, 1.0, total)
@@ -149,4 +131,4 @@ def attention_forward(
     log_sum = tl.where(nothing, float("-inf"), (largest + tl.log2(safe_total)) * LN2)
     tl.store(lse + rows, log_sum, mask=rows < q_length)
     accumulator = accumulator * (KEEP_SCALE / safe_total)[:, None]
-    store_tile(out, accumulator, first_row, q_length, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, OUT_STRIDE)
+    store_tile(out, accumulator, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)

@@ -28,37 +28,45 @@ def program_place(tiles, AT_ONCE: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(BLOCK: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr):
-    """Where the elements of a tile of rows are, from the first one."""
-    return tl.arange(0, BLOCK)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+def tile_offsets(head, start, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the elements of a tile of a head's rows are in ``[length, HEADS, WIDTH]``."""
+    within = tl.arange(0, BLOCK)[:, None] * (HEADS * WIDTH) + tl.arange(0, DIM)[None, :]
+    return (start * HEADS + head) * WIDTH + within
+
+
+@triton.jit
+def inside_of(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Which elements of a tile there are."""
+    inside = (start + tl.arange(0, BLOCK) < length)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
+    return inside
 
 
 @triton.jit
 def described(
-    tensor, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, TMA: tl.constexpr
+    tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """What ``load_tile`` takes for a head's rows, from a pointer to the first: a descriptor for TMA, or the pointer."""
+    """What ``load_tile`` and ``add_tile`` take for ``[length, HEADS, WIDTH]``: a descriptor for TMA, or the pointer."""
     source = tensor
     if TMA:
-        source = tl.make_tensor_descriptor(tensor, [length, WIDTH], [STRIDE, 1], [BLOCK, DIM])
+        # The head leads, so that what is loaded is a matrix for Triton without a change of layout.
+        source = tl.make_tensor_descriptor(tensor, [HEADS, length, WIDTH], [WIDTH, HEADS * WIDTH, 1], [1, BLOCK, DIM])
     return source
 
 
 @triton.jit
 def load_tile(
-    source, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    source, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     CHECKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows from ``start`` on, with zeros beyond the length (if that is checked, as TMA does always) and the width."""
+    """A head's rows from ``start`` on, with zeros beyond the length (if ``CHECKED``, by TMA always) and the width."""
     if TMA:
-        loaded = source.load([start, 0])
+        loaded = source.load([head, start, 0]).reshape(BLOCK, DIM)
     else:
-        tile = source + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
+        tile = source + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
         if CHECKED:
-            inside = (start + tl.arange(0, BLOCK) < length)[:, None]
-            if DIM != WIDTH:
-                inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
-            loaded = tl.load(tile, mask=inside, other=0.0)
+            loaded = tl.load(tile, mask=inside_of(start, length, BLOCK, DIM, WIDTH), other=0.0)
         elif DIM != WIDTH:
             loaded = tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
         else:
@@ -67,25 +75,104 @@ def load_tile(
 
 
 @triton.jit
+def load_only_tile(
+    tensor, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The tile of a head's rows that a program loads once; by TMA, as where elements are would stay in registers."""
+    source = described(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
+    return load_tile(source, head, start, length, HEADS, BLOCK, DIM, WIDTH, True, TMA)
+
+
+@triton.jit
 def store_tile(
-    tensor, values, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr
+    tensor, values, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    rounded = values.to(tensor.dtype.element_ty)
+    if TMA:
+        target = described(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
+        target.store([head, start, 0], rounded.reshape(1, BLOCK, DIM))
+    else:
+        tile = tensor + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
+        tl.store(tile, rounded, mask=inside_of(start, length, BLOCK, DIM, WIDTH))
+
+
+@triton.jit
+def whole_length(length):
+    """Of the rows of float32 that TMA loads or adds to: whole numbers of 16 bytes."""
+    return (length + 3) // 4 * 4
+
+
+@triton.jit
+def described_rows(tensor, count, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """What ``load_row`` takes for float32 ``[count, whole_length(length)]``."""
+    source = tensor
+    if TMA:
+        source = tl.make_tensor_descriptor(tensor, [count, length], [whole_length(length), 1], [1, BLOCK])
+    return source
+
+
+@triton.jit
+def load_row(
+    source, row, start, length, BLOCK: tl.constexpr, OTHER: tl.constexpr, CHECKED: tl.constexpr, TMA: tl.constexpr
 ):
-    inside = (start + tl.arange(0, BLOCK) < length)[:, None]
-    if DIM != WIDTH:
-        inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
-    tile = tensor + start * STRIDE + tile_offsets(BLOCK, DIM, STRIDE)
-    tl.store(tile, values.to(tensor.dtype.element_ty), mask=inside)
+    """A part of a row; what is beyond its length is ``OTHER``, by TMA zeros.
+
+    By TMA it takes one thread; otherwise every one loads each element that it needs.
+    """
+    if TMA:
+        loaded = source.load([row, start]).reshape(BLOCK)
+    else:
+        places = start + tl.arange(0, BLOCK)
+        pointers = source + row.to(tl.int64) * whole_length(length) + places
+        if CHECKED:
+            loaded = tl.load(pointers, mask=places < length, other=OTHER)
+        else:
+            loaded = tl.load(pointers)
+    return loaded
+
+
+@triton.jit
+def described_sums(
+    tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
+):
+    """What ``add_to_sums`` takes for ``[HEADS, WIDTH, whole_length(length)]``."""
+    target = tensor
+    if TMA:
+        padded = whole_length(length)
+        target = tl.make_tensor_descriptor(tensor, [HEADS * WIDTH, padded], [padded, 1], [DIM, BLOCK])
+    return target
+
+
+@triton.jit
+def add_to_sums(
+    target, values, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds [DIM, BLOCK] from ``start`` on to what other programs add to at the same time.
+
+    What is beyond the width and the length has to be zeros: TMA adds it to the next head.
+    """
+    if TMA:
+        target.atomic_add([head * WIDTH, start], values)
+    else:
+        padded = whole_length(length)
+        rows, columns = tl.arange(0, DIM)[:, None], start + tl.arange(0, BLOCK)[None, :]
+        places = target + head * (WIDTH * padded) + rows * padded + columns
+        tl.atomic_add(places, values, mask=(rows < WIDTH) & (columns < length), sem="relaxed")
 
 
 @triton.jit
 def visible_span(
-    start, length, other_length, ranges, BLOCK: tl.constexpr, STEP: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, BANDED: tl.constexpr, RANGED: tl.constexpr,
+    start, length, other_length, ranges, members, BLOCK: tl.constexpr, STEP: tl.constexpr, LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr, BANDED: tl.constexpr, RANGED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """What a tile from ``start`` on sees: from where, to where, and between which two it sees all without a mask.
 
-    In steps from the first; the last one may go beyond the end. ``LOWEST <= other - own <= HIGHEST`` is the band.
-    ``ranges`` are those of the head, [entries, 2]; with them nothing is seen without a mask.
+    These are three parts, ``[first, full_first, full_end, end]`` their bounds, in steps from the first; the last step
+    may go beyond the end. ``LOWEST <= other - own <= HIGHEST`` is the band. ``ranges`` are those of so many heads,
+    [members, entries, 2]; with them nothing is seen without a mask, nor, if ``WHOLE``, by a tile beyond its length.
     """
     first = start * 0
     end = first + other_length
@@ -96,10 +183,11 @@ def visible_span(
         entries = (length + RANGE - 1) // RANGE
         least = first + other_length
         greatest = first * 0
-        for i in tl.static_range((BLOCK + RANGE - 1) // RANGE):
-            entry = tl.minimum(start // RANGE + i, entries - 1)
-            least = tl.minimum(least, tl.load(ranges + 2 * entry))
-            greatest = tl.maximum(greatest, tl.load(ranges + 2 * entry + 1))
+        for member in tl.range(members):
+            for i in tl.static_range((BLOCK + RANGE - 1) // RANGE):
+                entry = member * entries + tl.minimum(start // RANGE + i, entries - 1)
+                least = tl.minimum(least, tl.load(ranges + 2 * entry))
+                greatest = tl.maximum(greatest, tl.load(ranges + 2 * entry + 1))
         first = tl.maximum(first, least)
         end = tl.minimum(end, greatest)
     first = first // STEP * STEP
@@ -112,9 +200,43 @@ def visible_span(
         full_first = (tl.maximum(start + BLOCK - 1 + LOWEST, 0) + STEP - 1) // STEP * STEP
         full_end = tl.minimum(full_end, tl.maximum(start + HIGHEST + 1, 0) // STEP * STEP)
         full_first = tl.minimum(tl.maximum(full_first, first), end)
+    if WHOLE:
+        full_end = tl.where(start + BLOCK > length, full_first, full_end)
     # In whole steps between the two ends, and after the first part.
     full_end = tl.maximum(full_end, full_first)
     return first, full_first, full_end, end
+
+
+@triton.jit
+def of_batch(q_rows, kv_rows, batch, q_length, kv_length, ROWS_BATCH: tl.constexpr, COLUMNS_BATCH: tl.constexpr):
+    """Pointers to the segments and positions of a batch element's queries and keys."""
+    wide_batch = batch.to(tl.int64)
+    return q_rows + wide_batch * ROWS_BATCH * 2 * q_length, kv_rows + wide_batch * COLUMNS_BATCH * 2 * kv_length
+
+
+@triton.jit
+def of_head(
+    bias, mask, keys, batch, head, q_length, kv_length, HEADS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a head's part of the bias, of the mask and of the keys of the dropout."""
+    bias_of, mask_of, keys_of = bias, mask, keys
+    if BIAS >= 0:
+        bias_of = head_of_scores(bias, batch, head, HEADS, q_length, kv_length, BIAS)
+    if MASK >= 0:
+        mask_of = head_of_scores(mask, batch, head, HEADS, q_length, kv_length, MASK)
+    if THRESHOLD > 0:
+        keys_of = keys + (batch * HEADS + head) * 2
+    return bias_of, mask_of, keys_of
+
+
+@triton.jit
+def ranges_of_head(ranges, batch, head, length, HEADS: tl.constexpr, RANGES: tl.constexpr):
+    """The pointer to a head's ranges, [entries, 2]."""
+    pointer = ranges
+    if RANGES >= 0:
+        pointer = head_of_scores(ranges, batch, head, HEADS, (length + RANGE - 1) // RANGE * 2, 1, RANGES | 2)
+    return pointer
 
 
 @triton.jit
