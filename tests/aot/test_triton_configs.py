@@ -31,8 +31,8 @@ CARDS = {
     "h100": Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, present=False),
 }
 
-SPILLED = 900
-"""Bytes that a kernel may spill where it is not yet tuned: all but what models do most on Hopper. To be mended."""
+SPILLED = {"everything": 900, "d256": 200, "a100": 24, "rtx4090": 24, "h100": 0}
+"""Bytes that a kernel may spill: with every option at once, at the widest heads, and otherwise by card."""
 
 # Of the first choice; every other candidate is compiled for what models do most.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -94,6 +94,7 @@ def compilations() -> Iterator[Compilation]:
             for params in candidates[: None if name in all_of else 1]:
                 tiles = next(getattr(params, field.name) for field in dataclasses.fields(params))
                 sizes = "x".join(str(int(value)) for value in dataclasses.astuple(tiles))
+                sizes += "-repeats" if getattr(params, "deterministic", False) else ""
                 yield Compilation(f"{name}-{card}-{direction}-{sizes}", card, inputs, direction, params)
 
 
@@ -117,9 +118,8 @@ def test_compiles_without_spills(compilation: Compilation, monkeypatch: pytest.M
         trace(compilation)
     assert device.capability is not None
     reports = [report(launch, device.capability) for launch in launches]
-    assert len(reports) == (1 if compilation.direction == "forward" else 3)
-    plain = compilation.name.startswith(("full_d64-", "full_d128-", "causal_d64-", "causal_d128-"))
-    strict = plain and compilation.card == "h100"
-    most = 0 if strict else SPILLED
-    faulty = [each for each in reports if each.spill_loads > most or (strict and each.serialised)]
+    fused = compilation.direction == "backward" and not compilation.params.deterministic
+    assert len(reports) == (1 if compilation.direction == "forward" else 2 if fused else 3)
+    most = next(size for name, size in SPILLED.items() if name in compilation.name)
+    faulty = [each for each in reports if each.spill_loads > most or each.serialised]
     assert [fault for each in faulty for fault in each.faults] == []
