@@ -203,7 +203,7 @@ def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
     newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
     installed = mock.patch.object(fa4_cute, "package_reasons", side_effect=list)
-    triton = mock.patch.object(requirements, "_version", return_value=(99,))
+    triton = mock.patch.object(requirements, "_package_reasons", return_value=[])
     with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed, triton:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS if name in PROBES)
 

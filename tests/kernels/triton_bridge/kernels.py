@@ -38,3 +38,12 @@ def product(left, right, result, size: tl.constexpr):
     rows, columns = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
     accumulator = tl.dot(tl.load(left + rows * size + columns), tl.load(right + rows * size + columns))
     tl.store(result + rows * size + columns, accumulator.to(result.dtype.element_ty))
+
+
+@triton.jit
+def copied(source, rows, result, block: tl.constexpr, width: tl.constexpr):
+    """``result = source``, both [rows, width], by TMA."""
+    start = tl.program_id(0) * block
+    tile = tl.make_tensor_descriptor(source, [rows, width], [width, 1], [block, width]).load([start, 0])
+    index = start + tl.arange(0, block)[:, None]
+    tl.store(result + index * width + tl.arange(0, width)[None, :], tile, mask=index < rows)

@@ -17,8 +17,8 @@ from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.table import Variant
 from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
-from tilewright.kernels.flash_attention.cuda_scores import MaskParts, visible_ranges
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions, dropout_keys
+from tilewright.kernels.flash_attention.cuda_scores import MaskParts, score_arrays
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.operands import into_batch, widened, with_positive_scale
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
@@ -297,7 +297,7 @@ class CudaFlashAttention(Implementation):
         sinks = None
         if inputs.softmax_aux is not None:
             sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)
-        scores = _score_arrays(inputs, backward=False)
+        scores = score_arrays(inputs, backward=False)
         out, lse = call.run({"query": inputs.query, "key": inputs.key, "value": inputs.value, **scores, "sinks": sinks})
         return out, lse
 
@@ -320,7 +320,7 @@ class CudaFlashAttention(Implementation):
             "lse": lse.astype(jnp.float32), "d_out": d_out,
             "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
         }  # fmt: skip
-        d_query, d_key, d_value, d_bias = call.run({**arrays, **_score_arrays(inputs, backward=True)})
+        d_query, d_key, d_value, d_bias = call.run({**arrays, **score_arrays(inputs, backward=True)})
         if inputs.bias is not None:
             # The deterministic form stores what several logits share apart from each other.
             shared = [axis for axis, size in enumerate(inputs.bias.shape) if size != d_bias.shape[axis]]
@@ -336,27 +336,6 @@ class CudaFlashAttention(Implementation):
             "bias": bias,
             "softmax_aux": sinks,
         }
-
-
-def _score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
-    """The arrays that tell of logits, None where the call has no such."""
-    q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
-    parts = MaskParts.of(inputs.mask)
-    q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)
-    matrix = None if parts.matrix is None else parts.matrix.materialise(q_length, kv_length).astype(jnp.uint8)
-    key_ranges = query_ranges = None
-    if inputs.mask is not None and (parts.has_rows or matrix is not None):
-        key_ranges = visible_ranges(inputs.mask, q_length, kv_length)
-        query_ranges = visible_ranges(inputs.mask, q_length, kv_length, transposed=True) if backward else None
-    return {
-        "bias": inputs.bias,
-        "q_rows": q_rows,
-        "kv_rows": kv_rows,
-        "mask": matrix,
-        "key_ranges": key_ranges,
-        "query_ranges": query_ranges,
-        "dropout_keys": dropout_keys(inputs),
-    }
 
 
 _FORWARD_INPUTS = (

@@ -1,4 +1,4 @@
-"""What attention kernels in CUDA C++ are told of a call's masks: a band, rows of segments and positions, a matrix."""
+"""What attention in CUDA C++ and Triton is told of scores: a band, rows of segments and positions, a matrix."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import Band, intersection, split_mask
 from tilewright.kernels.masks import AndMask, BandMask, LengthMask, Mask, SegmentMask, TileClass, TileGrid, members
 
@@ -101,3 +102,24 @@ def visible_ranges(mask: Mask, q_length: int, kv_length: int, *, transposed: boo
     anything = seen.any(axis=3)
     ranges = jnp.stack([jnp.where(anything, first, length), jnp.where(anything, end, 0)], axis=-1)
     return ranges.astype(jnp.int32)
+
+
+def score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
+    """The arrays that tell of logits, all but the sinks; None where the call has no such."""
+    q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
+    parts = MaskParts.of(inputs.mask)
+    q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)
+    matrix = None if parts.matrix is None else parts.matrix.materialise(q_length, kv_length).astype(jnp.uint8)
+    key_ranges = query_ranges = None
+    if inputs.mask is not None and (parts.has_rows or matrix is not None):
+        key_ranges = visible_ranges(inputs.mask, q_length, kv_length)
+        query_ranges = visible_ranges(inputs.mask, q_length, kv_length, transposed=True) if backward else None
+    return {
+        "bias": inputs.bias,
+        "q_rows": q_rows,
+        "kv_rows": kv_rows,
+        "mask": matrix,
+        "key_ranges": key_ranges,
+        "query_ranges": query_ranges,
+        "dropout_keys": dropout_keys(inputs),
+    }

@@ -51,6 +51,8 @@ class FlashAttention(PortfolioKernel):
                 lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
+                # Proven by an emulation alone so far: what nobody asked for or measured does not run by it.
+                lazy("tilewright.kernels.flash_attention.triton:TritonFlashAttention"),
             ),
         )
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import BuildError
+from tilewright.kernels.footprint import block_limits
 from tilewright.kernels.triton_bridge.interpreter import type_name
 from tilewright.kernels.triton_bridge.launch import ALIGNMENT, Launch
 
 PTX_VERSION = 87
 """Of CUDA 12.8: the assembler that XLA finds, which compiles what the GPU runs, may be older than Triton's own."""
-
-SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
-"""What a block may have, by compute capability."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +47,8 @@ class Report:
             found.append(f"{self.name} spills: {self.spill_stores=}, {self.spill_loads=}, {self.registers=}")
         if self.serialised:
             found.append(f"{self.name}: its wgmmas are serialised")
-        if self.shared_bytes > SHARED_BYTES[self.capability]:
+        limits = block_limits(self.capability)
+        if limits is not None and self.shared_bytes > limits.shared_bytes:
             found.append(f"{self.name} takes {self.shared_bytes} bytes, more than a block of {self.capability} has")
         return found
 

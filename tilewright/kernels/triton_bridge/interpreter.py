@@ -126,6 +126,8 @@ def _language(interpreter: Any) -> Iterator[None]:
 
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
+        # NumPy no more takes an array of one element for a number, which Triton 3.6 relies on.
+        scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.set_attr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs))
         with _bfloat16(interpreter), np.errstate(all="ignore"):
             yield
@@ -157,7 +159,20 @@ def _bfloat16(interpreter: Any) -> Iterator[None]:
         left, right = (_widened(x.data, x.dtype.scalar == tl.bfloat16) for x in (a, b))
         return handle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
-    ours = {"cast_impl": cast_impl, "create_fp_to_fp": create_fp_to_fp, "create_dot": create_dot}
+    def create_descriptor_reduce(kind: Any, target: Any, value: Any, indices: Any) -> None:
+        if "ADD" not in str(kind).upper():
+            raise NotImplementedError(f"a descriptor's reductions are sums, got {kind}")
+        places, mask = target.materialize_pointers(indices)
+        inside = np.asarray(mask.data)  # of an array or a tensor: Triton 3.6 has the one, 3.9 the other
+        before = interpreter._interpreter.load(places.data, inside, np.zeros_like(value.data), value.data.dtype)
+        interpreter._interpreter.store(places.data, before + value.data, inside)
+
+    ours = {
+        "cast_impl": cast_impl,
+        "create_fp_to_fp": create_fp_to_fp,
+        "create_dot": create_dot,
+        "create_descriptor_reduce": create_descriptor_reduce,
+    }
     vars(builder).update(ours)
     try:
         yield

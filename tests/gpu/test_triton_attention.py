@@ -1,0 +1,159 @@
+"""Attention in Triton on a GPU: conformance, every candidate at real lengths, its residuals, and transformations."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.gpu.real_lengths import check_at_real_lengths, long_case
+from tests.kernels.flash_attention.conformance import (
+    CASES,
+    Conformance,
+    ConformanceCase,
+    cotangents,
+    describe,
+    inputs_of,
+    judge,
+    oracles,
+    run_and_judge,
+)
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.cuda import CudaFlashAttention
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.triton import TritonFlashAttention
+from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.registry import Implementation
+from tilewright.modules import flash_attention
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.device import current_device
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytest.importorskip("triton")
+
+BACKEND = TritonFlashAttention()
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+class TestTriton(Conformance):
+    backend: ClassVar[Implementation] = BACKEND
+
+    @pytest.mark.parametrize("conformance_case", CASES, ids=describe)
+    def test_pairwise(self, conformance_case: ConformanceCase):
+        super().test_pairwise(conformance_case)
+
+
+LONG = {
+    "causal": long_case(1400, batch=2, causal=True),
+    "narrow": long_case(1408, head_dim=64, causal=True),
+    "wide": long_case(1280, head_dim=256, causal=True),
+    "full": long_case(2048),
+    "float32": long_case(1024, dtype="float32", causal=True),
+    "float32_wide": long_case(700, dtype="float32", head_dim=256, sliding_window=100),
+    "grouped": long_case(1024, heads=4, kv_heads=2, causal=True),
+    "more_queries": long_case(1300, 700, causal=True, causal_alignment="bottom_right"),
+    "more_keys": long_case(700, 1300, dtype="float16", causal=True, causal_alignment="bottom_right"),
+    "ragged": long_case(1399, 1277, head_dim=72, dtype="float16", causal=True),
+    "window": long_case(1500, head_dim=64, causal=True, sliding_window=300),
+    "packed": long_case(1500, causal=True, packed=True),
+    "lengths": long_case(1024, batch=2, head_dim=96, lengths=True),
+    "cap": long_case(1024, logits_soft_cap=20.0, sinks=1),
+    "dropout": long_case(1024, head_dim=64, dropout_prob=0.2),
+    "mask": long_case(1024, mask="hqk"),
+    "bias": long_case(1024, bias="hqk", causal=True),
+    "values": long_case(1024, head_dim=64, value_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_at_real_lengths(name: str):
+    def configs(inputs: AttentionInputs, direction: Direction) -> list[Any]:
+        return BACKEND.candidates(AttentionProblem.of(inputs), current_device(), direction)[:1]
+
+    check_at_real_lengths(BACKEND, LONG[name], configs)
+
+
+def candidates(case: AttentionCase, direction: Direction) -> list[Any]:
+    return BACKEND.candidates(AttentionProblem.of(inputs_of(case)), current_device(), direction)
+
+
+TILED = {
+    f"{'causal' if causal else 'full'}_d{dim}": long_case(600, 500, head_dim=dim, causal=causal)
+    for dim in (64, 128, 256)
+    for causal in (False, True)
+}
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("name", TILED)
+def test_candidates(name: str, index: int):
+    forward, backward = (candidates(TILED[name], direction) for direction in ("forward", "backward"))
+    if index >= max(len(forward), len(backward)):
+        pytest.skip("there are fewer")
+    run_and_judge(BACKEND, TILED[name], forward[index % len(forward)], backward[index % len(backward)])
+
+
+@pytest.mark.parametrize("other", [PallasGpuFlashAttention(), CudaFlashAttention(), XlaFlashAttention()], ids=str)
+@pytest.mark.parametrize("name", ["causal", "grouped", "window"])
+def test_pairs_with_every_backend(name: str, other: Implementation):
+    inputs = inputs_of(dataclasses.replace(LONG[name], q_length=300))
+    problem, device = AttentionProblem.of(inputs, lse_wanted=True), current_device()
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        if why := other.not_supported_reasons(problem, device, direction):
+            pytest.skip("; ".join(why))
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    for first, second in ((BACKEND, other), (other, BACKEND)):
+        params = [each.heuristic(problem, device, way) for each, way in zip((first, second), directions, strict=True)]
+        results = jax.jit(lambda inputs, first=first, p=params[0]: first.forward(inputs, p))(inputs)
+        run = jax.jit(lambda inputs, results, d, second=second, p=params[1]: second.backward(inputs, results, d, p))
+        gradients = run(inputs, results, (d_out, d_lse))
+        judge({"out": results[0], "lse": results[1], **gradients}, exact.arrays, low.arrays, 2.0)
+
+
+def test_vmap_and_gradients():
+    query, key, value = (jnp.stack([jnp.asarray(a)] * 2) for a in LONG["window"].arguments()[0])
+
+    def loss(*arrays: Any) -> Any:
+        return flash_attention(*arrays, causal=True, platform="triton").astype(jnp.float32).sum()
+
+    one = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query[0], key[0], value[0])
+    both = jax.jit(jax.grad(lambda *a: jax.vmap(loss)(*a).sum(), argnums=(0, 1, 2)))(query, key, value)
+    for alone, mapped in zip(one, both, strict=True):
+        want = np.asarray(alone, np.float32)
+        for got in np.asarray(mapped, np.float32):  # to a rounding: the gradient of queries is summed in no fixed order
+            assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+
+
+def test_inside_a_command_buffer():
+    """Many calls in a loop, which XLA may record as a graph, each on the result of the last."""
+    query, key, value = (jnp.asarray(a) for a in LONG["narrow"].arguments()[0])
+
+    def repeated(platform: str) -> Any:
+        def step(_: int, x: Any) -> Any:
+            return flash_attention(x, key, value, causal=True, platform=platform)
+
+        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(query)
+
+    got, want = (np.asarray(repeated(platform), np.float32) for platform in ("triton", "xla"))
+    assert np.abs(got - want).max() <= 2.0**-5 * np.abs(want).max()
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+def test_on_every_device_of_a_process():
+    arrays = [jnp.asarray(a) for a in LONG["causal"].arguments()[0]]
+    run = jax.jit(lambda *a: flash_attention(*a, causal=True, platform="triton"))
+    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)
