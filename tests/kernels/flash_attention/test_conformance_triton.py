@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import jax
 import pytest
 
 from tests.kernels.flash_attention.conformance import CASES, Conformance, ConformanceCase, describe, run_and_judge
