@@ -19,7 +19,7 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
-from tilewright.kernels.flash_attention.operands import into_batch, widened, with_positive_scale
+from tilewright.kernels.flash_attention.operands import bias_gradient, into_batch, widened, with_positive_scale
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -321,14 +321,11 @@ class CudaFlashAttention(Implementation):
             "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
         }  # fmt: skip
         d_query, d_key, d_value, d_bias = call.run({**arrays, **score_arrays(inputs, backward=True)})
-        if inputs.bias is not None:
-            # The deterministic form stores what several logits share apart from each other.
-            shared = [axis for axis, size in enumerate(inputs.bias.shape) if size != d_bias.shape[axis]]
-            d_bias = jnp.sum(d_bias, axis=tuple(shared), keepdims=True).astype(inputs.bias.dtype)
         sinks = None
         if inputs.softmax_aux is not None:
             sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
-        bias = None if inputs.bias is None else d_bias
+        # The deterministic form stores what several logits share apart from each other.
+        bias = None if inputs.bias is None else bias_gradient(d_bias, inputs.bias)
         return {
             "query": -d_query if turned else d_query,
             "key": d_key,

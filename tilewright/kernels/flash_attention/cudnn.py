@@ -14,6 +14,7 @@ from tilewright.kernels.flash_attention import cudnn_jax
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import (
+    bias_gradient,
     by_row,
     least_lengths,
     over_batch,
@@ -21,6 +22,7 @@ from tilewright.kernels.flash_attention.operands import (
     with_blind_rows,
     with_positive_scale,
     without_blind_rows,
+    without_hidden,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
@@ -190,7 +192,8 @@ class CudnnFlashAttention(Implementation):
         arrays = {**call.operands(dim), "bias": call.bias(apart=True), "lse": lse}
         arrays |= {"out": widened(out, dim), "d_out": widened(d_out, dim)}
         d_query, d_key, d_value, *d_bias = call.run(cudnn_jax.backward, arrays)
-        d_query, d_key, d_value = call.inside(d_query, d_key, d_value, blind)
+        kv_lengths = None if call.lengths is None else call.lengths[1]
+        d_query, d_key, d_value = without_hidden(d_query, d_key, d_value, blind, kv_lengths)
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
             "query": (-d_query if turned else d_query)[..., :head_dim],
@@ -285,8 +288,7 @@ class _Call:
         assert bias is not None
         if self.inputs.mask is not None:
             d_bias = jnp.where(self.inputs.mask.tile(0, q_length, 0, kv_length), d_bias, jnp.zeros((), d_bias.dtype))
-        shared = tuple(axis for axis, size in enumerate(bias.shape) if size != d_bias.shape[axis])
-        return jnp.sum(d_bias, axis=shared, keepdims=True, dtype=jnp.float32).astype(bias.dtype)
+        return bias_gradient(d_bias, bias)
 
     def rows_that_see(self) -> Any:
         """``[batch|1, heads|1, q_length]``: whether a query sees any key; None where each does."""
@@ -302,16 +304,6 @@ class _Call:
         rows, (q_lengths, kv_lengths) = jnp.arange(q_length, dtype=jnp.int32), self.lengths
         first = jnp.maximum(rows + 1 - (self.mask.window or q_length), 0)
         return ((rows < q_lengths[:, None]) & (first < kv_lengths[:, None]))[:, None, :]
-
-    def inside(self, d_query: Any, d_key: Any, d_value: Any, blind: Any) -> tuple[Any, Any, Any]:
-        """Gradients with 0 for queries and keys that take no part, of which cuDNN need not write any."""
-        if blind is not None:
-            d_query = jnp.where(by_row(blind), jnp.zeros((), d_query.dtype), d_query)
-        if self.lengths is not None:
-            keys = jnp.arange(d_key.shape[1]) < self.lengths[1][:, None]
-            hidden = ~keys[:, :, None, None]
-            d_key, d_value = (jnp.where(hidden, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))
-        return d_query, d_key, d_value
 
     def run(
         self, function: Callable[..., tuple[Any, ...]], arrays: dict[str, Any], shared: Sequence[str] = ()

@@ -12,13 +12,13 @@ from tilewright.kernels.flash_attention import fa4_cute
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import (
-    by_row,
     least_lengths,
     over_batch,
     widened,
     with_blind_rows,
     with_positive_scale,
     without_blind_rows,
+    without_hidden,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward
@@ -376,7 +376,7 @@ class Fa4FlashAttention(Implementation):
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
         arrays |= {"out": widened(out, value_dim), "d_out": widened(d_out, value_dim)}
         d_query, d_key, d_value = call.run(fa4_cute.backward, arrays, complete)
-        d_query, d_key, d_value = call.inside(d_query, d_key, d_value, blind)
+        d_query, d_key, d_value = without_hidden(d_query, d_key, d_value, blind, call.lengths[1])
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
             "query": (-d_query if turned else d_query)[..., :head_dim],
@@ -465,16 +465,6 @@ class _Call:
         if q_lengths is not None:
             seen = seen & (jnp.arange(q_length, dtype=jnp.int32) < q_lengths[:, None])
         return seen[:, None, :]
-
-    def inside(self, d_query: Any, d_key: Any, d_value: Any, blind: Any) -> tuple[Any, Any, Any]:
-        """Gradients with 0 for queries and keys that take no part, of which the kernels need not write any."""
-        if blind is not None:
-            d_query = jnp.where(by_row(blind), jnp.zeros((), d_query.dtype), d_query)
-        if self.lengths[1] is not None:
-            keys = jnp.arange(d_key.shape[1], dtype=jnp.int32) < self.lengths[1][:, None]
-            hidden = ~keys[:, :, None, None]
-            d_key, d_value = (jnp.where(hidden, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))
-        return d_query, d_key, d_value
 
     def run(self, function: Any, arrays: dict[str, Any], params: Any) -> tuple[Any, ...]:
         """``function`` of arrays that lead with the batch."""

@@ -97,3 +97,24 @@ def without_blind_rows(out: Any, d_out: Any, lse: Any, d_lse: Any, blind: Any) -
         return out, d_out, lse, d_lse
     out, d_out = (jnp.where(by_row(blind), jnp.zeros((), each.dtype), each) for each in (out, d_out))
     return out, d_out, jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
+
+
+def without_hidden(d_query: Any, d_key: Any, d_value: Any, blind: Any, kv_lengths: Any) -> tuple[Any, Any, Any]:
+    """Gradients with 0 for queries and keys that take no part, of which a kernel need not write any.
+
+    Args:
+      blind: as in ``without_blind_rows``.
+      kv_lengths: ``[batch]``; None where every key takes part.
+    """
+    if blind is not None:
+        d_query = jnp.where(by_row(blind), jnp.zeros((), d_query.dtype), d_query)
+    if kv_lengths is not None:
+        hidden = (jnp.arange(d_key.shape[1], dtype=jnp.int32) >= kv_lengths[:, None])[:, :, None, None]
+        d_key, d_value = (jnp.where(hidden, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))
+    return d_query, d_key, d_value
+
+
+def bias_gradient(d_scores: Any, bias: Any) -> Any:
+    """The gradient of a bias from that of what it is added to, summed in float32 over what shares the bias."""
+    shared = tuple(axis for axis, size in enumerate(bias.shape) if size != d_scores.shape[axis])
+    return jnp.sum(d_scores, axis=shared, keepdims=True, dtype=jnp.float32).astype(bias.dtype)

@@ -15,7 +15,7 @@ from tilewright.kernels.flash_attention.cuda import INT32_LIMIT, wants_exact_pro
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import FAR, Band
-from tilewright.kernels.flash_attention.operands import over_batch, with_positive_scale
+from tilewright.kernels.flash_attention.operands import bias_gradient, over_batch, with_positive_scale
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -208,8 +208,7 @@ class TritonFlashAttention(Implementation):
         d_bias = d_sinks = None
         if inputs.bias is not None:
             # Stored apart, so that its sum has an order.
-            shared = [axis for axis, size in enumerate(inputs.bias.shape) if size != rest[0].shape[axis]]
-            d_bias = jnp.sum(rest[0], axis=tuple(shared), keepdims=True).astype(inputs.bias.dtype)
+            d_bias = bias_gradient(rest[0], inputs.bias)
         if inputs.softmax_aux is not None:
             d_sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
         return {
