@@ -197,7 +197,6 @@ def local_bench(
     device, turns = inv.target, turns_on(inv.target)
     with turns.shared():
         work = Workload(inv, chooser, inputs, verify=verify)
-    with turns.alone():
         timer = timer or timer_for(device)
     # On a CPU, compiling beside what is measured would disturb it.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))

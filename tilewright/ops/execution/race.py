@@ -115,7 +115,7 @@ class Race:
 
     def _first_runs(self) -> None:
         for index in range(len(self._configs)):
-            best = min(map(self._time, self._eligible()), default=math.inf)
+            best = self._best_of_families()
             if self._limits.cancelled() or (index and not self._limits.may_start()):
                 return
             if index in self._known:
@@ -130,25 +130,30 @@ class Race:
                 self._record(self.found[index])
             self._tell(index)
 
-    def _hopeless(self, index: int, best: float) -> str:
-        """Why a candidate need not be started, when another took ``best``; empty if it must be."""
-        outlook = self._outlooks[index]
+    def _best_of_families(self) -> dict[str, float]:
+        """The least time of each family so far."""
+        best: dict[str, float] = {}
+        for i in self._eligible():
+            family = self._outlooks[i].family
+            best[family] = min(self._time(i), best.get(family, math.inf))
+        return best
+
+    def _hopeless(self, index: int, families: Mapping[str, float]) -> str:
+        """Why a candidate need not be started, by the best of each family; empty if it must be."""
+        outlook, best = self._outlooks[index], min(families.values(), default=math.inf)
         if index == 0:
             return ""
         if outlook.refusal:
             return f"it cannot run: {outlook.refusal}"
         if PLAUSIBLE * outlook.least_ms <= (1 + EARLY_NOISE) * best:
-            return self._of_lost_family(outlook.family, best)
+            mine = families.get(outlook.family, 0.0) if outlook.family else 0.0
+            if mine <= LOST * best:
+                return ""
+            return f"the best of {outlook.family} so far took {mine:.4g} ms, and another implementation {best:.4g} ms"
         return (
             f"it takes {outlook.least_ms:.4g} ms at the least at the device's peak rates, and another took "
             f"{best:.4g} ms"
         )
-
-    def _of_lost_family(self, family: str, best: float) -> str:
-        times = [self._time(i) for i in self._eligible() if self._outlooks[i].family == family]
-        if not family or not times or min(times) <= LOST * best:
-            return ""
-        return f"the best of {family} so far took {min(times):.4g} ms, and another implementation {best:.4g} ms"
 
     def _candidate(self, index: int, trial: Trial) -> Candidate:
         config, heuristic = self._configs[index], index == 0
