@@ -56,19 +56,22 @@ def test_products(size: int):
     assert np.abs(np.asarray(got) - want).max() < 1e-3
 
 
-def test_scratch_memory():
-    """A descriptor of TMA lies in memory that the launch brings."""
-    if jax.local_devices()[0].compute_capability < "9":
-        pytest.skip("has no TMA")
+@pytest.mark.skipif(jax.local_devices()[0].compute_capability < "9", reason="has no TMA")
+@pytest.mark.parametrize("times", [1, 12])
+def test_scratch_memory(times: int):
+    """A descriptor of TMA lies in memory that the launch brings, also in the graph that XLA makes of many launches."""
     x = jax.random.normal(jax.random.key(0), (300, 64))
-    (got,) = jax.jit(
-        lambda x: launch(
-            kernels.copied,
-            [x],
-            [struct(300, 64)],
-            grid=[10],
-            scalars={"rows": 300},
-            constants={"block": 32, "width": 64},
-        )
-    )(x)
-    assert np.array_equal(got, x)
+
+    def copied(x: Any) -> Any:
+        constants = {"block": 32, "width": 64}
+        (got,) = launch(kernels.copied, [x], [struct(300, 64)], grid=[10], scalars={"rows": 300}, constants=constants)
+        return got
+
+    def run(x: Any) -> Any:
+        for _ in range(times):
+            x = copied(x) + 1.0
+        return x
+
+    compiled = jax.jit(run).lower(x).compile()
+    for _ in range(3):
+        assert np.allclose(compiled(x), x + times, atol=1e-4)

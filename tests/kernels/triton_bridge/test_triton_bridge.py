@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import re
 from typing import Any
 
 import jax
@@ -130,8 +131,9 @@ def test_faults():
     assert "self.spill_stores=8" in spilling.faults[0]
 
 
-def test_lowering(monkeypatch: pytest.MonkeyPatch, on_an_h100: Device):
-    """What the custom call gets, by a stand-in for the part of jaxlib that is only where CUDA's plugin is."""
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, on_an_h100: Device) -> list[Any]:
+    """What custom calls get, by a stand-in for the part of jaxlib that is only where CUDA's plugin is."""
     given: list[Any] = []
 
     class Call:
@@ -145,6 +147,10 @@ def test_lowering(monkeypatch: pytest.MonkeyPatch, on_an_h100: Device):
     monkeypatch.setattr(gpu_triton, "TritonKernelCall", Call, raising=False)
     monkeypatch.setattr(gpu_triton, "create_array_parameter", lambda *args: args, raising=False)
     monkeypatch.setattr(gpu_triton, "create_scalar_parameter", lambda *args: args, raising=False)
+    return given
+
+
+def test_lowering(given: list[Any]):
     run = jax.jit(lambda values, cache: append(values, cache, 2))
     text = run.trace(jnp.ones((8,)), jnp.ones((3, 8))).lower(lowering_platforms=("cuda",)).as_text()
     assert "@triton_kernel_call_ffi" in text
@@ -153,6 +159,22 @@ def test_lowering(monkeypatch: pytest.MonkeyPatch, on_an_h100: Device):
     assert (program[0], program[1], program[6], grid) == ("append", 4, 90, [1, 1, 1])
     assert ".target sm_90a" in program[4]
     assert parameters == [(0, 16), (0, 16), (2, "i32"), (0, 16)]
+
+
+def test_scratch_memory_is_a_result(given: list[Any]):
+    """What the custom call would allocate by itself cannot be part of a graph."""
+    constants = {"block": 32, "width": 64}
+
+    def run(x: Any) -> Any:
+        return launch(kernels.copied, [x], [struct(300, 64)], grid=[10], scalars={"rows": 300}, constants=constants)
+
+    text = jax.jit(run).trace(jnp.ones((300, 64))).lower(lowering_platforms=("cuda",)).as_text()
+    ((program, *_, parameters),) = given
+    assert len(program) == 7  # no scratch memory of its own
+    assert parameters == [(0, 16), (300, "i32"), (0, 16), (0, 16)]
+    size = re.search(r"-> \(tensor<300x64xf32>, tensor<(\d+)xui8>\)", text)
+    assert size is not None
+    assert int(size[1]) >= 10 * 128  # a descriptor takes 128 bytes
 
 
 def test_only_on_gpus():

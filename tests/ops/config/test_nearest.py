@@ -52,10 +52,13 @@ def call(rows, width, columns, *, dtype=jnp.float32, **rest):
 
 
 def tables(folder, *entries):
-    """A folder with one tuned table."""
+    """A folder with one tuned table: calls and their configs, fastest first."""
     folder.mkdir(exist_ok=True)
     calls = [
-        TunedCall(inv.kernel.name, inv.direction, inv.key, "", (Candidate(cfg, (1.0,)),), 0) for inv, cfg in entries
+        TunedCall(
+            inv.kernel.name, inv.direction, inv.key, "", tuple(Candidate(c, (1.0 + i,)) for i, c in enumerate(cfgs)), 0
+        )
+        for inv, *cfgs in entries
     ]
     (folder / "t.json").write_text(AutotuningResult(tuple(calls), device=entries[0][0].device_fingerprint).to_json())
     return folder
@@ -115,14 +118,14 @@ calls = st.builds(
 class TestDistance:
     @given(st.lists(calls, max_size=60), calls)
     def test_is_what_a_walk_finds(self, known, wanted):
-        entries = list({inv.key: i for i, inv in enumerate(known)}.items())
-        found = [(n.distance, n.key, n.config) for n in NearestTable(entries).neighbours(wanted.key)]
+        entries = list({inv.key: (i,) for i, inv in enumerate(known)}.items())
+        found = [(n.distance, n.key, n.configs) for n in NearestTable(entries).neighbours(wanted.key)]
         assert found == walked(entries, wanted.key)
 
     @given(calls, calls)
     def test_is_the_same_both_ways(self, a, b):
-        there = [n.distance for n in NearestTable([(a.key, 0)]).neighbours(b.key)]
-        assert there == [n.distance for n in NearestTable([(b.key, 0)]).neighbours(a.key)]
+        there = [n.distance for n in NearestTable([(a.key, ())]).neighbours(b.key)]
+        assert there == [n.distance for n in NearestTable([(b.key, ())]).neighbours(a.key)]
 
     @pytest.mark.parametrize(
         ("other", "distance"),
@@ -146,19 +149,19 @@ class TestDistance:
         ],
     )
     def test_of_a_product(self, other, distance):
-        found = [n.distance for n in NearestTable([(other.key, None)]).neighbours(call(64, 32, 16).key)]
+        found = [n.distance for n in NearestTable([(other.key, ())]).neighbours(call(64, 32, 16).key)]
         assert found == ([] if distance is None else [distance])
 
     def test_counts_a_mapped_axis_once_for_each_array(self):
         mapped = lambda n, which: call(8, 8, 8, mapped=(MappedAxis(n, which),))
         for which in ((True, False), (True, True)):
-            (found,) = NearestTable([(mapped(4, which).key, 0)]).neighbours(mapped(8, which).key)
+            (found,) = NearestTable([(mapped(4, which).key, ())]).neighbours(mapped(8, which).key)
             assert found.distance == sum(which)
 
     def test_what_is_no_call_is_left_out(self):
         rubbish = ["", "{", "[]", "3", "null", '{"args": []}', 7, ("a",), None]
-        table = NearestTable([(key, 0) for key in rubbish] + [(call(4, 4, 4).key, 1)])
-        assert [n.config for n in table.neighbours(call(4, 4, 2).key)] == [1]
+        table = NearestTable([(key, ()) for key in rubbish] + [(call(4, 4, 4).key, (1,))])
+        assert [n.configs for n in table.neighbours(call(4, 4, 2).key)] == [(1,)]
         for key in ("", "{", "null"):
             assert list(table.neighbours(key)) == []
 
@@ -181,6 +184,15 @@ class TestChain:
         assert caplog.text == ""
         folder = tables(tmp_path / "u", (call(64, 32, 16), Config(3)))
         assert ConfigSelectorChain(tables=folder).choose(call(63, 32, 16)).step == "heuristic"
+
+    def test_takes_the_fastest_that_can_run(self, tmp_path, caplog):
+        """As of a table whose winner is by a package that is not installed."""
+        folder = tables(tmp_path / "t", (call(64, 32, 16), Config(3), Config(5), Config(4), Config(2)))
+        chain = ConfigSelectorChain(tables=folder)
+        for rows, step in ((64, "shipped"), (63, "nearest")):
+            chosen = chain.choose(call(rows, 32, 16))
+            assert (chosen.step, chosen.config) == (step, Config(4))
+        assert caplog.text == ""
 
     def test_ties_go_by_the_key(self, tmp_path):
         near = [(call(32, 8, 16), Config(2)), (call(16, 8, 32), Config(4))]

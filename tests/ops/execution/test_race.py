@@ -13,6 +13,7 @@ from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, C
 from tilewright.ops.execution.race import Limits, Outlook, Race
 from tilewright.ops.execution.replay import replay
 from tilewright.ops.execution.results import Candidate, TunedCall
+from tilewright.ops.execution.timing import Timer
 
 LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 
@@ -20,9 +21,12 @@ LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 class Said(Bench):
     """Samples by candidate: a number, or an iterator whose exceptions are the candidate's."""
 
-    def __init__(self, times: Sequence[Any], rechecks: dict[int, list[str]] | None = None):
+    def __init__(
+        self, times: Sequence[Any], rechecks: dict[int, list[str]] | None = None, repeats_to: float = Timer.repeats_to
+    ):
         self._samples = [itertools.repeat(t) if isinstance(t, int | float) else iter(t) for t in times]
         self._rechecks = rechecks or {}
+        self._repeats_to = repeats_to
         self.started: list[int] = []
         self.sampled: list[int] = []
 
@@ -32,7 +36,7 @@ class Said(Bench):
     def start(self, index: int) -> Trial:
         self.started.append(index)
         try:
-            return Trial("passed", "", self.sample_ms(index))
+            return Trial("passed", "", self.sample_ms(index), repeats_to=self._repeats_to)
         except CandidateError as error:
             return Trial(error=str(error))
 
@@ -73,6 +77,12 @@ def race(
 def noisy(generator: np.random.Generator, true_ms: float, spread: float = 0.01) -> Iterator[float]:
     while True:
         yield true_ms * float(generator.lognormal(0, spread))
+
+
+@pytest.mark.parametrize(("repeats_to", "winner"), [(0.02, 0), (0.01, 1)])
+def test_the_heuristic_stays_within_what_the_clock_repeats_to(repeats_to: float, winner: int):
+    chosen, _, _ = race(Said([1.0, 0.985], repeats_to=repeats_to), 2)
+    assert chosen == winner
 
 
 def test_the_fastest_wins():

@@ -8,6 +8,7 @@ every output in place twice among a kernel's parameters, and 0.4.1 does not lowe
 import contextlib
 import contextvars
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,6 +23,9 @@ from tilewright.ops.utils.device import current_device
 
 ALIGNMENT = 16
 """Bytes by which the address of every array is divisible."""
+
+SCRATCH_ALIGNMENT = 128
+"""The same of an array that XLA allocates itself."""
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 """What CUDA allows along each axis of a grid."""
@@ -196,31 +200,43 @@ def _lower(ctx: Any, *operands: Any, launch: Launch, capability: tuple[int, int]
 
     if capability is None:
         raise RuntimeError(f"{launch.name} is compiled for a compute capability, and that of the device is unknown")
-    call = _call_of(launch, compiled(launch, capability), capability)
-    first = len(launch.fresh)
+    kernel = compiled(launch, capability)
+    scratch = _scratch(launch, kernel.metadata)
+    call = _call_of(launch, kernel, capability, len(scratch))
+    fresh, first = ctx.avals_out[: len(launch.fresh)], len(launch.fresh) + len(scratch)
     lower = jax.ffi.ffi_lowering(
         _TARGET,
         operand_output_aliases={source: first + i for i, source in enumerate(launch.in_place)},
     )
-    return lower(ctx, *operands, opaque=zlib.compress(call.to_proto(launch.name, b"")))
+    ctx = ctx.replace(avals_out=[*fresh, *scratch, *ctx.avals_out[len(fresh) :]])
+    results = list(lower(ctx, *operands, opaque=zlib.compress(call.to_proto(launch.name, b""))))
+    return [*results[: len(fresh)], *results[first:]]
 
 
-def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int]) -> Any:
+def _scratch(launch: Launch, metadata: Any) -> list[jax.core.ShapedArray]:
+    """The memory in which a kernel that makes descriptors for TMA keeps them: a result that nobody reads, if any.
+
+    The custom call could allocate it by itself, but only as it runs, and CUDA cannot put that into a graph.
+    """
+    if not metadata.global_scratch_size:
+        return []
+    assert metadata.global_scratch_align <= SCRATCH_ALIGNMENT, metadata.global_scratch_align
+    return [jax.core.ShapedArray((math.prod(launch.grid) * metadata.global_scratch_size,), jnp.uint8)]
+
+
+def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: int) -> Any:
     from jax._src.lib import gpu_triton  # without a public name; registers the custom call
 
     metadata, ptx = kernel.metadata, kernel.asm["ptx"]
-    scratch = (metadata.global_scratch_size, metadata.global_scratch_align) if metadata.global_scratch_size else ()
     number = 10 * capability[0] + capability[1]
     clusters = 1
-    program = gpu_triton.TritonKernel(
-        metadata.name, launch.num_warps, clusters, metadata.shared, ptx, "", number, *scratch
-    )
-    inputs, outputs = (
-        [gpu_triton.create_array_parameter(0, ALIGNMENT)] * len(x) for x in (launch.inputs, launch.fresh)
-    )
+    program = gpu_triton.TritonKernel(metadata.name, launch.num_warps, clusters, metadata.shared, ptx, "", number)
+    array = gpu_triton.create_array_parameter(0, ALIGNMENT)
     scalars = [gpu_triton.create_scalar_parameter(value, "i32") for _, value in launch.scalars if value != 1]
     # Pointers are taken from the operands and then the results; those of the outputs in place, at the end, are left.
-    return gpu_triton.TritonKernelCall(program, *launch.grid, [*inputs, *scalars, *outputs])
+    # The pointer to scratch memory is what every compiled kernel takes after its own parameters.
+    parameters = [*[array] * len(launch.inputs), *scalars, *[array] * len(launch.fresh), *[array] * scratch]
+    return gpu_triton.TritonKernelCall(program, *launch.grid, parameters)
 
 
 def _lower_elsewhere(ctx: Any, *_: Any, launch: Launch, capability: Any) -> Any:

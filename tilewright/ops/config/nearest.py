@@ -30,23 +30,24 @@ class Neighbour:
     """An entry of a table near to a call.
 
     Attributes:
+      configs: those of the entry, best first.
       distance: in octaves, summed over all dimensions of all arrays.
     """
 
     key: str
-    config: Any
+    configs: tuple[Any, ...]
     distance: float
 
 
 class NearestTable:
     """The entries of a tuned table by all of their key but the sizes, so that a look at one call reads few of them."""
 
-    def __init__(self, entries: Iterable[tuple[Hashable, Any]]):
-        forms: dict[str, list[tuple[str, tuple[int, ...], Any]]] = {}
-        for key, config in entries:
+    def __init__(self, entries: Iterable[tuple[Hashable, tuple[Any, ...]]]):
+        forms: dict[str, list[tuple[str, tuple[int, ...], tuple[Any, ...]]]] = {}
+        for key, configs in entries:
             form = _form(key)
             if form is not None:
-                forms.setdefault(form[0], []).append((str(key), form[1], config))
+                forms.setdefault(form[0], []).append((str(key), form[1], configs))
         self._groups = {skeleton: _Group(found) for skeleton, found in forms.items()}
 
     def neighbours(self, key: str) -> Iterator[Neighbour]:
@@ -67,11 +68,11 @@ class NearestTable:
 class _Group:
     """Entries that differ in sizes alone, in the order of their keys."""
 
-    def __init__(self, found: list[tuple[str, tuple[int, ...], Any]]):
+    def __init__(self, found: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]):
         found.sort(key=lambda entry: entry[0])
         self.keys = [key for key, _, _ in found]
         self.octaves = _octaves([sizes for _, sizes, _ in found])
-        self.configs = [config for _, _, config in found]
+        self.configs = [configs for _, _, configs in found]
 
 
 def _octaves(sizes: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -19,6 +19,7 @@ from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
+    from tilewright.ops.config.tables import Table
     from tilewright.ops.execution.tuning import Tuner
 
 __all__ = [
@@ -82,7 +83,8 @@ class ConfigSelectorChain(ConfigChooser):
     Explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
     tables, heuristic.
 
-    A config from a cache that the kernel says it cannot run is logged and counts as none.
+    A config from a cache that the kernel says it cannot run is logged and counts as none. Of a shipped table's entry
+    the fastest config counts that can run: the fastest of all may be by a package that is not installed.
 
     Args:
       cache: the memory cache; a fresh one by default.
@@ -124,7 +126,7 @@ class ConfigSelectorChain(ConfigChooser):
         self.tuner = tuner
         self.on_event = on_event
         self._tables = tables
-        self._shipped: dict[str, ConfigCache] = {}
+        self._shipped: dict[str, Table] = {}
         self._nearby: dict[str, NearestTable] = {}
         self._guesses = 0
         self._remembering = threading.Lock()
@@ -218,9 +220,10 @@ class ConfigSelectorChain(ConfigChooser):
         return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        return self._table(inv.device_fingerprint).get(inv.key)
+        configs = self._table(inv.device_fingerprint).get(inv.key, ())
+        return next((config for config in configs if not _reasons(inv, config)), None)
 
-    def _table(self, device: str) -> ConfigCache:
+    def _table(self, device: str) -> "Table":
         if device not in self._shipped:
             from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
 
@@ -270,9 +273,10 @@ class ConfigSelectorChain(ConfigChooser):
         if device not in self._nearby:
             self._nearby[device] = NearestTable(table.items())
         for near in self._nearby[device].neighbours(inv.key):
-            if not _reasons(inv, near.config):
-                detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
-                return Selection(near.config, "nearest", inv.key, detail=detail)
+            for config in near.configs:
+                if not _reasons(inv, config):
+                    detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
+                    return Selection(config, "nearest", inv.key, detail=detail)
         return None
 
     def store(

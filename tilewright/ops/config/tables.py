@@ -7,28 +7,29 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.ops.config.cache import ConfigCache
-
 if TYPE_CHECKING:
     from tilewright.ops.execution.results import AutotuningResult
 
 logger = logging.getLogger(__name__)
 
 
-def load_tables(device: str, folder: Path | None = None) -> ConfigCache:
-    """The configs of every table that was measured on a device; a table that cannot be read is logged and left out."""
+type Table = dict[str, tuple[Any, ...]]
+"""By a call's key its winner, and after it the fastest configs of other implementations, for where it cannot run."""
+
+
+def load_tables(device: str, folder: Path | None = None) -> Table:
+    """What every table of a device says, the last by name first; one that cannot be read is logged and left out."""
     place: Any = files("tilewright").joinpath("tables") if folder is None else folder
-    merged = ConfigCache()
+    merged: Table = {}
     if place.is_dir():
         for file in sorted(place.iterdir(), key=lambda file: file.name):
             if file.name.endswith(".json"):
-                for key, cfg in _read(file, device).items():
-                    merged.put(key, cfg, origin="shipped")
+                merged |= _read(file, device)
     return merged
 
 
 @functools.lru_cache(maxsize=64)
-def _read(file: Any, device: str) -> dict[str, Any]:
+def _read(file: Any, device: str) -> Table:
     from tilewright.ops.execution.results import AutotuningResult  # results are made of caches
 
     try:
@@ -36,7 +37,7 @@ def _read(file: Any, device: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
-    return result.configs if result.device == device else {}
+    return {entry.key: entry.ranked for entry in result} if result.device == device else {}
 
 
 def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:

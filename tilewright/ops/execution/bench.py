@@ -33,12 +33,14 @@ class Trial:
       error: what it raised, what the check found, or how its process died; empty if all was well.
       sample_ms: its first sample, unless there was an error.
       exception: what it raised, if that is at hand.
+      repeats_to: the share to which medians of its samples repeat (`Timer.repeats_to`).
     """
 
     check: str = "unchecked"
     error: str = ""
     sample_ms: float | None = None
     exception: Exception | None = None
+    repeats_to: float = Timer.repeats_to
 
 
 class Bench(abc.ABC):
@@ -130,7 +132,7 @@ class LocalBench(Bench):
         except Exception as error:  # a candidate may fail in any way; the evidence is kept
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
-        return Trial("passed" if self._work.checked else "unchecked", "", sample)
+        return Trial("passed" if self._work.checked else "unchecked", "", sample, repeats_to=self._timer.repeats_to)
 
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
 from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, CandidateMeasured, CandidateStarted
 from tilewright.ops.execution.results import Candidate
+from tilewright.ops.execution.timing import Timer
 
 Search = Literal["halving", "exhaustive"]
 
@@ -16,8 +17,6 @@ HOPELESS = 1.5
 # Tiles of one implementation have been seen to make a difference of three times; an implementation this many times
 # slower than another, by what it takes itself or the best that was tried, is given up.
 LOST = 6.0
-# Medians of interleaved samples repeat to about this share on a quiet machine, whatever the samples' own spread says.
-LEAST_NOISE = 0.02
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
 EARLY_NOISE = 0.06
 # Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
@@ -100,6 +99,7 @@ class Race:
         self._started: set[int] = set()
         # Candidates whose only sample was taken alone, right after the first run.
         self._alone: set[int] = set()
+        self._repeats_to = Timer.repeats_to
 
     def run(self) -> int | None:
         """The index of the winner; ``None`` if no candidate was found right."""
@@ -126,7 +126,7 @@ class Race:
                 ahead = range(index, len(self._configs))
                 self._bench.expect([i for i in ahead if i not in self._known and not self._hopeless(i, best)])
                 self._emit(CandidateStarted(index, self._configs[index]))
-                self.found.append(self._candidate(index, self._bench.start(index)))
+                self.found.append(self._candidate(index, self._start(index)))
                 self._record(self.found[index])
             self._tell(index)
 
@@ -154,6 +154,12 @@ class Race:
             f"it takes {outlook.least_ms:.4g} ms at the least at the device's peak rates, and another took "
             f"{best:.4g} ms"
         )
+
+    def _start(self, index: int) -> Trial:
+        trial = self._bench.start(index)
+        if not trial.error:
+            self._repeats_to = trial.repeats_to
+        return trial
 
     def _candidate(self, index: int, trial: Trial) -> Candidate:
         config, heuristic = self._configs[index], index == 0
@@ -199,7 +205,7 @@ class Race:
     def _noise(self, one: int, other: int) -> float:
         """By how much the medians of two candidates may differ and mean nothing."""
         slower = max(self._time(one), self._time(other))
-        return max(self.found[one].noise_ms + self.found[other].noise_ms, LEAST_NOISE * slower)
+        return max(self.found[one].noise_ms + self.found[other].noise_ms, self._repeats_to * slower)
 
     def _promising(self, eligible: Sequence[int]) -> list[int]:
         best = min(map(self._time, eligible))
@@ -257,7 +263,7 @@ class Race:
         """Starts a candidate that an earlier tuning had measured."""
         if index not in self._started:
             self._emit(CandidateStarted(index, self._configs[index]))
-            trial = self._bench.start(index)
+            trial = self._start(index)
             if trial.error:
                 return self._fail(index, trial.error, trial.check)
             self._started.add(index)

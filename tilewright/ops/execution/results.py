@@ -141,6 +141,12 @@ class TunedCall:
         return min(right, key=lambda c: c.time_ms or 0.0, default=None)
 
     @property
+    def ranked(self) -> tuple[Any, ...]:
+        """The winner's config and, fastest first, those of the others that were measured and found right."""
+        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and c is not self.winner]
+        return (self.winner.config, *(c.config for c in sorted(right, key=lambda c: c.time_ms or 0.0)))
+
+    @property
     def regret_ms(self) -> float | None:
         """What the winner takes longer than the fastest, which the noise rule allows for.
 
