@@ -120,6 +120,14 @@ def behind(cell: Any) -> bool:
     return any(ratio is not None and not ratio <= 1 + MOST_BEHIND for ratio in ratios)
 
 
+def _dropped(candidate: Any) -> bool:
+    return bool(candidate["check"] == "dropped")
+
+
+def _failed(candidate: Any) -> bool:
+    return bool(candidate["error"]) and not _dropped(candidate)
+
+
 def line(cell: Any) -> str:
     implementations = [name for name in cell["samples_ms"] if name not in ("tuned", "default")]
     medians = {
@@ -129,11 +137,11 @@ def line(cell: Any) -> str:
     }
     others = "  ".join(f"{name} {ms:.4g}" for name, ms in medians.items())
     default = "failed" if cell["default_ms"] is None else f"{cell['default_ms']:.4g}"
-    failed = sum(1 for c in cell["candidates"] if c["error"])
+    failed, dropped = (sum(map(which, cell["candidates"])) for which in (_failed, _dropped))
     mark = " BEHIND" if behind(cell) else ""
     return (
         f"{cell['case']:22} {cell['direction']:8} tuned {cell['tuned_ms']:.4g}  default {default}  [{others}]  "
-        f"{len(cell['candidates'])} candidates, {failed} failed, {cell['tuning_s']:.1f} s{mark}  {cell['tuned_config']}"
+        f"{len(cell['candidates'])} candidates, {failed} failed, {dropped} dropped, {cell['tuning_s']:.1f} s{mark}  {cell['tuned_config']}"
     )
 
 
@@ -195,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     out = chosen.out or RESULTS / device_name() / "attention_tuned.json"
     before = json.loads(out.read_text()) if chosen.keep and out.is_file() else {"runs": [], "cells": []}
-    command = " ".join(["python", "-m", "benchmarks.attention_tuned", *(sys.argv[1:] if argv is None else argv)])
+    given = [Path(word).name if "/" in word else word for word in (sys.argv[1:] if argv is None else argv)]
+    command = " ".join(["python", "-m", "benchmarks.attention_tuned", *given])  # whoever ran it, wherever
     run = {"command": command, "environment": environment(), "versions": versions(), "driver": driver()}
     cells = {(cell["case"], cell["direction"]): cell for cell in before["cells"]}
     runs, mine = [*before["runs"], run], []

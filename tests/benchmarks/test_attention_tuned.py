@@ -1,12 +1,15 @@
 """The benchmark of tuning, on a case small enough for a CPU: its record, and a table that selection reads."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 
+import jax
 import pytest
 
-from benchmarks.attention import SMOKE_CASES
+from benchmarks.attention import SMOKE_CASES, chosen_cases
 from benchmarks.attention_tuned import behind, contenders, invocation, main
+from benchmarks.common import RESULTS
 from tilewright.kernels.flash_attention.xla import FwdParams
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain
@@ -69,3 +72,21 @@ def test_contenders_are_the_best_of_every_implementation_that_came_near() -> Non
 @pytest.mark.parametrize(("over", "single", "said"), [(1.0, 1.019, False), (1.03, 1.0, True), (None, 1.03, True)])
 def test_what_is_behind(over: float | None, single: float, said: bool) -> None:
     assert behind({"over_default": over, "over_best_single": single}) is said
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"), [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA H200", "h200")]
+)
+def test_what_ships_is_what_the_recorded_run_found(device_kind: str, name: str) -> None:
+    record = json.loads((RESULTS / f"nvidia-{name}" / "attention_tuned.json").read_text())
+    found = AutotuningResult.from_json(files("tilewright").joinpath("tables", f"nvidia-{name}.json").read_text())
+    winners = {entry.key: entry.winner.config for entry in found}
+    chain = ConfigSelectorChain()
+    device = jax.sharding.AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        for cell in record["cells"]:
+            inv = invocation(chosen_cases(cell["case"])[0], cell["direction"])
+            assert str(winners.pop(inv.key)) == cell["tuned_config"]
+            choice = chain.lookup(inv)
+            assert choice.step == "shipped", (cell["case"], cell["direction"], choice)
+    assert not winners
