@@ -141,7 +141,8 @@ def line(cell: Any) -> str:
     mark = " BEHIND" if behind(cell) else ""
     return (
         f"{cell['case']:22} {cell['direction']:8} tuned {cell['tuned_ms']:.4g}  default {default}  [{others}]  "
-        f"{len(cell['candidates'])} candidates, {failed} failed, {dropped} dropped, {cell['tuning_s']:.1f} s{mark}  {cell['tuned_config']}"
+        f"{len(cell['candidates'])} candidates, {failed} failed, {dropped} dropped, {cell['tuning_s']:.1f} s{mark}  "
+        f"{cell['tuned_config']}"
     )
 
 

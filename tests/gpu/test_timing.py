@@ -1,6 +1,10 @@
-"""The two profilers that time kernels, beside each other."""
+"""The two profilers that time kernels, beside each other: each in a process of its own, as tuning has it."""
 
+import concurrent.futures
+import functools
+import multiprocessing
 import statistics
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,46 +12,96 @@ import jax.numpy as jnp
 import pytest
 
 from tilewright.ops import CuptiTimer, XlaTimer
-from tilewright.ops.execution.timing import timer_for
+from tilewright.ops.execution.timing import KernelTimer, timer_for
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 
-def median_ms(timer: Any, function: Any, args: Any, samples: int = 5) -> float:
-    jax.block_until_ready(function(*args))
-    return statistics.median(timer.sample_ms(function, args, timer.calls(function, args)) for _ in range(samples))
-
-
-@pytest.fixture(scope="module")
+@functools.cache
 def product() -> tuple[Any, Any]:
     """Some 5 ms of a Hopper GPU."""
     operand = jax.random.normal(jax.random.key(0), (12288, 12288), jnp.bfloat16)
     return jax.jit(jnp.matmul), (operand, operand)
 
 
+def median_ms(timer: KernelTimer, function: Any, args: Any, samples: int = 5) -> float:
+    jax.block_until_ready(function(*args))
+    return statistics.median(timer.sample_ms(function, args, timer.calls(function, args)) for _ in range(samples))
+
+
+def product_ms(timer: KernelTimer) -> float:
+    return median_ms(timer, *product())
+
+
+def little_ms(timer: KernelTimer) -> float:
+    return median_ms(timer, jax.jit(lambda x: x + 1), (jnp.zeros((1 << 12,)),))
+
+
+def fill_ms(timer: KernelTimer) -> float:
+    return median_ms(timer, jax.jit(lambda: jnp.ones((256 << 20,), jnp.uint8)), ())
+
+
+def names_of_kernels(calls: int) -> list[list[str]]:
+    function, args = jax.jit(lambda x: jnp.sin(x @ x) @ x), product()[1][:1]
+    jax.block_until_ready(function(*args))
+    return [[name for name, _ in each] for each in XlaTimer().kernels(function, args, calls)]
+
+
+def cupti_after_xla() -> str:
+    """What CUPTI's timer says in a process that XLA's profiler was used in."""
+    first = product_ms(XlaTimer())
+    try:
+        return f"agrees: {product_ms(CuptiTimer()) == pytest.approx(first, rel=0.1)}"
+    except RuntimeError as error:
+        return str(error)
+
+
+type Apart = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[dict[str, Apart]]:
+    """What calls a function in the process of a profiler."""
+    spawning = multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        with (
+            concurrent.futures.ProcessPoolExecutor(1, spawning) as cupti,
+            concurrent.futures.ProcessPoolExecutor(1, spawning) as xla,
+        ):
+            yield {
+                "cupti": lambda function, *args: cupti.submit(function, *args).result(),
+                "xla": lambda function, *args: xla.submit(function, *args).result(),
+            }
+
+
+TIMERS = {"cupti": CuptiTimer, "xla": XlaTimer}
+
+
 def test_cupti_is_what_an_nvidia_gpu_gets():
     assert timer_for(current_device()) == CuptiTimer()
 
 
-def test_both_agree_on_a_matrix_product(product: Any):
-    cupti, xla = median_ms(CuptiTimer(), *product), median_ms(XlaTimer(), *product)
-    assert cupti > 1.0  # or the kernels' own noise would be compared
-    assert xla == pytest.approx(cupti, rel=0.1)
+def test_both_agree_on_a_matrix_product(apart: dict[str, Apart]):
+    times = {name: run(product_ms, TIMERS[name]()) for name, run in apart.items()}
+    assert times["cupti"] > 1.0  # or the kernels' own noise would be compared
+    assert times["xla"] == pytest.approx(times["cupti"], rel=0.1)
 
 
-@pytest.mark.parametrize("kind", [CuptiTimer, XlaTimer])
-def test_the_flush_is_not_counted(kind: Any, product: Any):
-    with_flush, without = median_ms(kind(), *product), median_ms(kind(flushed_bytes=0), *product)
-    assert with_flush == pytest.approx(without, rel=0.1)
+@pytest.mark.parametrize("name", sorted(TIMERS))
+def test_the_flush_is_not_counted(name: str, apart: dict[str, Apart]):
+    run, timer = apart[name], TIMERS[name]
+    assert run(product_ms, timer()) == pytest.approx(run(product_ms, timer(flushed_bytes=0)), rel=0.1)
     # Beside a kernel of some microseconds it would be all that there is.
-    little = jax.jit(lambda x: x + 1), (jnp.zeros((1 << 12,)),)
-    flush_ms = median_ms(kind(flushed_bytes=0), jax.jit(lambda: jnp.ones((256 << 20,), jnp.uint8)), ())
-    assert median_ms(kind(), *little) < 0.5 * flush_ms
+    assert run(little_ms, timer()) < 0.5 * run(fill_ms, timer(flushed_bytes=0))
 
 
-def test_a_trace_has_the_kernels_of_every_call(product: Any):
-    function, args = jax.jit(lambda x: jnp.sin(x @ x) @ x), product[1][:1]
-    jax.block_until_ready(function(*args))
-    once, several = XlaTimer().kernels(function, args, 1), XlaTimer().kernels(function, args, 4)
-    assert [[name for name, _ in each] for each in several] == [[name for name, _ in once[0]]] * 4
+def test_a_trace_has_the_kernels_of_every_call(apart: dict[str, Apart]):
+    (once,), several = (apart["xla"](names_of_kernels, calls) for calls in (1, 4))
+    assert several == [once] * 4
+
+
+def test_cupti_after_xlas_profiler_never_ends_the_process(apart: dict[str, Apart]):
+    said = apart["xla"](cupti_after_xla)
+    assert said == "agrees: True" or "XLA's profiler was used in this process" in said

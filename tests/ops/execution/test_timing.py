@@ -3,6 +3,8 @@
 import functools
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +106,7 @@ def launching(launched: list[Any], *times: float) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The kernels that were launched; overwriting the cache is one of 5 ms."""
     found: list[Any] = []
+    monkeypatch.setattr(timing, "_traced", threading.Event())  # other tests trace, too
     write = timing._write
     monkeypatch.setattr(timing, "_write", lambda size: found.append(("fill", 5.0)) or write(8))
     timing._flushing_kernels.cache_clear()
@@ -288,3 +291,23 @@ class TestTimerFor:
     def test_nothing_is_tried_without_an_nvidia_gpu(self, caplog: Any):
         assert timing.timer_for(Device("cpu", "cpu")) == timing.WallTimer()
         assert not caplog.records
+
+
+@pytest.mark.parametrize("available", [None, False, True])
+def test_cupti_is_not_asked_after_a_trace_unless_they_share_it(
+    monkeypatch: pytest.MonkeyPatch, launched: list[Any], available: bool | None
+):
+    """By the profiler of JAX before 0.12 the process would end."""
+    function = launching(launched, 0.5)
+    cupti(monkeypatch, launched)
+    extension = (
+        types.SimpleNamespace() if available is None else types.SimpleNamespace(_cupti_v2_available=lambda: available)
+    )
+    monkeypatch.setattr("jax._src.lib.mosaic_gpu", types.SimpleNamespace(_mosaic_gpu_ext=extension), raising=False)
+    assert timing.kernels(function, ()) == [[("kernel0.5", 0.5)]]
+    timing.traced(lambda: None)
+    if available:
+        assert timing.kernels(function, ()) == [[("kernel0.5", 0.5)]]
+    else:
+        with pytest.raises(RuntimeError, match="XLA's profiler was used in this process"):
+            timing.kernels(function, ())

@@ -17,7 +17,6 @@ class MlaDecode(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__(
             "mla_decode",
-            # Proven by an interpreter alone so far: what nobody asked for or measured does not run by it.
             lazy("tilewright.kernels.paged_attention.pallas_gpu:PallasGpuPagedAttention"),
         )
 

@@ -9,6 +9,7 @@ import pathlib
 import re
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -217,15 +218,32 @@ def kernels(function: Callable[..., Any], args: Sequence[Any], calls: int = 1) -
     """The kernels of every call, as CUPTI reports them; the calls are queued together.
 
     Raises:
-      RuntimeError: there are none, or CUPTI is not there.
+      RuntimeError: there are none, CUPTI is not there, or it would end the process.
     """
     from jax.experimental.mosaic.gpu import profiler  # loads CUPTI
 
+    if _traced.is_set() and not _shares_cupti():
+        raise RuntimeError(
+            "XLA's profiler was used in this process, after which CUPTI drops records; this jaxlib's profiler of "
+            "kernels ends the process for it"
+        )
     _, found = profiler.measure(function, aggregate=False, iterations=calls)(*args)
     if not found:
         raise RuntimeError(f"{function} started no kernel")
     each: list[Any] = [found] if calls == 1 else list(found)
     return [[(name, float(time_ms)) for name, time_ms in one] for one in each]
+
+
+# Whether XLA's profiler was used here; what others do with it leaves no sign.
+_traced = threading.Event()
+
+
+def _shares_cupti() -> bool:
+    """Whether Mosaic GPU's profiler is a subscriber to CUPTI of its own, which XLA's does not disturb."""
+    from jax._src.lib import mosaic_gpu  # without a public name
+
+    available = getattr(mosaic_gpu._mosaic_gpu_ext, "_cupti_v2_available", None)
+    return available is not None and bool(available())
 
 
 def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
@@ -238,6 +256,7 @@ def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
+        _traced.set()
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
             run()
