@@ -19,7 +19,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax._src import callback
+from jax._src import api, callback
 from jax._src import core as jax_core
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
@@ -62,6 +62,7 @@ def interpret_mosaic(detect_races: bool = False) -> Iterator[None]:
         for target, name, value in _patches():
             stack.enter_context(mock.patch.object(target, name, value))
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        stack.enter_context(_watchdog.on_duty())
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         stack.enter_context(force_gpu_interpret_mode(params))
         try:
@@ -84,6 +85,8 @@ _failures: list[Exception] = []
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     # Each thread that a failure reaches would log the whole of it.
     yield callback.logger, "disabled", True
+    yield callback, "api", _Api()
+    yield shared_memory, "_to_int", _to_int
     interpreter = jaxpr_interpret.JaxprInterpreter
     yield interpreter, "interpret", _interpret
     yield interpreter, "_interpret_wgmma_ref_p", _interpret_wgmma
@@ -98,6 +101,25 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     if "on_race" not in {field.name for field in dataclasses.fields(InterpretGPUParams)}:  # JAX 0.11
         yield gpu_callbacks, "GPURaceDetectionState", _RaisingRaces
         yield shared_memory.Barrier, "deallocate", _deallocate_barrier
+
+
+class _Api:
+    """``jax._src.api`` as callbacks see it: they get NumPy's arrays, and no time goes into making JAX's of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(api, name)
+
+    @staticmethod
+    def device_put(args: Sequence[Any], device: Any) -> list[Any]:
+        # Copies, for what a callback is given is only there while it runs, and the interpreter keeps it.
+        return [np.array(arg) for arg in args]
+
+
+_jax_to_int = shared_memory._to_int
+
+
+def _to_int(number: Any) -> Any:
+    return number.item() if isinstance(number, np.ndarray) else _jax_to_int(number)
 
 
 # --- Shared state
@@ -185,13 +207,50 @@ _jax_wait_barrier = shared_memory.Barrier.wait
 def _wait_barrier(self: Any, thread: Any, *args: Any, **kwargs: Any) -> None:
     """Fails the kernel where JAX would wait for ever."""
     error = TimeoutError(f"{thread} has waited {_DEADLOCK_SECONDS} s for one barrier: the kernel is deadlocked")
-    timer = threading.Timer(_DEADLOCK_SECONDS, self.shared_memory.set_failed, (error, thread, False))
-    timer.daemon = True
-    timer.start()
-    try:
+    fail = functools.partial(self.shared_memory.set_failed, error, thread, False)
+    with _watchdog.watching(fail):
         _jax_wait_barrier(self, thread, *args, **kwargs)
-    finally:
-        timer.cancel()
+
+
+class _Watchdog:
+    """Calls what is watched for longer than a kernel may wait; one thread for all that wait, who come by thousands."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def watching(self, fail: Callable[[], None]) -> Iterator[None]:
+        mine = object()
+        with self._lock:
+            self._waiting[mine] = time.monotonic() + _DEADLOCK_SECONDS, fail
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(mine, None)
+
+    @contextlib.contextmanager
+    def on_duty(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(over,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _run(self, over: threading.Event) -> None:
+        while not over.wait(min(1.0, _DEADLOCK_SECONDS / 4)):
+            with self._lock:
+                late = [mine for mine, (deadline, _) in self._waiting.items() if time.monotonic() > deadline]
+                fails = [self._waiting.pop(mine)[1] for mine in late]
+            for fail in fails:
+                fail()
+
+
+_watchdog = _Watchdog()
 
 
 def _memory() -> Any:
