@@ -164,7 +164,10 @@ class PallasGpuFlashAttention(Implementation):
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[HopperForwardParams | BackwardParams]:
-        """Best first by the sweeps in ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json``."""
+        """Best first by the sweeps in ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json``.
+
+        That of masks with arrays is by ``attention_tuned.json`` beside it, and on an H200.
+        """
         widest = max(padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         banded = problem.mask is not None
         if direction == "backward":
@@ -204,7 +207,7 @@ class PallasGpuFlashAttention(Implementation):
             tiles = tiles if banded else tiles[::-1]
         of_arrays = split_mask(problem.mask)[1]
         if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
-            tiles = sorted(tiles, key=lambda tile: tile[2])
+            tiles = sorted(tiles, key=lambda tile: (tile[2], not tile[3] and not problem.dropout))
         plain = problem.bias is None and problem.options.logits_soft_cap is None
         if of_arrays is not None and widest > 128:
             # As many keys as leave the registers that masks and the generator take.

@@ -20,6 +20,7 @@ from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
     from tilewright.ops.config.tables import Table
+    from tilewright.ops.execution.results import TunedCall
     from tilewright.ops.execution.tuning import Tuner
 
 __all__ = [
@@ -220,8 +221,13 @@ class ConfigSelectorChain(ConfigChooser):
         return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        configs = self._table(inv.device_fingerprint).get(inv.key, ())
+        entry = self.shipped(inv)
+        configs = () if entry is None else entry.ranked
         return next((config for config in configs if not _reasons(inv, config)), None)
+
+    def shipped(self, inv: Invocation[Any, Any]) -> "TunedCall | None":
+        """What the shipped tables say of the call."""
+        return self._table(inv.device_fingerprint).get(inv.key)
 
     def _table(self, device: str) -> "Table":
         if device not in self._shipped:
@@ -271,7 +277,7 @@ class ConfigSelectorChain(ConfigChooser):
         if not len(table):
             return None
         if device not in self._nearby:
-            self._nearby[device] = NearestTable(table.items())
+            self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
             for config in near.configs:
                 if not _reasons(inv, config):
@@ -327,11 +333,12 @@ class ConfigSelectorChain(ConfigChooser):
         return stale if nearest is None else nearest.config
 
     def measured_ms(self, inv: Invocation[Any, Any], cfg: Any) -> float | None:
-        """The time that the disk cache has for a config of this call."""
+        """The time that the disk cache, or else a shipped table, has for a config of this call."""
         entry = None if self.persistent is None else self.persistent.entry(inv.key)
-        if entry is None or entry.config != cfg:
-            return None
-        return entry.metadata.get("time_ms")
+        if entry is not None and entry.config == cfg:
+            return entry.metadata.get("time_ms")
+        shipped = self.shipped(inv)
+        return None if shipped is None else next((c.time_ms for c in shipped.candidates if c.config == cfg), None)
 
 
 def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewright.ops.execution.results import AutotuningResult
+    from tilewright.ops.execution.results import AutotuningResult, TunedCall
 
 logger = logging.getLogger(__name__)
 
 
-type Table = dict[str, tuple[Any, ...]]
-"""By a call's key its winner, and after it the fastest configs of other implementations, for where it cannot run."""
+type Table = dict[str, "TunedCall"]
+"""By a call's key its winner, and the fastest configs of other implementations, for where it cannot run."""
 
 
 def load_tables(device: str, folder: Path | None = None) -> Table:
@@ -37,7 +37,7 @@ def _read(file: Any, device: str) -> Table:
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
-    return {entry.key: entry.ranked for entry in result} if result.device == device else {}
+    return {entry.key: entry for entry in result} if result.device == device else {}
 
 
 def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
