@@ -17,15 +17,6 @@ os.environ["TILEWRIGHT_CACHE_DIR"] = _CACHE_DIRECTORY
 for _name in ("TILEWRIGHT_AUTOTUNE", "TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
     os.environ.pop(_name, None)
 
-# XLA's compiler is where most of the time goes, and many tests want the same programs: all processes of a run share
-# what it made, in a folder of the first, which is gone after it.
-_PROGRAMS = ""
-if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _PROGRAMS = tempfile.mkdtemp(prefix="tilewright-programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # A first example compiles, which is slow for reasons that are not the test's.
@@ -37,5 +28,4 @@ settings.load_profile(os.environ.get("TILEWRIGHT_HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_unconfigure() -> None:
-    for folder in filter(None, (_CACHE_DIRECTORY, _PROGRAMS)):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(_CACHE_DIRECTORY, ignore_errors=True)

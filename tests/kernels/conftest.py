@@ -1,6 +1,7 @@
 """Fixtures of all tests of kernels."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.unoptimised import unoptimised
 from tilewright.kernels.cuda_build import BuildCache
 from tilewright.kernels.flash_attention import cases
 from tilewright.kernels.flash_attention.cases import AttentionCase
@@ -22,6 +24,12 @@ def abstract_arguments(case: AttentionCase) -> tuple[tuple[Any, ...], dict[str, 
     """A case's arguments, of which the large ones are not drawn."""
     with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
         return case.arguments()
+
+
+@pytest.fixture(name="unoptimised")
+def _unoptimised() -> Iterator[None]:
+    with unoptimised():
+        yield
 
 
 @pytest.fixture(scope="session")

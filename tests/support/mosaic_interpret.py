@@ -28,6 +28,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, forc
 from jax._src.state import discharge, indexing
 from jax._src.state import types as state_types
 
+from tests.support.unoptimised import unoptimised
+
 __all__ = ["KernelError", "interpret_mosaic"]
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
@@ -63,6 +65,7 @@ def interpret_mosaic(detect_races: bool = False) -> Iterator[None]:
             stack.enter_context(mock.patch.object(target, name, value))
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(_watchdog.on_duty())
+        stack.enter_context(unoptimised())
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         stack.enter_context(force_gpu_interpret_mode(params))
         try:

@@ -26,6 +26,9 @@ FORWARD = TritonForwardParams(Tiles(32, 16))
 BACKWARD = TritonBackwardParams(Tiles(16, 32), Tiles(32, 16))
 
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+
 @pytest.fixture(autouse=True)
 def interpreted() -> Iterator[None]:
     with interpret_triton():

@@ -14,6 +14,8 @@ from tilewright.kernels.masks import CausalMask, ExplicitMask, WindowMask
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, Tuner
 from tilewright.ops.execution.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16}
 CASES = {
     "plain": AttentionCase("", 2, 40, 56, **SIZES),

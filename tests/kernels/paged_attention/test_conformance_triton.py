@@ -26,6 +26,8 @@ from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton_bridge.interpreter import interpret_triton
 from tilewright.ops.utils.datacarrier import FwdParams
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 BACKEND = TritonPagedAttention()
 
 
