@@ -120,14 +120,6 @@ def behind(cell: Any) -> bool:
     return any(ratio is not None and not ratio <= 1 + MOST_BEHIND for ratio in ratios)
 
 
-def _dropped(candidate: Any) -> bool:
-    return bool(candidate["check"] == "dropped")
-
-
-def _failed(candidate: Any) -> bool:
-    return bool(candidate["error"]) and not _dropped(candidate)
-
-
 def line(cell: Any) -> str:
     implementations = [name for name in cell["samples_ms"] if name not in ("tuned", "default")]
     medians = {
@@ -137,7 +129,8 @@ def line(cell: Any) -> str:
     }
     others = "  ".join(f"{name} {ms:.4g}" for name, ms in medians.items())
     default = "failed" if cell["default_ms"] is None else f"{cell['default_ms']:.4g}"
-    failed, dropped = (sum(map(which, cell["candidates"])) for which in (_failed, _dropped))
+    dropped = sum(each["check"] == "dropped" for each in cell["candidates"])
+    failed = sum(bool(each["error"]) for each in cell["candidates"] if each["check"] != "dropped")
     mark = " BEHIND" if behind(cell) else ""
     return (
         f"{cell['case']:22} {cell['direction']:8} tuned {cell['tuned_ms']:.4g}  default {default}  [{others}]  "

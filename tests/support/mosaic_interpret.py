@@ -13,13 +13,14 @@ import dataclasses
 import functools
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from jax._src import api, callback
+from jax._src import callback
 from jax._src import core as jax_core
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
@@ -88,7 +89,7 @@ _failures: list[Exception] = []
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     # Each thread that a failure reaches would log the whole of it.
     yield callback.logger, "disabled", True
-    yield callback, "api", _Api()
+    yield callback, "api", _API
     yield shared_memory, "_to_int", _to_int
     interpreter = jaxpr_interpret.JaxprInterpreter
     yield interpreter, "interpret", _interpret
@@ -106,16 +107,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         yield shared_memory.Barrier, "deallocate", _deallocate_barrier
 
 
-class _Api:
-    """``jax._src.api`` as callbacks see it: they get NumPy's arrays, and no time goes into making JAX's of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(api, name)
-
-    @staticmethod
-    def device_put(args: Sequence[Any], device: Any) -> list[Any]:
-        # Copies, for what a callback is given is only there while it runs, and the interpreter keeps it.
-        return [np.array(arg) for arg in args]
+_API = types.SimpleNamespace(device_put=lambda args, device: [np.array(arg) for arg in args])
+"""What callbacks use of ``jax._src.api``: they get NumPy's arrays, and no time goes into making JAX's of them. Copies,
+for what a callback is given is only there while it runs, and the interpreter keeps it."""
 
 
 _jax_to_int = shared_memory._to_int

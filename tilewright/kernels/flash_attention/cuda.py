@@ -19,7 +19,14 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
-from tilewright.kernels.flash_attention.operands import bias_gradient, into_batch, widened, with_positive_scale
+from tilewright.kernels.flash_attention.operands import (
+    backward_arrays,
+    bias_gradient,
+    into_batch,
+    sinks_lse,
+    widened,
+    with_positive_scale,
+)
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -294,11 +301,10 @@ class CudaFlashAttention(Implementation):
             return empty_forward(inputs)
         inputs = with_positive_scale(inputs)
         call = _Call.of(inputs, "forward", params.variant, False)
-        sinks = None
-        if inputs.softmax_aux is not None:
-            sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)
-        scores = score_arrays(inputs, backward=False)
-        out, lse = call.run({"query": inputs.query, "key": inputs.key, "value": inputs.value, **scores, "sinks": sinks})
+        arrays = {
+            "query": inputs.query, "key": inputs.key, "value": inputs.value, "sinks": sinks_lse(inputs.softmax_aux),
+        }  # fmt: skip
+        out, lse = call.run(arrays | score_arrays(inputs, backward=False))
         return out, lse
 
     def backward(
@@ -315,12 +321,8 @@ class CudaFlashAttention(Implementation):
         d_out, d_lse = cotangents
         turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call = _Call.of(inputs, "backward", params.variant, params.deterministic)
-        arrays = {
-            "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out,
-            "lse": lse.astype(jnp.float32), "d_out": d_out,
-            "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
-        }  # fmt: skip
-        d_query, d_key, d_value, d_bias = call.run({**arrays, **score_arrays(inputs, backward=True)})
+        arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
+        d_query, d_key, d_value, d_bias = call.run(arrays)
         sinks = None
         if inputs.softmax_aux is not None:
             sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))

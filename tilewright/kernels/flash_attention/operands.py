@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
@@ -19,6 +20,20 @@ def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(
         inputs, query=-inputs.query, options=dataclasses.replace(inputs.options, softmax_scale=-scale)
     )
+
+
+def sinks_lse(softmax_aux: Any) -> Any:
+    """``[heads]`` float32: all of a head's sinks as one; None where there are none."""
+    return None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=1)
+
+
+def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> dict[str, Any]:
+    """What a backward kernel reads but for what tells of scores; statistics of rows in float32, ``d_lse`` or None."""
+    (out, lse), (d_out, d_lse) = results, cotangents
+    return {
+        "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out, "d_out": d_out,
+        "lse": lse.astype(jnp.float32), "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
+    }  # fmt: skip
 
 
 def widened(array: Any, dim: int) -> Any:

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
+from tilewright.kernels.flash_attention.operands import sinks_lse
 from tilewright.kernels.flash_attention.pallas_gpu_backward import (
     BackwardPlan,
     HopperBackwardParams,
@@ -268,14 +269,11 @@ class PallasGpuFlashAttention(Implementation):
         options, arrays = prepare_scores(
             inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
         )
-        sinks = None
-        if inputs.softmax_aux is not None:
-            sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)
         out, lse = forward_kernel(
             aligned(inputs.query, dims[0]),
             aligned(inputs.key, dims[0]),
             aligned(inputs.value, dims[1]),
-            sinks,
+            sinks_lse(inputs.softmax_aux),
             tables,
             arrays,
             options=options,

@@ -15,7 +15,13 @@ from tilewright.kernels.flash_attention.cuda import INT32_LIMIT, wants_exact_pro
 from tilewright.kernels.flash_attention.cuda_scores import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import FAR, Band
-from tilewright.kernels.flash_attention.operands import bias_gradient, over_batch, with_positive_scale
+from tilewright.kernels.flash_attention.operands import (
+    backward_arrays,
+    bias_gradient,
+    over_batch,
+    sinks_lse,
+    with_positive_scale,
+)
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
@@ -180,10 +186,11 @@ class TritonFlashAttention(Implementation):
             return empty_forward(inputs)
         inputs = with_positive_scale(inputs)
         call = _Call.of(inputs)
-        sinks = None
-        if inputs.softmax_aux is not None:
-            sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1)[None]
-        arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "sinks": sinks}
+        sinks = sinks_lse(inputs.softmax_aux)
+        arrays = {
+            "query": inputs.query, "key": inputs.key, "value": inputs.value,
+            "sinks": None if sinks is None else sinks[None],
+        }  # fmt: skip
         out, lse = call.run(functools.partial(call.forward, params), arrays | score_arrays(inputs, backward=False))
         return out, lse
 
@@ -199,11 +206,7 @@ class TritonFlashAttention(Implementation):
             return empty_backward(inputs, *results, *cotangents)
         turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call, (out, lse), (d_out, d_lse) = _Call.of(inputs), results, cotangents
-        arrays = {
-            "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out, "d_out": d_out,
-            "lse": lse.astype(jnp.float32), "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
-        }  # fmt: skip
-        arrays |= score_arrays(inputs, backward=True)
+        arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, *rest = call.run(functools.partial(call.backward, params), arrays)
         d_bias = d_sinks = None
         if inputs.bias is not None:

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.flash_attention.operands import sinks_lse
 from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
@@ -145,9 +145,9 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
     out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
     out, lse = out[..., : call.rows, :], lse[..., : call.rows]
     if call.parts:
-        sinks = None
-        if inputs.softmax_aux is not None:
-            sinks = jnp.tile(jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=1), call.q_length)
+        sinks = sinks_lse(inputs.softmax_aux)
+        if sinks is not None:
+            sinks = jnp.tile(sinks, call.q_length)
         out, lse = _combined(out, lse, sinks, query.dtype)
     return out.reshape(tokens, heads, VALUE_DIM), lse.reshape(tokens, heads)
 

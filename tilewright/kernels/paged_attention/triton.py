@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.footprint import block_limits
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.places import boundaries, packed_tiles, packed_tokens
 from tilewright.kernels.paged_attention.xla_forward import empty_forward
@@ -25,6 +26,9 @@ LEAST_BLOCKS = 4
 """Blocks of keys that a split should have, for its partial results are written and read again."""
 
 MOST_SPLITS = 256
+
+LARGEST_SHARED_BYTES = 227 << 10
+"""Of a block, where the device's own limit is not known."""
 
 LEAST_DOT = 16
 """The least size of a side of a product on tensor cores."""
@@ -113,7 +117,8 @@ class TritonPagedAttention(InferenceImplementation):
         buffers = (deep + 1) // 2 if _stages(problem, block_n, 2) > 2 else deep
         stored = block_n * elements * problem.kv_dtype.itemsize * buffers
         held = (block_n * elements if problem.kv_dtype != problem.dtype else 0) + block_m * (_power(main) + block_n)
-        most = (99 if device.capability in ((8, 6), (8, 9)) else 163 if device.capability == (8, 0) else 227) << 10
+        limits = block_limits(device.capability)
+        most = LARGEST_SHARED_BYTES if limits is None else limits.shared_bytes
         if stored + held * problem.dtype.itemsize > most:
             why.append(f"{params.num_stages} stages of {block_n} keys do not fit into {most} bytes of shared memory")
         if block_m * _power(problem.value_dim) > 128 * 32 * (params.num_warps or 4):

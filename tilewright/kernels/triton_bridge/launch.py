@@ -235,7 +235,7 @@ def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: 
     scalars = [gpu_triton.create_scalar_parameter(value, "i32") for _, value in launch.scalars if value != 1]
     # Pointers are taken from the operands and then the results; those of the outputs in place, at the end, are left.
     # The pointer to scratch memory is what every compiled kernel takes after its own parameters.
-    parameters = [*[array] * len(launch.inputs), *scalars, *[array] * len(launch.fresh), *[array] * scratch]
+    parameters = [*[array] * len(launch.inputs), *scalars, *[array] * (len(launch.fresh) + scratch)]
     return gpu_triton.TritonKernelCall(program, *launch.grid, parameters)
 
 

@@ -90,7 +90,7 @@ class Executor(Generic[Cfg, Out]):
         if isinstance(self.chooser, ConfigSelectorChain):
             stored = self.chooser.measurements(inv)
             measured = () if stored is None else stored[2]
-            if stored is None and step == "shipped" and (shipped := self.chooser.shipped(inv)) is not None:
+            if stored is None and (shipped := self.chooser.shipped(inv)) is not None:
                 measured = shipped.candidates
             time_ms = self.chooser.measured_ms(inv, selection.config)
             policy = self.chooser.effective_policy()
