@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -131,20 +132,31 @@ def candidate(work: Work, platform: Platform, params: Any) -> Callable[..., Any]
     return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice(platform, None, params))
 
 
+_IMPORTING = threading.Lock()
+"""Its modules import each other, which several threads at a time must not begin."""
+
+
+def _ejkernel(name: str) -> Any:
+    with _IMPORTING:
+        return importlib.import_module(f"ejkernel.kernels._triton.{name}._interface")
+
+
 def ejkernel_pages(work: Work) -> Call:
     """Its page attention, which wants the heads before the rows of a page."""
-    module = importlib.import_module("ejkernel.kernels._triton.page_attention._interface")
+    module = _ejkernel("page_attention")
     query, key, value, table, lengths = work.positional
     moved = tuple(jnp.asarray(jnp.swapaxes(pages, 1, 2)) for pages in (key, value))
 
     def call(query: Any, key: Any, value: Any, lengths: Any, table: Any) -> Any:
-        return module.page_attention(query, key, value, lengths, table, attn_scale=work.inputs.options.softmax_scale)
+        return module.page_attention(
+            query, key, value, lengths, table, work.inputs.options.softmax_scale, table.shape[1] * key.shape[2]
+        )
 
     return Call(jax.jit(call), (query, *moved, lengths, table))
 
 
 def ejkernel_unified(work: Work) -> Call:
-    module = importlib.import_module("ejkernel.kernels._triton.unified_attention._interface")
+    module = _ejkernel("unified_attention")
     inputs = work.inputs
     cum = inputs.cum_q_lens
     if cum is None:
@@ -223,12 +235,18 @@ class Oracle:
 
 
 def copy_bandwidth(method: Method, size: int) -> dict[str, Any]:
-    """Bytes per second, read and written, of a copy on the device."""
+    """Bytes per second, read and written, of the fastest copy on the device: by the driver, or by a kernel of XLA's."""
     source = jnp.zeros(size // 2, jnp.bfloat16)
     # What is added is not known when it is compiled, so that it stays a copy by a kernel.
-    call = Call(jax.jit(lambda x, y: x + y), (source, jnp.zeros((), jnp.bfloat16)))
-    timed = rates(0.0, measure({"": call}, method)[""])
-    return {"bytes": 2 * size, **timed, "bytes_per_s": 2 * size / timed["median_ms"] * 1e3}
+    by_kernel = Call(jax.jit(lambda x, y: x + y), (source, jnp.zeros((), jnp.bfloat16)))
+    # No kernel: CUPTI's timer does not see it. Many in a row, for the host's clock has to.
+    by_driver = Call(jax.jit(jnp.copy), (source,))
+    found = {
+        "kernel": rates(0.0, measure({"": by_kernel}, method)[""]),
+        "driver": rates(0.0, measure({"": by_driver}, dataclasses.replace(method, device_time="wall", calls=40))[""]),
+    }
+    speeds = {name: 2 * size / timed["median_ms"] * 1e3 for name, timed in found.items()}
+    return {"bytes": 2 * size, "by": found, "bytes_per_s": max(speeds.values()), "bytes_per_s_by": speeds}
 
 
 def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence[str], sweep: bool) -> dict[str, Any]:
@@ -320,7 +338,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     clock = given.device_time or ("cupti" if jax.default_backend() == "gpu" else "wall")
     method = Method(given.rounds, given.calls, clock, jobs=1)
     copy = copy_bandwidth(method, given.copy_bytes)
-    print(f"copy: {copy['bytes_per_s'] / 1e12:.3f} TB/s", flush=True)
+    speeds = ", ".join(f"by the {by} {rate / 1e12:.3f}" for by, rate in copy["bytes_per_s_by"].items())
+    print(f"copy, TB/s: {speeds}", flush=True)
     end, cells = time.monotonic() + given.seconds, list[dict[str, Any]]()
     names = [name for name in given.peers.split(",") if name]
     for name in given.cases.split(","):

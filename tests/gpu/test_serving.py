@@ -7,18 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 import tilewright
 from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tilewright.kernels.mla_decode.cases import MlaCase
 from tilewright.kernels.page_attention.cases import PageCase
+from tilewright.kernels.paged_attention import triton_kernels
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.triton import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 from tilewright.kernels.registry import Implementation
+from tilewright.kernels.triton_bridge import launch
 from tilewright.modules import PageAttention, page_attention, update_pages
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner
 from tilewright.ops.utils.datacarrier import FwdParams
@@ -122,6 +126,25 @@ def test_it_is_what_runs_and_tuning_believes_it() -> None:
     result = tilewright.tune(run, *positional, tuner=Tuner(1, 2), chooser=chain, budget_s=60.0)
     (call,) = result
     assert call.winner.check == "passed", [(str(c.config), c.error) for c in call.candidates]
+
+
+@triton.jit
+def widened(pairs, first, second, kind: tl.constexpr):
+    n = tl.arange(0, 1024) + 1024 * tl.program_id(0)
+    one, other = triton_kernels._neighbours(tl.load(pairs + n), kind)
+    tl.store(first + n, one)
+    tl.store(second + n, other)
+
+
+@pytest.mark.parametrize("assembly", ["INT8", "E4M3", "E5M2"])
+def test_every_pair_of_bytes_is_widened(assembly: str) -> None:
+    kind = {"INT8": tl.int8, "E4M3": tl.float8e4nv, "E5M2": tl.float8e5}[assembly]
+    pairs = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
+    halves = [jax.ShapeDtypeStruct(pairs.shape, jnp.float16)] * 2
+    got = jax.jit(lambda pairs: launch(widened, [pairs], halves, grid=[64], constants={"kind": kind}))(pairs)
+    for each, which in zip(got, ("FIRST", "SECOND"), strict=True):
+        meaning = triton_kernels.MEANINGS[getattr(triton_kernels, f"{assembly}_{which}").value]
+        np.testing.assert_array_equal(np.asarray(each), meaning(pairs))
 
 
 def test_lengths_and_tables_change_without_a_new_program() -> None:

@@ -103,7 +103,11 @@ def test_candidates(name: str, index: int):
     run_and_judge(BACKEND, TILED[name], forward[index % len(forward)], backward[index % len(backward)])
 
 
-@pytest.mark.parametrize("other", [PallasGpuFlashAttention(), CudaFlashAttention(), XlaFlashAttention()], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [PallasGpuFlashAttention(), CudaFlashAttention(), XlaFlashAttention()],
+    ids=lambda other: str(other.platform),
+)
 @pytest.mark.parametrize("name", ["causal", "grouped", "window"])
 def test_pairs_with_every_backend(name: str, other: Implementation):
     inputs = inputs_of(dataclasses.replace(LONG[name], q_length=300))

@@ -1,6 +1,7 @@
 """Conformance of the Triton backend of attention over a cache, by Triton's interpreter; what selection sees of it."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -14,9 +15,11 @@ pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of
+from tilewright.kernels import kernel
 from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
 from tilewright.kernels.page_attention.cases import GPU_CASES as PAGE_CASES
+from tilewright.kernels.page_attention.cases import PageCase
 from tilewright.kernels.paged_attention import triton_kernels
 from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
 from tilewright.kernels.paged_attention.triton import MOST_SPLITS, TritonPagedAttention
@@ -53,6 +56,41 @@ def test_a_latent_of_512_and_64():
     with interpret_triton():
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
     check(got, inputs)
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**20])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_one_byte_elements_of_any_scale(kv_dtype: str, size: float):
+    """Products in float16 must not show: queries, and scales of keys and of values beyond its exponents."""
+    sizes = {"sequences": 3, "kv_length": 50, "heads": 4, "kv_heads": 2, "head_dim": 32, "page_size": 8}
+    case = PageCase("", **sizes, dtype="bfloat16", kv_dtype=kv_dtype, scale="token", return_lse=True)
+    inputs = inputs_of("page_attention", case)
+    assert inputs.key_scale is not None
+    spread = 2.0 ** np.random.default_rng(0).integers(-12, 13, inputs.value_scale.shape)
+    inputs = dataclasses.replace(
+        inputs,
+        query=inputs.query * size,
+        key_scale=inputs.key_scale / size,
+        value_scale=inputs.value_scale * size * jnp.asarray(spread, jnp.float32),
+    )
+    params = FwdParams(q_blocksize=1, kv_blocksize=16, num_key_splits=2)
+    with interpret_triton():
+        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
+    check(got, inputs)
+
+
+def test_small_weights_of_many_keys_count():
+    """Each is less than float16 can hold beside a weight of 1."""
+    keys, bits = 4097, 26
+    query = jnp.zeros((1, 1, 32), jnp.bfloat16).at[..., 0].set(1.0)
+    key = jnp.zeros((1, keys, 1, 32), jnp.int8).at[0, 0, 0, 0].set(100)
+    value = jnp.ones((1, keys, 1, 32), jnp.int8).at[0, 0].set(0)
+    op, scales = kernel("decode_attention"), {"key_scale": bits * math.log(2.0) / 100, "value_scale": 1.0}
+    args, kwargs = op.prepare(query, key, value, jnp.asarray([keys]), softmax_scale=1.0, **scales)
+    params = FwdParams(q_blocksize=1, kv_blocksize=64, num_key_splits=1)
+    with interpret_triton():
+        out, _ = jax.jit(lambda inputs: BACKEND.forward(inputs, params))(op.inputs(*args, **kwargs))
+    np.testing.assert_allclose(np.asarray(out, np.float32), 4096 * 2.0**-bits, rtol=2.0**-6)
 
 
 def test_both_backends_are_cut_to_the_same_lengths():

@@ -160,9 +160,9 @@ class TritonFlashAttention(Implementation):
     def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
         dims, itemsize = padded_dim(problem.head_dim) + padded_dim(problem.value_dim), problem.dtype.itemsize
         if direction == "forward":
-            wanted = {
-                "tiles": params.tiles.shared_bytes(params.tiles.block_q // 2, params.tiles.block_k, dims, itemsize)
-            }
+            # Products in float32 take both operands from there, those on tensor cores the queries alone.
+            resident = params.tiles.block_q // (1 if itemsize == 4 else 2)
+            wanted = {"tiles": params.tiles.shared_bytes(resident, params.tiles.block_k, dims, itemsize)}
         else:
             tiles = params.key_value
             wanted = {"key_value": tiles.shared_bytes(tiles.block_k, tiles.block_q, dims, itemsize)}

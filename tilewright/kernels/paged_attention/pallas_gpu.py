@@ -104,8 +104,10 @@ class PallasGpuPagedAttention(InferenceImplementation):
         others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
         chosen = [*numbers[:3], *(number for number in others if number <= most)]
         first, *rest = dict.fromkeys(chosen)
-        made = [HopperLatentParams(first), HopperLatentParams(first, 0), HopperLatentParams(first, 4)]
-        return [*made, *map(HopperLatentParams, rest)]
+        # Few query rows leave the tensor cores idle: memory alone counts, and what is brought to the cache comes twice.
+        prefetched = (0, 2) if problem.longest_q * problem.heads < ROWS else (2, 0)
+        made = [HopperLatentParams(first, each) for each in (*prefetched, 4)]
+        return [*made, *(HopperLatentParams(number, prefetched[0]) for number in rest)]
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperLatentParams

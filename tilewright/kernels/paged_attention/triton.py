@@ -22,6 +22,9 @@ PROGRAMS_PER_CORE = 8
 """Programs for each multiprocessor, from which the number of splits follows: two or three run at once, and several
 rounds of them level out that some end earlier."""
 
+ENOUGH_PER_CORE = 3.5
+"""Programs for each multiprocessor that are not split: combining costs more than waiting for the last of them."""
+
 LEAST_BLOCKS = 4
 """Blocks of keys that a split should have, for its partial results are written and read again."""
 
@@ -57,6 +60,7 @@ class TritonPagedAttention(InferenceImplementation):
         return why
 
     def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> FwdParams:
+        """By what a sweep on an H200 found (benchmarks/results/nvidia-h200/serving_sweep.json)."""
         wide = _power(max(problem.head_dim, problem.value_dim)) > 256
         block_g = min(_power(problem.groups), 64)
         rows = 1
@@ -65,16 +69,22 @@ class TritonPagedAttention(InferenceImplementation):
             rows = max((128 if mean >= 128 and not wide else 64) // block_g, 1)
         block_m = max(rows * block_g, LEAST_DOT)
         narrow = problem.dtype.itemsize <= 2
+        half = problem.kv_dtype.itemsize == 1 and narrow
+        # Widened elements take registers of their own: 64 rows and four warps then spill.
+        if wide or block_m >= (64 if half else 128):
+            warps = 8
+        else:
+            warps = 2 if half else 4
+        # One buffer is enough where many programs share a multiprocessor, and leaves room for them.
+        stages = 2 if wide or not narrow or (block_m < 64 and not half) else 3
 
         def params(block_n: int) -> FwdParams:
-            # Addresses of rows in several pages take registers of their own: 64 rows and four warps then spill.
-            several = _stages(problem, block_n, 2) > 2
             return FwdParams(
                 q_blocksize=min(rows, _power(max(problem.longest_q, 1))),
                 kv_blocksize=block_n,
                 num_key_splits=_splits(problem, device, rows, block_n),
-                num_warps=8 if wide or block_m >= (64 if several else 128) else 4,
-                num_stages=_stages(problem, block_n, 2 if wide or not narrow else 3),
+                num_warps=warps,
+                num_stages=stages,
             )
 
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
@@ -86,14 +96,15 @@ class TritonPagedAttention(InferenceImplementation):
         best = self.heuristic(problem, device, direction)
         splits = best.num_key_splits or 1
         made = []
-        for block_n in (32, 64, 128):
-            for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3)):
+        for block_n in (16, 32, 64, 128):
+            for warps, stages in ((1, 3), (2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3)):
+                if (block_n == 16) != (warps == 1 and problem.longest_q == 1):
+                    continue  # one warp needs no other to reduce a row of few keys, and more have little to do
                 for number in (splits, max(splits // 2, 1), min(2 * splits, MOST_SPLITS)):
                     made.append(
                         FwdParams(
                             q_blocksize=best.q_blocksize, kv_blocksize=block_n, num_key_splits=number,
-                            num_warps=warps,
-                            num_stages=_stages(problem, block_n, stages),
+                            num_warps=warps, num_stages=stages,
                         )
                     )  # fmt: skip
         fits = (params for params in made if not self.config_reasons(problem, device, direction, params))
@@ -113,10 +124,9 @@ class TritonPagedAttention(InferenceImplementation):
         elements = _power(main) + (_power(rest) if rest else 0)
         elements += 0 if problem.options.latent_dim is not None else _power(problem.value_dim)
         block_m = max((params.q_blocksize or 1) * min(_power(problem.groups), 64), LEAST_DOT)
-        deep = params.num_stages or 1
-        buffers = (deep + 1) // 2 if _stages(problem, block_n, 2) > 2 else deep
-        stored = block_n * elements * problem.kv_dtype.itemsize * buffers
-        held = (block_n * elements if problem.kv_dtype != problem.dtype else 0) + block_m * (_power(main) + block_n)
+        stored = block_n * elements * problem.kv_dtype.itemsize * (params.num_stages or 1)
+        widened = problem.kv_dtype != problem.dtype and not _half(problem, main, rest)
+        held = (block_n * elements if widened else 0) + block_m * (_power(main) + block_n)
         limits = block_limits(device.capability)
         most = LARGEST_SHARED_BYTES if limits is None else limits.shared_bytes
         if stored + held * problem.dtype.itemsize > most:
@@ -151,6 +161,8 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     else:
         per_sequence = -(-options.q_length // block_q)
         count = problem.sequences * per_sequence
+    half = _half(problem, main, rest)
+    least = LEAST_DOT * (2 if half else 1)
     float_absent = jnp.zeros((0,), jnp.float32)
     sinks = float_absent if inputs.softmax_aux is None else inputs.softmax_aux
     sink_sizes = {"num_sinks": problem.sinks, "block_sinks": _power(max(problem.sinks, 1))}
@@ -199,12 +211,13 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         "block_g": block_g,
         "block_m": max(block_q * block_g, LEAST_DOT),
         "block_n": params.kv_blocksize or 64,
-        "block_d": _power(main, LEAST_DOT),
-        "block_r": _power(rest, LEAST_DOT) if rest else 0,
-        "block_v": _power(value_dim, LEAST_DOT),
+        "block_d": _power(main, least),
+        "block_r": _power(rest, least) if rest else 0,
+        "block_v": _power(value_dim, least),
         "tile_dim": main,
         "exact": problem.dtype.itemsize > 2,
         "stages": params.num_stages or 2,
+        "half": half,
     }
     part = (splits,) if splits > 1 else ()
     results = [
@@ -267,13 +280,9 @@ def _strides(name: str, scale: Any) -> dict[str, int]:
     }
 
 
-def _stages(problem: PagedProblem, block_n: int, deep: int) -> int:
-    """Stages of a pipeline in which ``deep`` blocks are in work at once.
-
-    Where a block has several pages, their numbers are loaded half of the stages ahead of what they name: of 3 stages
-    Triton 3.6 then makes one buffer, of 5 two.
-    """
-    return 2 * deep - 1 if problem.paged and problem.page_size % block_n else deep
+def _half(problem: PagedProblem, main: int, rest: int) -> bool:
+    """Whether stored elements have one byte and are multiplied in float16, two neighbours at a time."""
+    return problem.kv_dtype.itemsize == 1 and problem.dtype.itemsize == 2 and not (main | rest | problem.value_dim) % 2
 
 
 def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int) -> int:
@@ -282,6 +291,7 @@ def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int) -
     if problem.packed:
         tiles = max(problem.sequences, -(-problem.tokens // block_q))
     programs = tiles * problem.kv_heads * -(-problem.groups // min(_power(problem.groups), 64))
-    wanted = -(-PROGRAMS_PER_CORE * max(device.cores, 1) // max(programs, 1))
+    cores = max(device.cores, 1)
+    wanted = 1 if programs >= ENOUGH_PER_CORE * cores else -(-PROGRAMS_PER_CORE * cores // max(programs, 1))
     blocks = -(-problem.visible // block_n)
     return max(min(wanted, blocks // LEAST_BLOCKS, MOST_SPLITS), 1)

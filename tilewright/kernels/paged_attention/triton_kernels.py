@@ -2,15 +2,59 @@
 
 Keys are read by pages through pointers, into an online softmax; the parts of one row are combined by a second kernel
 (Flash-Decoding, Dao et al., 2023). Stored elements are widened where they are loaded; their scales multiply logits and
-weights, which are float32.
+weights, which are float32. Elements of one byte are widened to float16, in which int8 and both kinds of float8 are
+exact, two at a time, and their products are computed in it, whatever the dtype of a 16-bit query.
 """
 
+import functools
+
+import ml_dtypes
+import numpy as np
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 29)  # that of inputs.py
+
+# Two neighbours in one byte each are loaded as 16 bits, of which a register has two, from two rows. These make a pair
+# of float16, one of each row, of all first or all second neighbours: what a product on tensor cores takes.
+_INT8 = """{
+    .reg .b32 bytes, offset;
+    xor.b32 bytes, $1, 0x80808080;
+    prmt.b32 bytes, bytes, 0x64646464, %s;
+    mov.b32 offset, 0x64806480;
+    sub.f16x2 $0, bytes, offset;
+}"""
+_E4M3 = """{
+    .reg .b32 bytes;
+    .reg .b16 pair, other;
+    prmt.b32 bytes, $1, 0, %s;
+    mov.b32 {pair, other}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, pair;
+}"""
+INT8_FIRST, INT8_SECOND = tl.constexpr(_INT8 % "0x4240"), tl.constexpr(_INT8 % "0x4341")
+E4M3_FIRST, E4M3_SECOND = tl.constexpr(_E4M3 % "0x0020"), tl.constexpr(_E4M3 % "0x0031")
+E5M2_FIRST, E5M2_SECOND = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
+
+
+def _neighbour(dtype: type, which: int, pairs: np.ndarray) -> np.ndarray:
+    return pairs.view(dtype).reshape(*pairs.shape, 2)[..., which].astype(np.float16)
+
+
+MEANINGS = {
+    assembly.value: functools.partial(_neighbour, dtype, which)
+    for dtype, both in (
+        (np.int8, (INT8_FIRST, INT8_SECOND)),
+        (ml_dtypes.float8_e4m3fn, (E4M3_FIRST, E4M3_SECOND)),
+        (ml_dtypes.float8_e5m2, (E5M2_FIRST, E5M2_SECOND)),
+    )
+    for which, assembly in enumerate(both)
+}
+"""What the interpreter computes in the place of assembly."""
+
+LIFT = tl.constexpr(15.0)
+"""Weights in float16 are at most 2 to this power, not 1: it has few exponents below 1. A product sums in float32."""
 
 
 @triton.jit
@@ -19,6 +63,43 @@ def _widened(stored, dtype: tl.constexpr):
     if stored.dtype.is_fp8() and dtype == tl.bfloat16:
         return stored.to(tl.float32).to(dtype)
     return stored.to(dtype)
+
+
+@triton.jit
+def _of_pairs(pairs, assembly: tl.constexpr):
+    return tl.inline_asm_elementwise(assembly, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _neighbours(pairs, dtype: tl.constexpr):
+    """The first and the second of each two neighbours of one-byte elements, in float16."""
+    if dtype == tl.int8:
+        both = _of_pairs(pairs, INT8_FIRST), _of_pairs(pairs, INT8_SECOND)
+    elif dtype == tl.float8e4nv:
+        both = _of_pairs(pairs, E4M3_FIRST), _of_pairs(pairs, E4M3_SECOND)
+    else:
+        both = _of_pairs(pairs, E5M2_FIRST), _of_pairs(pairs, E5M2_SECOND)
+    return both
+
+
+@triton.jit
+def _rows_of(query, place, there, first, size, block: tl.constexpr, step: tl.constexpr, row: tl.constexpr):
+    """Every ``step``-th element of rows from ``first`` on, of ``size`` from there."""
+    d = tl.arange(0, block // step) * step
+    return tl.load(
+        query + place[:, None] * row + first + d[None, :], mask=there[:, None] & (d < size)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _numbers(row, first, end, page_size: tl.constexpr, block_n: tl.constexpr, pages: tl.constexpr):
+    """The numbers of pages of ``block_n`` positions from ``first`` on: one of each page, or if ``pages`` is 0 of each
+    position; −1 from position ``end`` on."""
+    if pages > 0:
+        position = first + tl.arange(0, pages) * page_size
+    else:
+        position = first + tl.arange(0, block_n)
+    return tl.load(row + position // page_size, mask=position < end, other=-1)
 
 
 @triton.jit
@@ -87,12 +168,14 @@ def attend(
     tile_dim: tl.constexpr,
     exact: tl.constexpr,
     stages: tl.constexpr,
+    half: tl.constexpr,
 ):
     """One query tile's heads of one key head against one of ``splits`` parts of its keys.
 
     ``tile_dim`` elements of keys are in the first product, the rest (``block_r`` > 0) in a second; where ``latent``,
     the first are the value. ``out`` and ``lse`` are the results, or with several splits [tokens, heads, splits, ...] of
-    partial ones, whose ``lse`` is of base 2.
+    partial ones, whose ``lse`` is of base 2. ``half``: stored elements have one byte, are read two neighbours at a
+    time, and multiplied in float16.
     """
     groups: tl.constexpr = heads // kv_heads
     group_blocks: tl.constexpr = (groups + block_g - 1) // block_g
@@ -139,18 +222,36 @@ def attend(
     there_m = (row < rows) & (group < groups)
     head = kv_head * groups + group
     place = (token + row).to(tl.int64) * heads + head
-    d = tl.arange(0, block_d)
-    q = tl.load(
-        query + place[:, None] * head_dim + d[None, :], mask=there_m[:, None] & (d < tile_dim)[None, :], other=0.0
-    )
+    pairs: tl.constexpr = 2 if half else 1
+    nothing: tl.constexpr = 0 if half else 0.0
+    stored: tl.constexpr = key.dtype.element_ty
+    if half:
+        key = key.to(tl.pointer_type(tl.int16), bitcast=True)
+        value = value.to(tl.pointer_type(tl.int16), bitcast=True)
+    d, v = tl.arange(0, block_d // pairs), tl.arange(0, block_v // pairs)
+    q = _rows_of(query, place, there_m, 0, tile_dim, block_d, pairs, head_dim)
+    if half:
+        q_second = _rows_of(query + 1, place, there_m, 0, tile_dim, block_d, pairs, head_dim)
     if block_r > 0:
-        r = tl.arange(0, block_r)
-        there_r = r < head_dim - tile_dim
-        q_rest = tl.load(
-            query + place[:, None] * head_dim + tile_dim + r[None, :],
-            mask=there_m[:, None] & there_r[None, :],
-            other=0.0,
-        )
+        r = tl.arange(0, block_r // pairs)
+        there_r = r < (head_dim - tile_dim) // pairs
+        q_rest = _rows_of(query, place, there_m, tile_dim, head_dim - tile_dim, block_r, pairs, head_dim)
+        if half:
+            q_rest_second = _rows_of(query + 1, place, there_m, tile_dim, head_dim - tile_dim, block_r, pairs, head_dim)
+    scaled_rows: tl.constexpr = half and query.dtype.element_ty != tl.float16
+    if scaled_rows:
+        # Float16 has few exponents: each row is divided by a power of two of its magnitude.
+        size_m = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), tl.max(tl.abs(q_second.to(tl.float32)), 1))
+        if block_r > 0:
+            size_m = tl.maximum(size_m, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+            size_m = tl.maximum(size_m, tl.max(tl.abs(q_rest_second.to(tl.float32)), 1))
+        unit_m = tl.exp2(tl.floor(tl.log2(tl.maximum(size_m, 2.0**-100))))
+        per_unit = (1.0 / unit_m)[:, None]
+        q = (q.to(tl.float32) * per_unit).to(tl.float16)
+        q_second = (q_second.to(tl.float32) * per_unit).to(tl.float16)
+        if block_r > 0:
+            q_rest = (q_rest.to(tl.float32) * per_unit).to(tl.float16)
+            q_rest_second = (q_rest_second.to(tl.float32) * per_unit).to(tl.float16)
     if has_slopes:
         slope = tl.load(slopes + head, mask=there_m, other=0.0).to(tl.float32)
     position_m = first + row
@@ -160,6 +261,7 @@ def attend(
     one_value_scale: tl.constexpr = one_key_scale if latent else value_scale_page == 0 and value_scale_row == 0
     if has_key_scale and one_key_scale:
         all_keys = tl.load(key_scale + kv_head * key_scale_head)
+    scaled_values: tl.constexpr = (has_key_scale if latent else has_value_scale) and not one_value_scale
     if latent:
         if has_key_scale and one_key_scale:
             all_values = all_keys
@@ -168,11 +270,20 @@ def attend(
 
     greatest = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
-    weighted = tl.zeros([block_m, block_v], tl.float32)
-    v = tl.arange(0, block_v)
+    weighted = tl.zeros([block_m, block_v // pairs], tl.float32)
+    if half:
+        weighted_second = tl.zeros([block_m, block_v // pairs], tl.float32)
     n = tl.arange(0, block_n)
-    key_row: tl.constexpr = kv_heads * head_dim
-    value_row: tl.constexpr = kv_heads * value_dim
+    key_head: tl.constexpr = head_dim // pairs
+    value_head: tl.constexpr = value_dim // pairs
+    key_row: tl.constexpr = kv_heads * key_head
+    value_row: tl.constexpr = kv_heads * value_head
+    # Where a block has several pages, their numbers are loaded one block ahead: what is loaded by them need not wait.
+    several: tl.constexpr = paged and page_size % block_n > 0
+    pages: tl.constexpr = block_n // page_size if block_n % page_size == 0 else 0
+    table_row = table + sequence.to(tl.int64) * columns
+    if several:
+        ahead = _numbers(table_row, start, end, page_size, block_n, pages)
 
     for at in tl.range(start, end, block_n, num_stages=stages):
         position = at + n
@@ -180,36 +291,47 @@ def attend(
         if not paged:
             number = sequence.to(tl.int64)
             row_n = position
-        elif page_size % block_n == 0:
+        elif several:
+            number = ahead
+            ahead = _numbers(table_row, at + block_n, end, page_size, block_n, pages)
+            if pages > 0:
+                number = tl.reshape(tl.broadcast_to(number[:, None], [pages, page_size]), [block_n])
+            there = there & (number >= 0) & (number < num_pages)
+            number = tl.where(there, number, 0).to(tl.int64)
+            row_n = position % page_size
+        else:
             # A block lies in one page: one number, and rows side by side.
-            number = tl.load(table + sequence.to(tl.int64) * columns + at // page_size).to(tl.int64)
+            number = tl.load(table_row + at // page_size).to(tl.int64)
             real = (number >= 0) & (number < num_pages)
             there = (position >= low) & (position < tl.where(real, end, 0))
             number = tl.where(real, number, 0)
             row_n = at % page_size + n
-        else:
-            number = tl.load(table + sequence.to(tl.int64) * columns + position // page_size, mask=there, other=-1).to(
-                tl.int64
-            )
-            there = there & (number >= 0) & (number < num_pages)
-            number = tl.where(there, number, 0)
-            row_n = position % page_size
         base = (number * page_size + row_n).to(tl.int64)
         k = tl.load(
-            key + (base * key_row + kv_head * head_dim)[None, :] + d[:, None],
-            mask=there[None, :] & (d < tile_dim)[:, None],
-            other=0.0,
+            key + (base * key_row + kv_head * key_head)[None, :] + d[:, None],
+            mask=there[None, :] & (d < tile_dim // pairs)[:, None],
+            other=nothing,
         )
-        k = _widened(k, query.dtype.element_ty)
-        logits = tl.dot(q, k, input_precision="ieee" if exact else "tf32")
+        if half:
+            k_first, k_second = _neighbours(k, stored)
+            logits = tl.dot(q_second, k_second, tl.dot(q, k_first))
+        else:
+            k = _widened(k, query.dtype.element_ty)
+            logits = tl.dot(q, k, input_precision="ieee" if exact else "tf32")
         if block_r > 0:
             k_rest = tl.load(
-                key + (base * key_row + kv_head * head_dim + tile_dim)[None, :] + r[:, None],
+                key + (base * key_row + kv_head * key_head + tile_dim // pairs)[None, :] + r[:, None],
                 mask=there[None, :] & there_r[:, None],
-                other=0.0,
+                other=nothing,
             )
-            k_rest = _widened(k_rest, query.dtype.element_ty)
-            logits = tl.dot(q_rest, k_rest, logits, input_precision="ieee" if exact else "tf32")
+            if half:
+                rest_first, rest_second = _neighbours(k_rest, stored)
+                logits = tl.dot(q_rest_second, rest_second, tl.dot(q_rest, rest_first, logits))
+            else:
+                k_rest = _widened(k_rest, query.dtype.element_ty)
+                logits = tl.dot(q_rest, k_rest, logits, input_precision="ieee" if exact else "tf32")
+        if scaled_rows:
+            logits = logits * unit_m[:, None]
         if has_key_scale:
             if one_key_scale:
                 logits = logits * all_keys
@@ -239,35 +361,58 @@ def attend(
             seen = seen & (distance <= right)
         logits = tl.where(seen, logits, float("-inf"))
 
-        now = tl.maximum(greatest, tl.max(logits, 1))
+        if scaled_values:
+            if latent:
+                v_scale = k_scale
+            else:
+                v_scale = _scale(
+                    value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
+                )
+        if half:
+            largest = logits
+            if scaled_values:
+                # Weights times scales are to fit float16, not weights alone.
+                size_n = tl.minimum(tl.maximum(tl.abs(v_scale), 2.0**-60), 2.0**60)
+                largest = largest + tl.log2(size_n)[None, :]
+            now = tl.maximum(greatest, tl.max(largest, 1) - LIFT)
+        else:
+            now = tl.maximum(greatest, tl.max(logits, 1))
         shift = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(greatest - shift)
         total = total * shrink + tl.sum(weights, 1)
         greatest = now
-        if latent:
-            values = tl.trans(k)
-            if has_key_scale and not one_key_scale:
-                weights = weights * k_scale[None, :]
-        else:
+        if scaled_values:
+            weights = weights * v_scale[None, :]
+        if not latent:
             values = tl.load(
-                value + (base * value_row + kv_head * value_dim)[:, None] + v[None, :],
-                mask=there[:, None] & (v < value_dim)[None, :],
-                other=0.0,
+                value + (base * value_row + kv_head * value_head)[:, None] + v[None, :],
+                mask=there[:, None] & (v < value_head)[None, :],
+                other=nothing,
             )
-            values = _widened(values, query.dtype.element_ty)
-            if has_value_scale and not one_value_scale:
-                v_scale = _scale(
-                    value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
-                )
-                weights = weights * v_scale[None, :]
-        weighted = tl.dot(
-            weights.to(values.dtype),
-            values,
-            weighted * shrink[:, None],
-            input_precision="ieee" if exact else "tf32",
-        )
+        if half:
+            weights = weights.to(tl.float16)
+            if latent:
+                values_first, values_second = tl.trans(k_first), tl.trans(k_second)
+            else:
+                values_first, values_second = _neighbours(values, stored)
+            weighted = tl.dot(weights, values_first, weighted * shrink[:, None])
+            weighted_second = tl.dot(weights, values_second, weighted_second * shrink[:, None])
+        else:
+            if latent:
+                values = tl.trans(k)
+            else:
+                values = _widened(values, query.dtype.element_ty)
+            weighted = tl.dot(
+                weights.to(values.dtype),
+                values,
+                weighted * shrink[:, None],
+                input_precision="ieee" if exact else "tf32",
+            )
 
+    if half:
+        weighted = tl.reshape(tl.join(weighted, weighted_second), [block_m, block_v])
+    every_v = tl.arange(0, block_v)
     if (has_key_scale if latent else has_value_scale) and one_value_scale:
         weighted = weighted * all_values
 
@@ -294,9 +439,9 @@ def attend(
         sum_of_exp = tl.where(total == 0.0, float("-inf"), greatest + tl.log2(total))
         out_place = place * splits + split
     tl.store(
-        out + out_place[:, None] * value_dim + v[None, :],
+        out + out_place[:, None] * value_dim + every_v[None, :],
         result.to(out.dtype.element_ty),
-        mask=there_m[:, None] & (v < value_dim)[None, :],
+        mask=there_m[:, None] & (every_v < value_dim)[None, :],
     )
     tl.store(lse + out_place, sum_of_exp, mask=there_m)
 

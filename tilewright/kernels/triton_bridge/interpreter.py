@@ -8,7 +8,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ def _run(launch: Launch, operands: list[Any]) -> None:
     names = [parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr]
     given = dict(zip(names, operands, strict=True))
     builder = interpreter.interpreter_builder
-    with _language(interpreter):
+    with _language(interpreter, launch.kernel.fn.__globals__.get("MEANINGS", {})):
         arguments |= {name: interpreter._implicit_cvt(_Pointer.of(value)) for name, value in given.items()}
         arguments |= dict(launch.constants)
         builder.set_grid_dim(*launch.grid)
@@ -119,8 +119,11 @@ def _interpreted(function: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _language(interpreter: Any) -> Iterator[None]:
-    """Triton's language computes, and its kernels may be called by each other."""
+def _language(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
+    """Triton's language computes, and its kernels may be called by each other.
+
+    Assembly of one operand and one result is what ``MEANINGS`` in the module of a kernel says of its text.
+    """
     import triton.language as tl
     from triton.runtime import JITFunction
 
@@ -129,15 +132,15 @@ def _language(interpreter: Any) -> Iterator[None]:
         # NumPy no more takes an array of one element for a number, which Triton 3.6 relies on.
         scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.set_attr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs))
-        with _bfloat16(interpreter), np.errstate(all="ignore"):
+        with _builder(interpreter, meanings), np.errstate(all="ignore"):
             yield
     finally:
         scope.restore()
 
 
 @contextlib.contextmanager
-def _bfloat16(interpreter: Any) -> Iterator[None]:
-    """Conversions and products of bfloat16, which the interpreter keeps in 16 bits and takes for integers."""
+def _builder(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
+    """What the interpreter lacks: assembly, and conversions and products of bfloat16, which it takes for integers."""
     import triton.language as tl
 
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
@@ -167,11 +170,19 @@ def _bfloat16(interpreter: Any) -> Iterator[None]:
         before = interpreter._interpreter.load(places.data, inside, np.zeros_like(value.data), value.data.dtype)
         interpreter._interpreter.store(places.data, before + value.data, inside)
 
+    def create_inline_asm(text: str, constraints: str, operands: Any, kinds: Any, pure: bool, pack: int) -> Any:
+        if text not in meanings:
+            raise NotImplementedError(f"the kernel's module does not say by MEANINGS what this computes: {text}")
+        (operand,), (kind,) = operands, kinds
+        result = handle(meanings[text](operand.data), kind.scalar)
+        return types.SimpleNamespace(get_result=lambda index: result)
+
     ours = {
         "cast_impl": cast_impl,
         "create_fp_to_fp": create_fp_to_fp,
         "create_dot": create_dot,
         "create_descriptor_reduce": create_descriptor_reduce,
+        "create_inline_asm": create_inline_asm,
     }
     vars(builder).update(ours)
     try:
