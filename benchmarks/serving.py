@@ -65,6 +65,10 @@ CELLS: dict[str, Cell] = {
     "64x8192_int8_page64": Cell(
         "page_attention", PageCase("", **_BATCH_64, kv_dtype="int8", scale="token", page_size=64)
     ),
+    "64x8192_int8_head": Cell("page_attention", PageCase("", **_BATCH_64, kv_dtype="int8", scale="head")),
+    "64x8192_int8_head_page64": Cell(
+        "page_attention", PageCase("", **_BATCH_64, kv_dtype="int8", scale="head", page_size=64)
+    ),
     "64x8192_fp8": Cell("page_attention", PageCase("", **_BATCH_64, kv_dtype="float8_e4m3fn", scale="head")),
     "64x8192_fp8_page64": Cell(
         "page_attention", PageCase("", **_BATCH_64, kv_dtype="float8_e4m3fn", scale="head", page_size=64)

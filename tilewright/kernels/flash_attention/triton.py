@@ -224,11 +224,12 @@ class TritonFlashAttention(Implementation):
 
 
 # By the widest head dim. On Hopper TMA leaves the registers that addresses would take; elsewhere there is none.
+# For Hopper in the order of what tuning on an H100 and an H200 measured (benchmarks/results/*/attention_tuned.json).
 _HOPPER_FORWARD = {
-    64: ((128, 64, 4, 3, True), (128, 128, 8, 3, True), (128, 128, 8, 2, True), (64, 128, 4, 2, True),
-         (128, 64, 4, 3, False), (64, 64, 4, 3, True)),
-    128: ((128, 64, 8, 3, True), (64, 64, 4, 3, True), (128, 128, 8, 2, False), (64, 64, 4, 3, False)),
-    256: ((128, 32, 8, 2, True), (64, 32, 4, 2, True)),
+    64: ((128, 64, 4, 3, False), (64, 128, 4, 2, True), (64, 64, 4, 3, True), (128, 64, 4, 3, True),
+         (128, 128, 8, 3, True), (128, 128, 8, 2, True)),
+    128: ((64, 64, 4, 3, False), (64, 64, 4, 3, True), (128, 128, 8, 2, False), (128, 64, 8, 3, True)),
+    256: ((64, 32, 4, 2, True), (128, 32, 8, 2, True)),
 }  # fmt: skip
 _FORWARD = {
     64: ((128, 64, 8, 3, False), (64, 64, 4, 3, False), (64, 32, 4, 3, False)),
@@ -238,11 +239,11 @@ _FORWARD = {
 # The tiles of queries and keys of dK and dV, which those of dQ have the other way round, and last whether the pass is
 # deterministic. Without TMA, where to add to dQ takes all registers, so it always is.
 _HOPPER_BACKWARD = {
-    64: ((64, 128, 8, 2, True, False), (64, 64, 4, 2, True, False), (64, 128, 8, 2, True, True),
-         (64, 64, 4, 2, True, True), (64, 128, 8, 3, True, True)),
-    128: ((64, 128, 8, 2, True, False), (64, 64, 8, 2, True, False), (64, 128, 8, 1, True, False),
-          (64, 128, 8, 2, True, True), (64, 64, 8, 2, True, True), (64, 64, 4, 2, True, True)),
-    256: ((32, 64, 8, 2, True, True), (32, 64, 8, 2, True, False), (16, 64, 8, 2, True, True)),
+    64: ((64, 64, 4, 2, True, True), (64, 64, 4, 2, True, False), (64, 128, 8, 3, True, True),
+         (64, 128, 8, 2, True, True), (64, 128, 8, 2, True, False)),
+    128: ((64, 64, 4, 2, True, True), (64, 128, 8, 2, True, True), (64, 128, 8, 2, True, False),
+          (64, 128, 8, 1, True, False), (64, 64, 8, 2, True, False), (64, 64, 8, 2, True, True)),
+    256: ((32, 64, 8, 2, True, False), (32, 64, 8, 2, True, True), (16, 64, 8, 2, True, True)),
 }  # fmt: skip
 _BACKWARD = {
     64: ((32, 128, 8, 2, False, True), (64, 64, 4, 2, False, True), (32, 64, 4, 2, False, True)),
@@ -250,8 +251,8 @@ _BACKWARD = {
     256: ((16, 64, 8, 1, False, True), (32, 64, 8, 1, False, True)),
 }
 # Where a tile of scores is loaded beside its product, all of whose addresses take registers.
-_SCORES_FORWARD = ((64, 64, 8, 2, True), (64, 32, 4, 2, True), (32, 32, 4, 1, True))
-_HOPPER_SCORES_BACKWARD = ((64, 64, 8, 2, True, True), (32, 64, 4, 1, True, True), (32, 32, 4, 1, True, True))
+_SCORES_FORWARD = ((64, 32, 4, 2, True), (64, 64, 8, 2, True), (32, 32, 4, 1, True))
+_HOPPER_SCORES_BACKWARD = ((32, 64, 4, 1, True, True), (64, 64, 8, 2, True, True), (32, 32, 4, 1, True, True))
 _SCORES_BACKWARD = ((32, 64, 8, 1, False, True), (32, 32, 4, 1, False, True))
 _WIDE_SCORES_BACKWARD = ((32, 64, 8, 2, True, True), (16, 32, 4, 1, True, True))
 _FLOAT32_FORWARD = ((64, 32, 4, 2, False), (64, 32, 4, 1, False), (32, 16, 4, 1, False))
@@ -271,9 +272,10 @@ def _listed(problem: AttentionProblem, device: Device, direction: Direction) -> 
         tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if tma else (_FORWARD, _BACKWARD)
         table: Mapping[int, tuple[tuple[Any, ...], ...]] = tables[0] if forward else tables[1]
         sizes = next(listed for width, listed in table.items() if widest <= width)
-        # What is known of single rows takes registers, and so does the derivative of the cap.
+        # What is known of single rows takes registers, and so does the derivative of the cap. (What stands first for
+        # Hopper was measured to be first with these, too.)
         capped = problem.options.logits_soft_cap is not None and not forward
-        if problem.dropout or MaskParts.of(problem.mask).has_rows or capped:
+        if not tma and (problem.dropout or MaskParts.of(problem.mask).has_rows or capped):
             sizes = tuple(sorted(sizes, key=lambda size: size[0] * size[1] // size[2]))
     if forward:
         return [TritonForwardParams(Tiles(*size)) for size in sizes]

@@ -134,6 +134,11 @@ class PagedProblem:
     sinks: int
     options: PagedOptions
 
+    @property
+    def scaled_alike(self) -> bool:
+        """Whether a scale, if any, is that of all of a head's tokens."""
+        return all(shape is None or shape[:2] == (1, 1) for shape in self.scale_shapes)
+
     @classmethod
     def of(cls, inputs: PagedInputs) -> "PagedProblem":
         """The problem of ``inputs``, whose leaves may be arrays, tracers or ``ShapeDtypeStruct``."""

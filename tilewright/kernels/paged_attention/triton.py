@@ -74,19 +74,22 @@ class TritonPagedAttention(InferenceImplementation):
         if wide or block_m >= (64 if half else 128):
             warps = 8
         else:
-            warps = 2 if half else 4
+            warps = 2 if half or (problem.paged and problem.page_size < 16 and block_m < 64) else 4
         # One buffer is enough where many programs share a multiprocessor, and leaves room for them.
         stages = 2 if wide or not narrow or (block_m < 64 and not half) else 3
 
-        def params(block_n: int) -> FwdParams:
+        def params(block_n: int, warps: int = warps) -> FwdParams:
             return FwdParams(
                 q_blocksize=min(rows, _power(max(problem.longest_q, 1))),
                 kv_blocksize=block_n,
-                num_key_splits=_splits(problem, device, rows, block_n),
+                num_key_splits=_splits(problem, device, rows, block_n, warps),
                 num_warps=warps,
                 num_stages=stages,
             )
 
+        # Where keys take few instructions, one warp for each page needs no other, and no page's number is waited for.
+        if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scaled_alike:
+            return params(16, 1)
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
         sizes = (64, 32, 16) if narrow and not wide else (32, 16)
         fits = (size for size in sizes if not self.config_reasons(problem, device, direction, params(size)))
@@ -285,13 +288,14 @@ def _half(problem: PagedProblem, main: int, rest: int) -> bool:
     return problem.kv_dtype.itemsize == 1 and problem.dtype.itemsize == 2 and not (main | rest | problem.value_dim) % 2
 
 
-def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int) -> int:
+def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, warps: int) -> int:
     """Enough that few long sequences fill the device, from the bounds that shapes give; lengths are not looked at."""
     tiles = problem.sequences * -(-problem.longest_q // block_q)
     if problem.packed:
         tiles = max(problem.sequences, -(-problem.tokens // block_q))
     programs = tiles * problem.kv_heads * -(-problem.groups // min(_power(problem.groups), 64))
     cores = max(device.cores, 1)
-    wanted = 1 if programs >= ENOUGH_PER_CORE * cores else -(-PROGRAMS_PER_CORE * cores // max(programs, 1))
+    enough = programs * min(warps, 2) >= 2 * ENOUGH_PER_CORE * cores
+    wanted = 1 if enough else PROGRAMS_PER_CORE * cores // max(programs, 1)
     blocks = -(-problem.visible // block_n)
     return max(min(wanted, blocks // LEAST_BLOCKS, MOST_SPLITS), 1)

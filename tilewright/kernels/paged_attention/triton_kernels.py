@@ -246,12 +246,12 @@ def attend(
             size_m = tl.maximum(size_m, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
             size_m = tl.maximum(size_m, tl.max(tl.abs(q_rest_second.to(tl.float32)), 1))
         unit_m = tl.exp2(tl.floor(tl.log2(tl.maximum(size_m, 2.0**-100))))
-        per_unit = (1.0 / unit_m)[:, None]
-        q = (q.to(tl.float32) * per_unit).to(tl.float16)
-        q_second = (q_second.to(tl.float32) * per_unit).to(tl.float16)
+        inverse_m = (1.0 / unit_m)[:, None]
+        q = (q.to(tl.float32) * inverse_m).to(tl.float16)
+        q_second = (q_second.to(tl.float32) * inverse_m).to(tl.float16)
         if block_r > 0:
-            q_rest = (q_rest.to(tl.float32) * per_unit).to(tl.float16)
-            q_rest_second = (q_rest_second.to(tl.float32) * per_unit).to(tl.float16)
+            q_rest = (q_rest.to(tl.float32) * inverse_m).to(tl.float16)
+            q_rest_second = (q_rest_second.to(tl.float32) * inverse_m).to(tl.float16)
     if has_slopes:
         slope = tl.load(slopes + head, mask=there_m, other=0.0).to(tl.float32)
     position_m = first + row
@@ -273,6 +273,8 @@ def attend(
     weighted = tl.zeros([block_m, block_v // pairs], tl.float32)
     if half:
         weighted_second = tl.zeros([block_m, block_v // pairs], tl.float32)
+    if scaled_values and half:
+        value_unit = 0.0
     n = tl.arange(0, block_n)
     key_head: tl.constexpr = head_dim // pairs
     value_head: tl.constexpr = value_dim // pairs
@@ -368,21 +370,20 @@ def attend(
                 v_scale = _scale(
                     value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
                 )
-        if half:
-            largest = logits
-            if scaled_values:
-                # Weights times scales are to fit float16, not weights alone.
-                size_n = tl.minimum(tl.maximum(tl.abs(v_scale), 2.0**-60), 2.0**60)
-                largest = largest + tl.log2(size_n)[None, :]
-            now = tl.maximum(greatest, tl.max(largest, 1) - LIFT)
-        else:
-            now = tl.maximum(greatest, tl.max(logits, 1))
+        now = tl.maximum(greatest, tl.max(logits, 1) - (LIFT if half else 0.0))
         shift = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(greatest - shift)
         total = total * shrink + tl.sum(weights, 1)
         greatest = now
         if scaled_values:
+            if half:
+                # Sums are in units of the greatest scale so far, so that weights times scales fit float16 as well.
+                unit = tl.maximum(value_unit, tl.max(tl.abs(v_scale), 0))
+                per_unit = 1.0 / tl.where(unit == 0.0, 1.0, unit)
+                v_scale = v_scale * per_unit
+                shrink = shrink * (value_unit * per_unit)
+                value_unit = unit
             weights = weights * v_scale[None, :]
         if not latent:
             values = tl.load(
@@ -413,6 +414,8 @@ def attend(
     if half:
         weighted = tl.reshape(tl.join(weighted, weighted_second), [block_m, block_v])
     every_v = tl.arange(0, block_v)
+    if scaled_values and half:
+        weighted = weighted * value_unit
     if (has_key_scale if latent else has_value_scale) and one_value_scale:
         weighted = weighted * all_values
 
