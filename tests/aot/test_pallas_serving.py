@@ -13,6 +13,8 @@ from tests.kernels.paged_attention.latent_conformance import latent_inputs
 from tilewright.kernels.mla_decode.cases import GPU_CASES
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu import PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 
 if missing_packages():
     pytest.skip(missing_packages(), allow_module_level=True)
@@ -39,5 +41,33 @@ def test_compiles_without_spills(name: str) -> None:
     # How many splits there are, and how far ahead is prefetched, are constants; whether at all decides.
     for one in {(bool(each.prefetched), each.num_key_splits > 1): each for each in params}.values():
         reports = compile_for_h100(lambda inputs, one=one: BACKEND.forward(inputs, one), inputs)
+        assert reports
+        assert [fault for report in reports for fault in report.faults] == []
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "pages of 8": {"page_size": 8},
+    "pages of 16": {},
+    "pages of 64": {"page_size": 64},
+    "pages of two tiles": {"page_size": 256},
+    "head dim 64": {"head_dim": 64, "page_size": 64},
+    "head dim 64, pages of 16": {"head_dim": 64},
+    "float16, groups of five": {"heads": 40, "dtype": "float16", "page_size": 128},
+    "not causal": {"causal": False},
+    "not causal, large pages": {"causal": False, "page_size": 128},
+    "a window": {"sliding_window": 200},
+    "a window, large pages": {"sliding_window": 200, "page_size": 256},
+    "negative scale": {"softmax_scale": -1.0},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_compiles_without_spills(name: str) -> None:
+    sizes = {"sequences": 64, "kv_length": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    case = RaggedPageCase("", **sizes | {"q_lengths": (1, 1, 512)} | PACKED[name])
+    inputs: Any = jax.eval_shape(functools.partial(inputs_of, "ragged_page_attention", case))
+    backend = PallasGpuPackedAttention()
+    for one in backend.candidates(PagedProblem.of(inputs), H100, "forward"):
+        reports = compile_for_h100(lambda inputs, one=one: backend.forward(inputs, one), inputs)
         assert reports
         assert [fault for report in reports for fault in report.faults] == []

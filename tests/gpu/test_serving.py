@@ -18,6 +18,7 @@ from tilewright.kernels.page_attention.cases import PageCase
 from tilewright.kernels.paged_attention import triton_kernels
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.triton import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -59,12 +60,16 @@ class TestLatentsOnHopper(LatentConformance):
 def test_latents_of_real_sizes_repeat_bit_for_bit(heads: int, q_length: int) -> None:
     """Often: a slot that is overwritten while a product reads it shows now and then."""
     inputs = latent_inputs(sequences=64, kv_length=4096, heads=heads, q_lengths=(q_length,))
-    backend, problem = PallasGpuPagedAttention(), PagedProblem.of(inputs)
-    for params in backend.candidates(problem, current_device(), "forward"):
+    check_and_repeat(PallasGpuPagedAttention(), inputs, 50)
+
+
+def check_and_repeat(backend: Any, inputs: PagedInputs, runs: int) -> None:
+    """Every candidate, against the oracle and then against itself."""
+    for params in backend.candidates(PagedProblem.of(inputs), current_device(), "forward"):
         run = jax.jit(lambda inputs, params=params: backend.forward(inputs, params))
         first = run(inputs)
         check(first, inputs)
-        for _ in range(50):
+        for _ in range(runs):
             for got, want in zip(run(inputs), first, strict=True):
                 assert bool(jnp.array_equal(got, want, equal_nan=True)), params
 
@@ -195,6 +200,28 @@ def test_hostile_tables_in_bounds(page_size: int, kv_dtype: str | None) -> None:
 def test_hostile_tables_of_latents_in_bounds(page_size: int) -> None:
     inputs = latent_inputs(sequences=5, kv_length=700, page_size=page_size, heads=20, q_lengths=(2,))
     run_on_hostile_tables(PallasGpuPagedAttention(), inputs)
+
+
+PACKED: dict[str, Any] = {"sequences": 9, "kv_length": 2048, **REAL}
+
+
+def packed_inputs(**fields: Any) -> PagedInputs:
+    return inputs_of("ragged_page_attention", RaggedPageCase("", **PACKED | {"q_lengths": (1, 1, 300)} | fields))
+
+
+@needs_hopper
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 700}, {"causal": False}, {"head_dim": 64}], ids=str)
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+def test_packed_on_hopper(page_size: int, fields: dict[str, Any]) -> None:
+    """Often: a slot that is overwritten while a product reads it shows now and then."""
+    check_and_repeat(PallasGpuPackedAttention(), packed_inputs(page_size=page_size, **fields), 20)
+
+
+@needs_hopper
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_hostile_tables_of_packed_queries_in_bounds(page_size: int) -> None:
+    inputs = packed_inputs(page_size=page_size, sequences=5, kv_length=700, q_lengths=(1, 40))
+    run_on_hostile_tables(PallasGpuPackedAttention(), inputs)
 
 
 def run_on_hostile_tables(backend: Any, inputs: PagedInputs) -> None:

@@ -64,6 +64,7 @@ def test_scratch_has_the_shapes_and_arrivals_of_the_plan():
     assert plan.tile_bytes == 128 * 96 * 2
     assert plan.shared_bytes == 3 * plan.tile_bytes + 2 * 3 * 8
     assert RingPlan((64, 64), jnp.int8, 2, 2, writers=2).scratch()[1].num_arrivals == 2
+    assert RingPlan((64, 64), jnp.int8, 2, 1, copies=4).scratch()[1].num_arrivals == 4
 
 
 def test_rows_of_numbers_stay_as_they_are():
@@ -84,6 +85,9 @@ def test_rows_of_numbers_stay_as_they_are():
         ({"num_stages": 33}, "self.num_stages=33"),
         ({"consumers": 0}, "self.consumers=0"),
         ({"writers": -1}, "self.writers=-1"),
+        ({"copies": 0}, "self.copies=0"),
+        ({"copies": 3}, "self.copies=3"),
+        ({"copies": 2, "writers": 1}, "need TMA"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict, reason: str):

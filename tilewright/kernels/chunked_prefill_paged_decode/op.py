@@ -12,7 +12,7 @@ class ChunkedPrefillPagedDecode(PagedAttentionKernel):
     """Writes a chunk and attends to it; see ``chunked_prefill_paged_decode`` for the arguments."""
 
     def __init__(self) -> None:
-        super().__init__("chunked_prefill_paged_decode")
+        super().__init__("chunked_prefill_paged_decode", packed=True)
 
     @takes_options()
     def prepare(

@@ -44,8 +44,9 @@ class RingPlan:
     """The static half of a ring: what it takes of the shared memory, and who arrives on its barriers.
 
     ``tile`` is the shape of a stage. ``consumers`` is the number of warpgroups that release a slot, ``writers`` of
-    those that fill it from registers; with none, the TMA unit does. ``swizzle`` in bytes: None takes the widest that
-    fits, 0 leaves the tile row-major, which is the only choice for a tile that is not a matrix.
+    those that fill it from registers; with none, the TMA unit does, by ``copies`` of equally many rows each.
+    ``swizzle`` in bytes: None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
+    tile that is not a matrix.
     """
 
     tile: tuple[int, ...]
@@ -54,6 +55,7 @@ class RingPlan:
     consumers: int
     writers: int = 0
     swizzle: int | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -66,6 +68,8 @@ class RingPlan:
             raise ValueError(f"somebody must release a slot, got {self.consumers=}")
         if self.writers < 0:
             raise ValueError(f"{self.writers=} must not be negative")
+        if self.copies < 1 or self.tile[0] % self.copies or (self.copies > 1 and self.writers):
+            raise ValueError(f"copies share the rows, and need TMA, got {self.copies=}, {self.tile=}, {self.writers=}")
         if len(self.tile) != 2:
             if self.swizzle:
                 raise ValueError(f"only matrices are swizzled, got {self.swizzle=} for {self.tile=}")
@@ -107,7 +111,7 @@ class RingPlan:
         """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
         return (
             plgpu.SMEM((self.num_stages, *self.tile), self.dtype, transforms=self.transforms),
-            plgpu.Barrier(num_arrivals=max(self.writers, 1), num_barriers=self.num_stages),
+            plgpu.Barrier(num_arrivals=max(self.writers, self.copies), num_barriers=self.num_stages),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages),
         )
 
@@ -144,19 +148,23 @@ class Ring:
         # The first round fills slots that nobody has to release.
         _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
 
-    def load_from_dram(self, step: Step, source_ref: Ref, *, layout: Any = None) -> jax.Array | None:
-        """Producer: starts the load of a tile, an already sliced reference in device memory.
+    def load_from_dram(self, step: Step, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
+        """Producer: starts the load of a tile, an already sliced reference in device memory for each of its copies.
 
-        Under TMA it waits until the slot is free and starts the copy. With ``writers`` it reads this warpgroup's part
-        into registers, in ``layout``, and waits for nothing: the slot is first needed in ``copy_to_shared``.
+        Under TMA it waits until the slot is free and starts the copies, one below the other. With ``writers`` it reads
+        this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is first needed in
+        ``copy_to_shared``.
         """
         if self.plan.writers:
-            return plgpu.load(source_ref, layout=layout, optimized=False)
+            return plgpu.load(*source_refs, layout=layout, optimized=False)
         if layout is not None:
             raise ValueError(f"a TMA copy passes no registers, got {layout=}")
         self._wait_empty(step)
         slot = self.slot(step)
-        plgpu.copy_gmem_to_smem(source_ref, self.smem.at[slot], self.full.at[slot])
+        rows = self.plan.tile[0] // self.plan.copies
+        for number, source_ref in zip(range(self.plan.copies), source_refs, strict=True):
+            part = () if self.plan.copies == 1 else (pl.ds(number * rows, rows),)
+            plgpu.copy_gmem_to_smem(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])
         return None
 
     def copy_to_shared(

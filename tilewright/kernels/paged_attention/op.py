@@ -71,8 +71,9 @@ def takes_options(*absent: str) -> Callable[[Callable[..., Call]], Callable[...,
 class PagedAttentionKernel(InferenceKernel, abc.ABC):
     """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
 
-    def __init__(self, name: str, *more: LazyImplementation) -> None:
-        """``more`` are implementations that serve this op alone; they come first."""
+    def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
+        """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
+        packed_too = (lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention"),)
         super().__init__(
             name,
             version="1",
@@ -80,6 +81,8 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
                 *more,
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
+                # Last, so that only who measures takes it, and checks its results: it has not been on a card yet.
+                *(packed_too if packed else ()),
             ),
         )
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, LOG2E, ROWS, TILE
 from tilewright.kernels.kv_buffer.ring import RingPlan
 from tilewright.kernels.paged_attention.inputs import FAR
+from tilewright.kernels.paged_attention.pallas_gpu_softmax import online_softmax
 
 KEYS = 64
 """Latents of a tile, and what a page has a whole number of."""
@@ -283,12 +284,8 @@ def latent_kernel(
             logits = lax.cond(
                 masks(visit, page), lambda x: jnp.where(visible(visit, page), x, -jnp.inf), lambda x: x, logits
             )
-            largest = jnp.maximum(m, logits.max(axis=1) * multiplier)
-            # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
-            shift = jnp.where(largest == -jnp.inf, 0.0, largest)
-            scale = jnp.exp2(m - shift)
-            p = jnp.exp2(logits * multiplier - across(shift, KEYS))
-            return p.astype(dtype), scale, largest, total * scale + p.sum(axis=1)
+            p, *statistics_after = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), *statistics_after
 
         def logits_of(scores: Any, visit: Any) -> None:
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses

@@ -12,7 +12,7 @@ class RaggedPageAttention(PagedAttentionKernel):
     """Packed queries over pages; see ``ragged_page_attention`` for the arguments."""
 
     def __init__(self) -> None:
-        super().__init__("ragged_page_attention")
+        super().__init__("ragged_page_attention", packed=True)
 
     @takes_options()
     def prepare(

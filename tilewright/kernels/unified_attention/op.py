@@ -13,7 +13,7 @@ class UnifiedAttention(PagedAttentionKernel):
     """Packed queries over pages in vLLM's layout; see ``unified_attention`` for the arguments."""
 
     def __init__(self) -> None:
-        super().__init__("unified_attention")
+        super().__init__("unified_attention", packed=True)
 
     @takes_options("key_scale", "value_scale", "sliding_window", "logits_soft_cap", "softmax_aux")
     def prepare(
