@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge, oracles
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.registry import Implementation
+from tilewright.modules import flash_attention
 from tilewright.ops.core.types import Direction
 
 RUNS = 50
@@ -21,6 +23,29 @@ type Configs = Callable[[AttentionInputs, Direction], Iterable[Any]]
 def long_case(q_length: int, kv_length: int | None = None, **options: Any) -> AttentionCase:
     sizes = {"batch": 1, "heads": 2, "head_dim": 128, "dtype": "bfloat16"}
     return AttentionCase("", q_length=q_length, kv_length=kv_length, **sizes | options)
+
+
+REAL = {
+    "causal": long_case(1400, batch=2, causal=True),
+    "narrow": long_case(1408, head_dim=64, causal=True),
+    "wide": long_case(1280, head_dim=256, causal=True),
+    "full": long_case(2048),
+    "float32": long_case(1024, dtype="float32", causal=True),
+    "float32_wide": long_case(700, dtype="float32", head_dim=256, sliding_window=100),
+    "grouped": long_case(1024, heads=4, kv_heads=2, causal=True),
+    "more_queries": long_case(1300, 700, causal=True, causal_alignment="bottom_right"),
+    "more_keys": long_case(700, 1300, dtype="float16", causal=True, causal_alignment="bottom_right"),
+    "ragged": long_case(1399, 1277, head_dim=72, dtype="float16", causal=True),
+    "window": long_case(1500, head_dim=64, causal=True, sliding_window=300),
+    "packed": long_case(1500, causal=True, packed=True),
+    "lengths": long_case(1024, batch=2, head_dim=96, lengths=True),
+    "cap": long_case(1024, logits_soft_cap=20.0, sinks=1),
+    "dropout": long_case(1024, head_dim=64, dropout_prob=0.2),
+    "mask": long_case(1024, mask="hqk"),
+    "bias": long_case(1024, bias="hqk", causal=True),
+    "values": long_case(1024, head_dim=64, value_dim=128),
+}
+"""What most kernels serve, at lengths of many tiles."""
 
 
 def differences(run: Callable[[], dict[str, jax.Array]]) -> dict[str, float]:
@@ -59,3 +84,25 @@ def check_at_real_lengths(backend: Implementation, case: AttentionCase, configs:
         added = () if params.deterministic else ("query", "bias")
         for part, difference in differences(run).items():
             assert difference <= (2.0**-7 if part in added else 0.0), (seed, params, part, difference)
+
+
+def check_in_a_command_buffer(case: AttentionCase, **options: Any) -> None:
+    """Many calls in a loop, which XLA may record as a graph, each on the result of the last, beside XLA's."""
+    query, key, value = (jnp.asarray(a) for a in case.arguments()[0])
+
+    def repeated(**options: Any) -> Any:
+        def step(_: int, x: Any) -> Any:
+            return flash_attention(x, key, value, causal=True, **options)
+
+        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(query)
+
+    got, want = (np.asarray(repeated(**each), np.float32) for each in (options, {"platform": "xla"}))
+    assert np.abs(got - want).max() <= 2.0**-5 * np.abs(want).max()
+
+
+def check_on_every_device(case: AttentionCase, **options: Any) -> None:
+    arrays = [jnp.asarray(a) for a in case.arguments()[0]]
+    run = jax.jit(lambda *a: flash_attention(*a, causal=True, **options))
+    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)

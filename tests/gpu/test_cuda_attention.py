@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.gpu.real_lengths import check_at_real_lengths, long_case
+from tests.gpu.real_lengths import (
+    REAL,
+    check_at_real_lengths,
+    check_in_a_command_buffer,
+    check_on_every_device,
+    long_case,
+)
 from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
@@ -129,29 +135,11 @@ def test_backward_variant(name: str, deterministic: bool):
     trial_of("backward", name, params).run(CudaForwardParams(), params)
 
 
-LONG = {
-    "causal": long_case(1400, batch=2, causal=True),
-    "narrow": long_case(1408, head_dim=64, causal=True),
-    "wide": long_case(1280, head_dim=256, causal=True),
+LONG = REAL | {
     "widest": long_case(1100, head_dim=512, causal=True),
     "widest_window": long_case(
         1000, 1399, heads=4, kv_heads=2, head_dim=400, dtype="float16", sliding_window=(300, 20)
     ),
-    "full": long_case(2048),
-    "float32": long_case(1024, dtype="float32", causal=True),
-    "float32_wide": long_case(700, dtype="float32", head_dim=256, sliding_window=100),
-    "grouped": long_case(1024, heads=4, kv_heads=2, causal=True),
-    "more_queries": long_case(1300, 700, causal=True, causal_alignment="bottom_right"),
-    "more_keys": long_case(700, 1300, dtype="float16", causal=True, causal_alignment="bottom_right"),
-    "ragged": long_case(1399, 1277, head_dim=72, dtype="float16", causal=True),
-    "window": long_case(1500, head_dim=64, causal=True, sliding_window=300),
-    "packed": long_case(1500, causal=True, packed=True),
-    "lengths": long_case(1024, batch=2, head_dim=96, lengths=True),
-    "cap": long_case(1024, logits_soft_cap=20.0, sinks=1),
-    "dropout": long_case(1024, head_dim=64, dropout_prob=0.2),
-    "mask": long_case(1024, mask="hqk"),
-    "bias": long_case(1024, bias="hqk", causal=True),
-    "values": long_case(1024, head_dim=64, value_dim=128),
 }
 
 
@@ -177,23 +165,9 @@ def test_vmap_and_gradients():
 
 
 def test_inside_a_command_buffer():
-    """Many calls in a loop, which XLA may record as a graph, each on the result of the last."""
-    query, key, value = (jnp.asarray(a) for a in LONG["narrow"].arguments()[0])
-
-    def repeated(platform: str) -> Any:
-        def step(_: int, x: Any) -> Any:
-            return flash_attention(x, key, value, causal=True, platform=platform)
-
-        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(query)
-
-    got, want = (np.asarray(repeated(platform), np.float32) for platform in ("cuda", "xla"))
-    assert np.abs(got - want).max() <= 2.0**-5 * np.abs(want).max()
+    check_in_a_command_buffer(LONG["narrow"], platform="cuda")
 
 
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 def test_on_every_device_of_a_process():
-    arrays = [jnp.asarray(a) for a in LONG["causal"].arguments()[0]]
-    run = jax.jit(lambda *a: flash_attention(*a, causal=True, platform="cuda"))
-    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
-    for other in results[1:]:
-        assert np.array_equal(results[0], other)
+    check_on_every_device(LONG["causal"], platform="cuda")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.gpu.real_lengths import check_at_real_lengths, long_case
+from tests.gpu.real_lengths import check_at_real_lengths, check_in_a_command_buffer, check_on_every_device, long_case
 from tests.kernels.flash_attention.conformance import Conformance, ConformanceCase, cotangents, describe, judge, oracles
 from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
 from tilewright.kernels.flash_attention.cases import AttentionCase
@@ -160,23 +160,9 @@ def test_vmap_and_gradients():
 
 
 def test_inside_a_command_buffer():
-    """Many calls in a loop, which XLA may record as a graph, each on the result of the last."""
-    query, key, value = (jnp.asarray(a) for a in LONG["narrow"].arguments()[0])
-
-    def repeated(**options: Any) -> Any:
-        def step(_: int, x: Any) -> Any:
-            return flash_attention(x, key, value, causal=True, **options)
-
-        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(query)
-
-    got, want = (np.asarray(repeated(**options), np.float32) for options in ({"cfg": BOTH}, {"platform": "xla"}))
-    assert np.abs(got - want).max() <= 2.0**-5 * np.abs(want).max()
+    check_in_a_command_buffer(LONG["narrow"], cfg=BOTH)
 
 
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 def test_on_every_device_of_a_process():
-    arrays = [jnp.asarray(a) for a in LONG["causal"].arguments()[0]]
-    run = jax.jit(lambda *a: flash_attention(*a, causal=True, cfg=BOTH))
-    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
-    for other in results[1:]:
-        assert np.array_equal(results[0], other)
+    check_on_every_device(LONG["causal"], cfg=BOTH)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.gpu.real_lengths import differences, long_case
+from tests.gpu.real_lengths import check_on_every_device, differences, long_case
 from tests.kernels.flash_attention.conformance import Conformance, ConformanceCase, cotangents, describe, judge, oracles
 from tests.kernels.flash_attention.cudnn_cases import case_of, check_residuals, inputs_for
 from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
@@ -208,8 +208,4 @@ def test_inside_a_command_buffer(loop: str, direction: Direction):
 
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 def test_on_every_device_of_a_process():
-    arrays = [jnp.asarray(a) for a in LONG["causal"].arguments()[0]]
-    run = jax.jit(lambda *a: flash_attention(*a, causal=True, cfg=BOTH))
-    results = [np.asarray(run(*jax.device_put(arrays, device)), np.float32) for device in jax.local_devices()]
-    for other in results[1:]:
-        assert np.array_equal(results[0], other)
+    check_on_every_device(LONG["causal"], cfg=BOTH)
