@@ -251,7 +251,8 @@ _BACKWARD = {
     256: ((16, 64, 8, 1, False, True), (32, 64, 8, 1, False, True)),
 }
 # Where a tile of scores is loaded beside its product, all of whose addresses take registers.
-_SCORES_FORWARD = ((64, 32, 4, 2, True), (64, 64, 8, 2, True), (32, 32, 4, 1, True))
+_SCORES_FORWARD = ((64, 64, 8, 2, True), (64, 32, 4, 2, True), (32, 32, 4, 1, True))
+_HOPPER_SCORES_FORWARD = ((64, 32, 4, 2, True), (64, 64, 8, 2, True), (32, 32, 4, 1, True))
 _HOPPER_SCORES_BACKWARD = ((32, 64, 4, 1, True, True), (64, 64, 8, 2, True, True), (32, 32, 4, 1, True, True))
 _SCORES_BACKWARD = ((32, 64, 8, 1, False, True), (32, 32, 4, 1, False, True))
 _WIDE_SCORES_BACKWARD = ((32, 64, 8, 2, True, True), (16, 32, 4, 1, True, True))
@@ -266,8 +267,12 @@ def _listed(problem: AttentionProblem, device: Device, direction: Direction) -> 
     if problem.dtype.itemsize == 4:
         sizes = _FLOAT32_FORWARD if forward else _FLOAT32_BACKWARD
     elif problem.bias is not None or MaskParts.of(problem.mask).matrix is not None:
-        backward = _HOPPER_SCORES_BACKWARD if tma else _SCORES_BACKWARD
-        sizes = _SCORES_FORWARD if forward else backward if widest <= 128 else _WIDE_SCORES_BACKWARD
+        hopper = tma and widest <= 128
+        if forward:
+            sizes = _HOPPER_SCORES_FORWARD if hopper else _SCORES_FORWARD
+        else:
+            narrow = _HOPPER_SCORES_BACKWARD if tma else _SCORES_BACKWARD
+            sizes = narrow if widest <= 128 else _WIDE_SCORES_BACKWARD
     else:
         tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if tma else (_FORWARD, _BACKWARD)
         table: Mapping[int, tuple[tuple[Any, ...], ...]] = tables[0] if forward else tables[1]
