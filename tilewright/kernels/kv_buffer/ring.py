@@ -156,7 +156,8 @@ class Ring:
         ``copy_to_shared``.
         """
         if self.plan.writers:
-            return plgpu.load(*source_refs, layout=layout, optimized=False)
+            (source_ref,) = source_refs
+            return plgpu.load(source_ref, layout=layout, optimized=False)
         if layout is not None:
             raise ValueError(f"a TMA copy passes no registers, got {layout=}")
         self._wait_empty(step)

@@ -73,7 +73,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
 
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
         """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
-        packed_too = (lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention"),)
+        of_packed = lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention")
         super().__init__(
             name,
             version="1",
@@ -82,7 +82,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
                 # Last, so that only who measures takes it, and checks its results: it has not been on a card yet.
-                *(packed_too if packed else ()),
+                *([of_packed] if packed else []),
             ),
         )
 

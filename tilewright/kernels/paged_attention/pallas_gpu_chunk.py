@@ -108,6 +108,9 @@ class ChunkCall:
         """Blocks of keys of a sequence."""
         return self.capacity // self.block_k
 
+    def plan(self, dtype: Any, dim: int) -> ChunkPlan:
+        return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
@@ -194,7 +197,7 @@ def chunk_kernel(
       lengths: int32 ``[sequences]``.
     """
     dtype, dim, block_k = query.dtype, query.shape[2], call.block_k
-    plan = ChunkPlan(dtype, dim, block_k, call.num_stages, call.copies)
+    plan = call.plan(dtype, dim)
     statistics = TILE.reduce(1)
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
@@ -279,8 +282,8 @@ def chunk_kernel(
                 work = look_up()
                 half = block_k // CONSUMERS
                 rows = pl.ds(warpgroup * half, half)
-                for first in range(0, dim, CHUNK):
-                    chunk = v_ring.get_mma_tile(visit).at[rows, pl.ds(first, CHUNK)]
+                for column in range(0, dim, CHUNK):
+                    chunk = v_ring.get_mma_tile(visit).at[rows, pl.ds(column, CHUNK)]
                     held = plgpu.load(chunk, layout=TILE)
                     place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=TILE) + warpgroup * half
                     place = present(place, bits)
@@ -292,7 +295,8 @@ def chunk_kernel(
 
         def visible(visit: Any, bits: Any) -> Any:
             # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
-            work, end = look_up(), end_of(look_up(), visit, bits)
+            work = look_up()
+            end = end_of(work, visit, bits)
             key = lax.broadcast_in_dim(present(iota(block_k, 1), bits), (ROWS, block_k), [1])
             row = lax.div(iota(ROWS, 0) + warpgroup * ROWS, jnp.int32(call.group)) + (work.position - start_of(visit))
             right = FAR if call.right is None else call.right

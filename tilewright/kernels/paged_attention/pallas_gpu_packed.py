@@ -11,7 +11,6 @@ from tilewright.kernels.paged_attention.pallas_gpu_chunk import (
     BLOCK_ROWS,
     CONSUMERS,
     ChunkCall,
-    ChunkPlan,
     chunk_kernel,
     present_pages,
 )
@@ -85,8 +84,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
     def config_reasons(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[str]:
-        call = _call(problem, params)
-        taken = ChunkPlan(problem.dtype, problem.head_dim, BLOCK_K, params.num_stages, call.copies).shared_bytes
+        taken = _call(problem, params).plan(problem.dtype, problem.head_dim).shared_bytes
         if taken > SHARED_KB[90] << 10:
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
@@ -95,7 +93,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[Footprint]:
         call = _call(problem, params)
-        plan = ChunkPlan(problem.dtype, problem.head_dim, BLOCK_K, params.num_stages, call.copies)
+        plan = call.plan(problem.dtype, problem.head_dim)
         return [Footprint(call.tiles * call.kv_heads, 128 * (CONSUMERS + 1), plan.shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperChunkParams) -> Results:

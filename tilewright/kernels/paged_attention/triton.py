@@ -69,7 +69,7 @@ class TritonPagedAttention(InferenceImplementation):
             rows = max((128 if mean >= 128 and not wide else 64) // block_g, 1)
         block_m = max(rows * block_g, LEAST_DOT)
         narrow = problem.dtype.itemsize <= 2
-        half = problem.kv_dtype.itemsize == 1 and narrow
+        half = _half(problem)
         # Widened elements take registers of their own: 64 rows and four warps then spill.
         if wide or block_m >= (64 if half else 128):
             warps = 8
@@ -128,7 +128,7 @@ class TritonPagedAttention(InferenceImplementation):
         elements += 0 if problem.options.latent_dim is not None else _power(problem.value_dim)
         block_m = max((params.q_blocksize or 1) * min(_power(problem.groups), 64), LEAST_DOT)
         stored = block_n * elements * problem.kv_dtype.itemsize * (params.num_stages or 1)
-        widened = problem.kv_dtype != problem.dtype and not _half(problem, main, rest)
+        widened = problem.kv_dtype != problem.dtype and not _half(problem)
         held = (block_n * elements if widened else 0) + block_m * (_power(main) + block_n)
         limits = block_limits(device.capability)
         most = LARGEST_SHARED_BYTES if limits is None else limits.shared_bytes
@@ -164,7 +164,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     else:
         per_sequence = -(-options.q_length // block_q)
         count = problem.sequences * per_sequence
-    half = _half(problem, main, rest)
+    half = _half(problem)
     least = LEAST_DOT * (2 if half else 1)
     float_absent = jnp.zeros((0,), jnp.float32)
     sinks = float_absent if inputs.softmax_aux is None else inputs.softmax_aux
@@ -283,9 +283,10 @@ def _strides(name: str, scale: Any) -> dict[str, int]:
     }
 
 
-def _half(problem: PagedProblem, main: int, rest: int) -> bool:
+def _half(problem: PagedProblem) -> bool:
     """Whether stored elements have one byte and are multiplied in float16, two neighbours at a time."""
-    return problem.kv_dtype.itemsize == 1 and problem.dtype.itemsize == 2 and not (main | rest | problem.value_dim) % 2
+    in_pairs = problem.head_dim % 2 == problem.value_dim % 2 == 0
+    return problem.kv_dtype.itemsize == 1 and problem.dtype.itemsize == 2 and in_pairs
 
 
 def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, warps: int) -> int:
