@@ -46,7 +46,6 @@ def test_compiles_without_spills(name: str) -> None:
 
 
 PACKED: dict[str, dict[str, Any]] = {
-    "pages of 8": {"page_size": 8},
     "pages of 16": {},
     "pages of 64": {"page_size": 64},
     "pages of two tiles": {"page_size": 256},
@@ -55,6 +54,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "float16, groups of five": {"heads": 40, "dtype": "float16", "page_size": 128},
     "not causal": {"causal": False},
     "not causal, large pages": {"causal": False, "page_size": 128},
+    "a head per key head": {"heads": 8},
     "a window": {"sliding_window": 200},
     "a window, large pages": {"sliding_window": 200, "page_size": 256},
     "negative scale": {"softmax_scale": -1.0},

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 CALLS: dict[str, dict[str, Any]] = {
     "wide": {"head_dim": 128},
-    "pages of 8": {"page_size": 8},
+    "pages of 16": {"page_size": 16},
     "pages of 16, wide": {"page_size": 16, "head_dim": 128},
     "pages of a tile": {"page_size": 128, "dtype": "float16"},
     "pages of two tiles": {"page_size": 256},
@@ -63,8 +63,8 @@ def run(inputs: PagedInputs, stages: int = 2, detect_races: bool = False) -> Any
         return jax.block_until_ready(jax.jit(lambda inputs: forward(inputs, stages))(inputs))
 
 
-# Both numbers of stages take turns.
-@pytest.mark.parametrize(("name", "stages"), [(name, 2 + index % 2) for index, name in enumerate(CALLS)])
+# Numbers of stages take turns.
+@pytest.mark.parametrize(("name", "stages"), [(name, 2 + index % 3) for index, name in enumerate(CALLS)])
 def test_calls(name: str, stages: int):
     inputs = ragged_inputs(**CALLS[name])
     check(run(inputs, stages), inputs)
@@ -151,7 +151,7 @@ def test_the_op_takes_it_when_asked():
         choose = functools.partial(
             Executor(ConfigSelectorChain()).choose_config, kernel("ragged_page_attention"), *positional, **keywords
         )
-        assert choose(platform="pallas").params == HopperChunkParams(3)
+        assert choose(platform="pallas").params == HopperChunkParams(2)
         assert choose().platform != "pallas"
 
 
@@ -178,13 +178,13 @@ def test_what_ships_can_run():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"page_size": 4}, "power of two"),
+        ({"page_size": 8}, "power of two"),
         ({"page_size": 48}, "power of two"),
         ({"head_dim": 96}, "64 or 128"),
         ({"head_dim": 64, "value_dim": 128}, "64 or 128"),
         ({"dtype": "float32"}, "bfloat16 or float16"),
         ({"kv_dtype": "int8", "scale": "token"}, "no scales"),
-        ({"heads": 256, "kv_heads": 1}, "128 heads"),
+        ({"heads": 16, "kv_heads": 1}, "8 heads"),
         ({"logits_soft_cap": 20.0}, "soft cap"),
         ({"alibi": True}, "ALiBi"),
         ({"sinks": 1}, "sinks"),

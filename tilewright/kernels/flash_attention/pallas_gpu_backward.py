@@ -41,7 +41,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     biased_and_capped,
     kept,
     masked_logits,
-    store_to_global,
+    store_unoptimised,
     visible,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk, hidden_zero, place_of
@@ -437,8 +437,8 @@ def key_value_kernel(
             )
             rows = pl.ds(kv_start, ROWS)
             if not outputs:
-                store_to_global(dv_ref.at[b, rows, kv_head], dv.astype(dtype))
-                store_to_global(dk_ref.at[b, rows, kv_head], (dk * options.scale).astype(dtype))
+                store_unoptimised(dv_ref.at[b, rows, kv_head], dv.astype(dtype))
+                store_unoptimised(dk_ref.at[b, rows, kv_head], (dk * options.scale).astype(dtype))
                 return last
             for output, gradient, target in ((outputs[0], dv, dv_ref), (outputs[-1], dk * options.scale, dk_ref)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -455,7 +455,7 @@ def key_value_kernel(
             head, rows = kv_head * group + lax.div(step, steps), kv_tile * EARLY_TILES + lax.rem(step, steps)
             target = converted_refs[0].at[b, pl.ds(rows * ROWS, ROWS), head, pl.ds(piece * PIECE, PIECE)]
             sums = sums_of(dq_ref, b, head, rows, block_q, head_dim, piece)
-            store_to_global(target, (sums * options.scale).astype(dtype))
+            store_unoptimised(target, (sums * options.scale).astype(dtype))
 
         def d_queries(turn: Any, item: Any, first: Any) -> Any:
             b, kv_head, _ = place_of(item, kv_tiles, kv_heads)
@@ -650,7 +650,7 @@ def query_kernel(
                 plgpu.commit_smem()  # threads have read what TMA writes next
                 for step in steps_of_out:
                     v_ring.release(step)
-                store_to_global(stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)], minus_delta)
+                store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)], minus_delta)
                 return minus_delta
 
             def accumulate(dq: Any) -> Any:

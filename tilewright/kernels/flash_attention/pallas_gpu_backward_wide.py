@@ -34,7 +34,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_scores import (
     biased_and_capped,
     kept,
     masked_logits,
-    store_to_global,
+    store_unoptimised,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Steps, Walk, hidden_zero, place_of
 from tilewright.kernels.kv_buffer.ring import RingPlan
@@ -733,7 +733,7 @@ def wide_query_kernel(
                         outs = out_ring.smem.at[out_ring.slot(i)]
                         sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan)
                         minus_delta = completed(statistic(0, item), statistic(1, item), sums)
-                        store_to_global(stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)], minus_delta)
+                        store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)], minus_delta)
 
                     pl.when(warpgroup == i)(store)
                     plgpu.commit_smem()  # threads have read what TMA writes next

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
-from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, Place, store_to_global
+from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, Place, store_unoptimised
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 
 BIAS_TILE = 128
@@ -110,7 +110,7 @@ class BiasGradient:
         if not self.added:
             # As they lie in registers: a matrix takes one address.
             tile = ref.at[b, h, keys, pl.ds(place.q_start, ROWS)] if self.of_queries else ref.at[b, h, q_tile, keys]
-            store_to_global(tile, values)
+            store_unoptimised(tile, values)
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.of_queries:

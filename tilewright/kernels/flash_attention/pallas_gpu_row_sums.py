@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import COUNTER, ROW
-from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE, store_to_global
+from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE, store_unoptimised
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
 ZEROS = (8, ROW)
@@ -89,7 +89,7 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
         plgpu.barrier_wait(loaded)
         sums = sums_of_products(out_smem, d_out_smem, tile)
         shift, d_lse = (statistic_of_rows(stat_ref, b, head, row, rows) for row in range(2))
-        store_to_global(stat_ref.at[b, head, 1, rows], completed(shift, d_lse, sums))
+        store_unoptimised(stat_ref.at[b, head, 1, rows], completed(shift, d_lse, sums))
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(

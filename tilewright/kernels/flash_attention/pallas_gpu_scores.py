@@ -41,8 +41,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 _plgpu_store: Any = getattr(plgpu, "store", None)
 
 
-def store_to_global(target: Any, value: Any) -> None:
-    """Stores registers to global memory as they lie, also where a store does not fill whole sectors."""
+def store_unoptimised(target: Any, value: Any) -> None:
+    """Stores registers as they lie, also where that fills no whole sectors or makes banks of shared memory conflict."""
     if _plgpu_store is None:  # jax 0.11, which takes every store so
         target[...] = value
     else:

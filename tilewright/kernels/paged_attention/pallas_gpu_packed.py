@@ -1,17 +1,17 @@
 """Attention of packed queries over pages in Pallas Mosaic GPU, on Hopper: what is served, and how it is laid out."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from tilewright.kernels.footprint import SHARED_KB, Footprint
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.pallas_gpu_chunk import (
-    BLOCK_ROWS,
     CONSUMERS,
     ChunkCall,
     chunk_kernel,
+    ordered_work,
     present_pages,
 )
 from tilewright.kernels.paged_attention.places import boundaries, most_tiles, packed_tiles, packed_tokens
@@ -22,11 +22,11 @@ from tilewright.ops.core.types import Device, Direction
 BLOCK_K = 128
 """Keys of a tile; a page has a whole number of tiles, or a tile of pages."""
 
-SEVERAL_PAGES = 8
-"""Pages of a tile, from which two stages without causality spill."""
+LEAST_PAGE = 16
+"""Tokens of a page: the producer has the numbers of all pages of a tile in its registers."""
 
-LEAST_PAGE = 8
-"""Tokens of a page: the rows of a swizzled tile repeat by as many."""
+MOST_HEADS = 8
+"""Query heads of a key head; the loads of more have registers spilled."""
 
 DIMS = (64, 128)
 
@@ -39,7 +39,7 @@ class HopperChunkParams:
       num_stages: tiles of keys, and of values, in shared memory at once.
     """
 
-    num_stages: int = 3
+    num_stages: int = 2
 
     def __post_init__(self) -> None:
         if type(self.num_stages) is not int or not 2 <= self.num_stages <= 8:
@@ -66,8 +66,8 @@ class PallasGpuPackedAttention(InferenceImplementation):
             why.append(f"takes head dims of 64 or 128, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.page_size < LEAST_PAGE or problem.page_size & (problem.page_size - 1):
             why.append(f"a page must have a power of two of tokens from {LEAST_PAGE} on, got {problem.page_size=}")
-        if problem.groups > BLOCK_ROWS:
-            why.append(f"up to {BLOCK_ROWS} heads can share a key head, got {problem.groups}")
+        if problem.groups > MOST_HEADS:
+            why.append(f"up to {MOST_HEADS} heads can share a key head, got {problem.groups}")
         if options.logits_soft_cap is not None or problem.alibi or problem.sinks:
             why.append("has no soft cap, no ALiBi and no sinks")
         return why
@@ -77,8 +77,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperChunkParams]:
         # Those whose registers would be spilled are left out.
-        several = problem.options.right is None and _call(problem, HopperChunkParams()).copies >= SEVERAL_PAGES
-        listed = [HopperChunkParams(3), *(() if several else (HopperChunkParams(2),))]
+        listed = [HopperChunkParams(2), HopperChunkParams(4)]
         return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
 
     def config_reasons(
@@ -103,14 +102,10 @@ class PallasGpuPackedAttention(InferenceImplementation):
         return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
 
 
-def _tokens_of_a_tile(group: int) -> int:
-    return BLOCK_ROWS // group
-
-
 def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:
     several = max(BLOCK_K // problem.page_size, 1)
-    return ChunkCall(
-        tiles=most_tiles(problem.tokens, problem.sequences, _tokens_of_a_tile(problem.groups)),
+    call = ChunkCall(
+        tiles=0,
         kv_heads=problem.kv_heads,
         group=problem.groups,
         page_size=problem.page_size,
@@ -121,34 +116,29 @@ def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:
         left=problem.options.left,
         right=problem.options.right,
     )
+    tiles = most_tiles(problem.tokens, problem.sequences + 2, CONSUMERS * call.tokens)
+    return dataclasses.replace(call, tiles=tiles)
 
 
 def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     problem = PagedProblem.of(inputs)
-    call, tokens = _call(problem, params), problem.tokens
-    heads, kv_heads, group, dim = problem.heads, problem.kv_heads, problem.groups, problem.head_dim
-    each = _tokens_of_a_tile(group)
+    call, tokens, sequences = _call(problem, params), problem.tokens, problem.sequences
     assert inputs.page_table is not None
     assert inputs.value is not None
-    cum = boundaries(inputs.cum_q_lens, tokens)
-    plan, starts = packed_tiles(cum, inputs.kv_lengths, tokens, each)
-    owners = packed_tokens(cum, tokens, problem.sequences, None)
-
-    # Tiles of their own, a key head's rows side by side: TMA has no masks.
-    places = jnp.minimum(plan.token[:, None] + jnp.arange(each, dtype=jnp.int32), tokens - 1)
-    query = inputs.query[places].reshape(call.tiles, each, kv_heads, group, dim).swapaxes(1, 2)
-    query = query.reshape(call.tiles * kv_heads, each * group, dim)
-    query = jnp.pad(query, ((0, 0), (0, BLOCK_ROWS - each * group), (0, 0)))
+    # Tokens before and behind those of the sequences are as if of sequences without keys.
+    cum = jnp.pad(boundaries(inputs.cum_q_lens, tokens), (1, 1), constant_values=((0, tokens),))
+    lengths = jnp.pad(inputs.kv_lengths, 1)
+    each = CONSUMERS * call.tokens
+    plan, starts = packed_tiles(cum, lengths, tokens, each)
+    of_tiles = lengths[plan.sequence]
+    plan = plan._replace(sequence=jnp.clip(plan.sequence - 1, 0, sequences - 1))
     table, bits = present_pages(inputs.page_table, problem.num_pages, call)
-    tiles = jnp.concatenate([plan.sequence, plan.rows, plan.position])
-    out, lse = chunk_kernel(query, inputs.key, inputs.value, table, bits, tiles, inputs.kv_lengths, call=call)
+    work = ordered_work(plan, of_tiles, call)
+    out, lse = chunk_kernel(inputs.query, inputs.key, inputs.value, table, bits, work, call=call)
 
-    def of_tokens(rows: Any, *dims: int) -> Any:
-        """From ``[tiles · kv_heads, 128, ...]`` to ``[tokens, heads, ...]``."""
-        rows = rows[:, : each * group].reshape(call.tiles, kv_heads, each, group, *dims).swapaxes(1, 2)
-        place = (starts[owners.sequence] + owners.offset // each) * each + owners.offset % each
-        return rows.reshape(call.tiles * each, heads, *dims)[place]
-
-    nothing, nothing_lse = empty_forward(inputs)
-    out = jnp.where(owners.owned[:, None, None], of_tokens(out, dim), nothing)
-    return out, jnp.where(owners.owned[:, None], of_tokens(lse), nothing_lse)
+    # In a program that does not return lse, nothing is left of this.
+    owners = packed_tokens(cum, tokens, sequences + 2, None)
+    half, place = jnp.divmod(owners.offset % each, call.tokens)
+    lse = lse[..., : call.group * call.tokens].reshape(call.tiles, call.kv_heads, CONSUMERS, call.group, call.tokens)
+    lse = lse[starts[owners.sequence] + owners.offset // each, :, half, :, place]
+    return out, lse.reshape(tokens, problem.heads)

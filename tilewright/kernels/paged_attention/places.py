@@ -29,7 +29,7 @@ def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | 
         everything = jnp.ones(tokens, bool)
         return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), everything)
     cum = boundaries(cum_q_lens, tokens)
-    owner = jnp.searchsorted(cum[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(cum[1:], token, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(owner, sequences - 1)
     owned = (owner < sequences) & (token >= cum[0])
     return Tokens(sequence, token - cum[sequence], cum[sequence + 1] - cum[sequence], owned)
@@ -65,7 +65,7 @@ def packed_tiles(cum: Any, lengths: Any, tokens: int, block_q: int) -> tuple[Til
     ends = jnp.cumsum(-(-counts // block_q))
     starts = ends - -(-counts // block_q)
     tile = jnp.arange(most_tiles(tokens, sequences, block_q), dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(owner, sequences - 1)
     offset = (tile - starts[sequence]) * block_q
     rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)
