@@ -309,6 +309,16 @@ def attend(
             number = tl.where(real, number, 0)
             row_n = at % page_size + n
         base = (number * page_size + row_n).to(tl.int64)
+        # Before what they are multiplied with is waited for: they are not brought to shared memory ahead of time.
+        if has_key_scale and not one_key_scale:
+            k_scale = _scale(key_scale, number, row_n, kv_head, there, key_scale_page, key_scale_row, key_scale_head)
+        if scaled_values:
+            if latent:
+                v_scale = k_scale
+            else:
+                v_scale = _scale(
+                    value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
+                )
         k = tl.load(
             key + (base * key_row + kv_head * key_head)[None, :] + d[:, None],
             mask=there[None, :] & (d < tile_dim // pairs)[:, None],
@@ -338,9 +348,6 @@ def attend(
             if one_key_scale:
                 logits = logits * all_keys
             else:
-                k_scale = _scale(
-                    key_scale, number, row_n, kv_head, there, key_scale_page, key_scale_row, key_scale_head
-                )
                 logits = logits * k_scale[None, :]
         seen = there[None, :]
         distance = position[None, :] - position_m[:, None]
@@ -363,13 +370,6 @@ def attend(
             seen = seen & (distance <= right)
         logits = tl.where(seen, logits, float("-inf"))
 
-        if scaled_values:
-            if latent:
-                v_scale = k_scale
-            else:
-                v_scale = _scale(
-                    value_scale, number, row_n, kv_head, there, value_scale_page, value_scale_row, value_scale_head
-                )
         now = tl.maximum(greatest, tl.max(logits, 1) - (LIFT if half else 0.0))
         shift = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp2(logits - shift[:, None])
