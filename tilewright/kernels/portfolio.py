@@ -286,6 +286,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         reasons, problem = self.reasons(inv), self._problem(inv)
         loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
         able = [each for each in loaded if not reasons[implementation_name(each.platform, each.algorithm)]]
+        able.sort(key=lambda each: each.comes_last(problem, inv.target, inv.direction))
         if allowed is not None:
             able = [each for platform in allowed for each in able if each.platform == platform]
             absent = set(allowed) - {each.platform for each in loaded}

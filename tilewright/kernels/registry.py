@@ -97,6 +97,10 @@ class Implementation(abc.ABC):
         """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
         return []
 
+    def comes_last(self, problem: Any, device: Device, direction: Direction) -> bool:
+        """Whether, of a problem that this backend can serve, others are likely faster: they go first, unmeasured."""
+        return False
+
     def footprints(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
         """What params that can serve the problem take, of each kernel that multiplies matrices; none if not known."""
         return ()

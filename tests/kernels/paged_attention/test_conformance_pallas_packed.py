@@ -144,15 +144,25 @@ def test_barriers(page_size: int, stages: int):
     assert check_schedules(lambda inputs: forward(inputs, stages), inputs) > 100
 
 
-def test_the_op_takes_it_when_asked():
-    positional, keywords = RaggedPageCase("", **SIZES).arguments()
+@pytest.mark.parametrize(
+    ("fields", "first"),
+    [
+        ({"sequences": 32, "q_lengths": (1, 1, 1, 300)}, True),
+        ({"sequences": 2, "q_lengths": (1, 20)}, False),
+        ({"sequences": 80, "q_lengths": (1,)}, False),
+    ],
+)
+def test_the_op_takes_it_for_chunks_that_fill_the_device(fields: dict[str, Any], first: bool):
+    sizes = {"kv_heads": 4, "kv_length": 128} | fields
+    positional, keywords = RaggedPageCase("", **SIZES | sizes).arguments()
     device = jax.sharding.AbstractDevice(device_kind=H100.name, platform="gpu", num_cores=H100.cores)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         choose = functools.partial(
             Executor(ConfigSelectorChain()).choose_config, kernel("ragged_page_attention"), *positional, **keywords
         )
         assert choose(platform="pallas").params == HopperChunkParams(2)
-        assert choose().platform != "pallas"
+        assert choose(platform=("triton", "pallas")).platform == "triton"
+        assert choose().platform == ("pallas" if first else "triton")
 
 
 def problem_of(**fields: Any) -> PagedProblem:

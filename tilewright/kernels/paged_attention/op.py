@@ -79,10 +79,9 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             version="1",
             implementations=(
                 *more,
+                *([of_packed] if packed else []),
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
-                # Last, so that only who measures takes it, and checks its results: it has not been on a card yet.
-                *([of_packed] if packed else []),
             ),
         )
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from tilewright.kernels.flash_attention.pallas_gpu import PROCESSORS
 from tilewright.kernels.footprint import SHARED_KB, Footprint
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.pallas_gpu_chunk import (
@@ -87,6 +88,11 @@ class PallasGpuPackedAttention(InferenceImplementation):
         if taken > SHARED_KB[90] << 10:
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
+
+    def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
+        """Where most tokens are decoded, or programs do not fill the device: the keys of a sequence are not split."""
+        call = _call(problem, HopperChunkParams())
+        return problem.tokens < 2 * problem.sequences or call.tiles * call.kv_heads < (device.cores or PROCESSORS)
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
