@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.aot.compiler import compile_for_h100, missing_packages
+from tests.aot.compiler import KernelReport, compile_for_h100, missing_packages
 from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import inputs_of
 from tests.kernels.paged_attention.latent_conformance import latent_inputs
@@ -54,20 +54,41 @@ PACKED: dict[str, dict[str, Any]] = {
     "float16, groups of five": {"heads": 40, "dtype": "float16", "page_size": 128},
     "not causal": {"causal": False},
     "not causal, large pages": {"causal": False, "page_size": 128},
-    "a head per key head": {"heads": 8},
+    "a head per key head": {"heads": 8, "page_size": 64},
     "a window": {"sliding_window": 200},
     "a window, large pages": {"sliding_window": 200, "page_size": 256},
     "negative scale": {"softmax_scale": -1.0},
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_compiles_without_spills(name: str) -> None:
+FEW_HEADS: dict[str, dict[str, Any]] = {
+    "a head per key head, pages of 16": {"heads": 8},
+    "groups of two": {"heads": 16},
+    "groups of three": {"heads": 24},
+}
+"""Of which three scalars at most are spilled, outside of the loop over keys."""
+
+
+def packed_reports(fields: dict[str, Any]) -> list[KernelReport]:
     sizes = {"sequences": 64, "kv_length": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-    case = RaggedPageCase("", **sizes | {"q_lengths": (1, 1, 512)} | PACKED[name])
+    case = RaggedPageCase("", **sizes | {"q_lengths": (1, 1, 512)} | fields)
     inputs: Any = jax.eval_shape(functools.partial(inputs_of, "ragged_page_attention", case))
     backend = PallasGpuPackedAttention()
-    for one in backend.candidates(PagedProblem.of(inputs), H100, "forward"):
-        reports = compile_for_h100(lambda inputs, one=one: backend.forward(inputs, one), inputs)
-        assert reports
-        assert [fault for report in reports for fault in report.faults] == []
+    reports = [
+        compile_for_h100(lambda inputs, one=one: backend.forward(inputs, one), inputs)
+        for one in backend.candidates(PagedProblem.of(inputs), H100, "forward")
+    ]
+    assert all(reports)
+    return [report for some in reports for report in some]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_compiles_without_spills(name: str) -> None:
+    assert [fault for report in packed_reports(PACKED[name]) for fault in report.faults] == []
+
+
+@pytest.mark.parametrize("name", FEW_HEADS)
+def test_packed_with_few_heads_spills_next_to_nothing(name: str) -> None:
+    for report in packed_reports(FEW_HEADS[name]):
+        assert not report.serialised
+        assert report.spill_stores <= 12

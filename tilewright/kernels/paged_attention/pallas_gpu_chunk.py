@@ -46,6 +46,9 @@ CHUNK = 64
 RESERVED = 2048
 """Shared memory for the remaining barriers and alignment, in bytes."""
 
+TOGETHER = 48
+"""Tiles of a key head that are begun before those of the next one: they find its keys in the cache."""
+
 TILE_COST = 2
 """What a tile takes besides its blocks of keys, in blocks."""
 
@@ -117,6 +120,16 @@ class ChunkCall:
         return ROWS // self.group
 
     @property
+    def width(self) -> int:
+        """Tiles of a key head that are begun side by side."""
+        return min(TOGETHER, self.tiles)
+
+    @property
+    def places(self) -> int:
+        """Of tiles in their order: a whole number of widths, of which the last ones may have none."""
+        return -(-self.tiles // self.width) * self.width
+
+    @property
     def capacity(self) -> int:
         return self.page_size * self.columns
 
@@ -165,7 +178,7 @@ FIELDS = len(dataclasses.fields(TileWork))
 
 
 def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
-    """A `TileWork` of all tiles in the order in which they are best begun, flat.
+    """A `TileWork` of all places in the order in which tiles are best begun, flat; a place without a tile has no rows.
 
     The costliest come first, those of one warpgroup and those of two each at a steady pace: as much of the one kind's
     cost has been begun as of the other's.
@@ -198,7 +211,8 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     share = jnp.where(plan.rows > 0, begun / jnp.maximum(all_alike, 1), 2.0)
     place = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
-    return jnp.zeros_like(fields).at[:, place].set(fields, unique_indices=True).reshape(-1)
+    ordered = jnp.zeros((FIELDS, call.places), jnp.int32)
+    return ordered.at[:, place].set(fields, unique_indices=True).reshape(-1)
 
 
 def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
@@ -241,7 +255,7 @@ def chunk_kernel(
       work: of `ordered_work`.
     """
     (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
-    plan, each = call.plan(dtype, dim), call.tokens
+    plan, each, width = call.plan(dtype, dim), call.tokens, call.width
     statistics = TILE.reduce(1)
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
@@ -257,14 +271,15 @@ def chunk_kernel(
     ) -> None:  # fmt: skip
         k_ring, v_ring = (plan.keys.bind(*scratch[3 * i + 1 : 3 * i + 4]) for i in range(2))
         rows_smem, q_smem, queries_ready, cleared = scratch[0], *scratch[7:]
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        place, kv_head = lax.div(program, jnp.int32(call.kv_heads)), lax.rem(program, jnp.int32(call.kv_heads))
+        kv_head, warpgroup = lax.axis_index("kv_head"), lax.axis_index("warpgroup")
+        place = lax.axis_index("wave") * width + lax.axis_index("place")
 
         # What few blocks need is looked up again where they do: kept in registers it has others spilled.
         def look_up() -> TileWork:
-            return TileWork(*(work_ref[field * call.tiles + place] for field in range(FIELDS)))
+            return TileWork(*(work_ref[field * call.places + place] for field in range(FIELDS)))
 
         work = look_up()
+        there = work.tokens > 0
         first, visits = work.first(block_k), work.total(block_k)
         own_bits = work.sequence * call.blocks + first
         # Of these visits every row sees all keys, and some row those of a wider range: whole blocks, from the first on.
@@ -273,9 +288,9 @@ def chunk_kernel(
         zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
 
-        def start_of(visit: Any) -> Any:
+        def start_of(work: TileWork, visit: Any) -> Any:
             """The position of the first key of a visit."""
-            return (first + visit) * block_k
+            return (work.first(block_k) + visit) * block_k
 
         def bits_of(visit: Any) -> Any:
             return bits_ref[own_bits + lax.min(visit, visits - 1)]
@@ -286,7 +301,7 @@ def chunk_kernel(
 
         def produce() -> None:
             def load(ring: Any, ref: Any, visit: Any) -> None:
-                start = start_of(visit)
+                start = start_of(work, visit)
                 column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
                 row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > block_k else zero
                 pages = [table_ref[column + number] for number in range(call.copies)]
@@ -325,7 +340,7 @@ def chunk_kernel(
 
         def end_of(work: TileWork, visit: Any, bits: Any) -> Any:
             """One past the last place that some row sees."""
-            end = work.high - start_of(visit)
+            end = work.high - start_of(work, visit)
             return jnp.where(bits == 1, end, 0) if call.copies == 1 else end
 
         def fill(visit: Any, bits: Any) -> None:
@@ -343,7 +358,7 @@ def chunk_kernel(
                     held = plgpu.load(chunk, layout=TILE)
                     place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=TILE) + warpgroup * half
                     place = present(place, bits)
-                    kept = (place < end_of(work, visit, bits)) & (place >= work.low - start_of(visit))
+                    kept = (place < end_of(work, visit, bits)) & (place >= work.low - start_of(work, visit))
                     chunk[...] = jnp.where(kept, held, jnp.zeros_like(held))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(cleared)
@@ -354,11 +369,11 @@ def chunk_kernel(
             work = look_up()
             end = end_of(work, visit, bits)
             key = lax.broadcast_in_dim(present(iota(block_k, 1), bits), (ROWS, block_k), [1])
-            row = lax.rem(iota(ROWS, 0), jnp.int32(each)) + (warpgroup * each + (work.position - start_of(visit)))
+            row = lax.rem(iota(ROWS, 0), jnp.int32(each)) + (warpgroup * each + (work.position - start_of(work, visit)))
             right = FAR if call.right is None else call.right
             seen = key < across(jnp.minimum(row + (right + 1), end), block_k)
             if call.left is not None:
-                seen &= key >= across(jnp.maximum(row - call.left, work.low - start_of(visit)), block_k)
+                seen &= key >= across(jnp.maximum(row - call.left, work.low - start_of(work, visit)), block_k)
             return seen
 
         def softmax(products: Any, visit: Any, bits: Any, m: Any, total: Any) -> tuple[Any, Any, Any, Any]:
@@ -447,7 +462,7 @@ def chunk_kernel(
                 lax.fori_loop(0, mine, lambda begin, _: copy(begin, 1), None)
 
             lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
-            lse_ref.at[work.tile * call.kv_heads + kv_head, warpgroup][...] = lse
+            lse_ref.at[work.tile, kv_head, warpgroup][...] = lse
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def attend_none() -> None:
@@ -463,7 +478,7 @@ def chunk_kernel(
 
             lax.fori_loop(0, visits, visit_one, bits_of(zero))
 
-        @pl.when((work.tokens > 0) & (warpgroup < CONSUMERS))
+        @pl.when(there & (warpgroup < CONSUMERS))
         def _() -> None:
             plgpu.set_max_registers(registers[0], action="increase")
 
@@ -475,7 +490,7 @@ def chunk_kernel(
             def _() -> None:
                 attend_none()
 
-        @pl.when((work.tokens > 0) & (warpgroup == CONSUMERS))
+        @pl.when(there & (warpgroup == CONSUMERS))
         def _() -> None:
             plgpu.set_max_registers(registers[1], action="decrease")
             produce()
@@ -484,11 +499,11 @@ def chunk_kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(query.shape, dtype),
-            jax.ShapeDtypeStruct((call.tiles * call.kv_heads, CONSUMERS, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
         ),
         scratch_types=plan.scratch(),
-        grid=(call.tiles * call.kv_heads,),
-        grid_names=("program",),
+        grid=(call.places // width, call.kv_heads, width),
+        grid_names=("wave", "kv_head", "place"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
