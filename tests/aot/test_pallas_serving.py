@@ -66,7 +66,7 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
     "groups of two": {"heads": 16},
     "groups of three": {"heads": 24},
 }
-"""Of which three scalars at most are spilled, outside of the loop over keys."""
+"""Of which four scalars at most are spilled, outside of the loop over keys."""
 
 
 def packed_reports(fields: dict[str, Any]) -> list[KernelReport]:
@@ -91,4 +91,4 @@ def test_packed_compiles_without_spills(name: str) -> None:
 def test_packed_with_few_heads_spills_next_to_nothing(name: str) -> None:
     for report in packed_reports(FEW_HEADS[name]):
         assert not report.serialised
-        assert report.spill_stores <= 12
+        assert report.spill_stores <= 16

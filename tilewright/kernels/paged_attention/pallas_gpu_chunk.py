@@ -244,7 +244,7 @@ def chunk_kernel(
     *,
     call: ChunkCall,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(out, lse)`` of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles · kv_heads, 2, 64]``.
+    """``(out, lse)`` of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles, kv_heads, 2, 64]``.
 
     Tokens of no tile, and rows beyond a tile's tokens, have any results.
 
@@ -271,8 +271,10 @@ def chunk_kernel(
     ) -> None:  # fmt: skip
         k_ring, v_ring = (plan.keys.bind(*scratch[3 * i + 1 : 3 * i + 4]) for i in range(2))
         rows_smem, q_smem, queries_ready, cleared = scratch[0], *scratch[7:]
-        kv_head, warpgroup = lax.axis_index("kv_head"), lax.axis_index("warpgroup")
-        place = lax.axis_index("wave") * width + lax.axis_index("place")
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        within = lax.rem(program, jnp.int32(width * call.kv_heads))
+        kv_head = lax.div(within, jnp.int32(width))
+        place = lax.div(program, jnp.int32(width * call.kv_heads)) * width + lax.rem(within, jnp.int32(width))
 
         # What few blocks need is looked up again where they do: kept in registers it has others spilled.
         def look_up() -> TileWork:
@@ -502,8 +504,8 @@ def chunk_kernel(
             jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
         ),
         scratch_types=plan.scratch(),
-        grid=(call.places // width, call.kv_heads, width),
-        grid_names=("wave", "kv_head", "place"),
+        grid=(call.places * call.kv_heads,),
+        grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,

@@ -77,7 +77,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
         return self.candidates(problem, device, direction)[0]
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperChunkParams]:
-        # Those whose registers would be spilled are left out.
+        # Of three stages the number takes a division, by which registers are spilled.
         listed = [HopperChunkParams(2), HopperChunkParams(4)]
         return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
 
