@@ -3,7 +3,7 @@
 Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches. Results are compared with
 the float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a
 case.
-``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our Triton and Pallas backends instead.
+``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our backends on a GPU instead.
 """
 
 import argparse
@@ -194,9 +194,10 @@ def cudnn_dense(work: Work) -> Call:
 def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """How to make the call of every implementation that has a place for the case."""
     found: dict[str, Callable[[], Call]] = {}
-    # Pallas serves latents and packed queries alone.
-    in_pallas = work.inputs.value is None or work.inputs.cum_q_lens is not None
-    for platform in (*(("pallas",) if in_pallas else ()), "triton", "xla"):
+    # Pallas serves latents and packed queries alone, CUDA C++ the latter.
+    packed = work.inputs.cum_q_lens is not None
+    in_pallas = packed or work.inputs.value is None
+    for platform in (*(("cuda",) if packed else ()), *(("pallas",) if in_pallas else ()), "triton", "xla"):
         call = functools.partial(ours(work, platform), **work.keywords)
         found[f"tilewright {platform}"] = lambda call=call: Call(jax.jit(call), work.positional)  # type: ignore[misc]
     plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode"
@@ -291,13 +292,14 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
 
 
 def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
-    """Every candidate of the Triton and Pallas backends that serve the case, each one's heuristic first."""
+    """Every candidate of the backends on a GPU that serve the case, each one's heuristic first."""
+    from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
     from tilewright.kernels.paged_attention.pallas_gpu import PallasGpuPagedAttention
     from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
     from tilewright.kernels.paged_attention.triton import TritonPagedAttention
 
     device, problem = current_device(), PagedProblem.of(work.inputs)
-    backends = (TritonPagedAttention(), PallasGpuPagedAttention(), PallasGpuPackedAttention())
+    backends = (TritonPagedAttention(), PallasGpuPagedAttention(), PallasGpuPackedAttention(), CudaPackedAttention())
     every = {
         (backend.platform, params): None
         for backend in backends

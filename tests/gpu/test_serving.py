@@ -16,6 +16,7 @@ from tests.kernels.paged_attention.latent_conformance import LatentConformance, 
 from tilewright.kernels.mla_decode.cases import MlaCase
 from tilewright.kernels.page_attention.cases import PageCase
 from tilewright.kernels.paged_attention import triton_kernels
+from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
@@ -203,6 +204,9 @@ def test_hostile_tables_of_latents_in_bounds(page_size: int) -> None:
 
 
 PACKED: dict[str, Any] = {"sequences": 9, "kv_length": 2048, **REAL}
+PACKED_BACKENDS = pytest.mark.parametrize(
+    "backend", [PallasGpuPackedAttention(), CudaPackedAttention()], ids=lambda backend: backend.platform
+)
 
 
 def packed_inputs(**fields: Any) -> PagedInputs:
@@ -214,16 +218,59 @@ def packed_inputs(**fields: Any) -> PagedInputs:
     "fields", [{}, {"sliding_window": 700}, {"causal": False}, {"head_dim": 64}, {"heads": 40}, {"heads": 8}], ids=str
 )
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_packed_on_hopper(page_size: int, fields: dict[str, Any]) -> None:
+@PACKED_BACKENDS
+def test_packed_on_hopper(backend: Implementation, page_size: int, fields: dict[str, Any]) -> None:
     """Often: a slot that is overwritten while a product reads it shows now and then."""
-    check_and_repeat(PallasGpuPackedAttention(), packed_inputs(page_size=page_size, **fields), 20)
+    check_and_repeat(backend, packed_inputs(page_size=page_size, **fields), 20)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sequences": 80, "kv_length": 700},
+        {"sequences": 80, "q_lengths": (1, 1, 3, 0, 2, 1, 30)},
+        {"heads": 24, "q_lengths": (2, 3, 200), "causal": False},
+        {"dtype": "float16", "softmax_scale": 0.7},
+        {"sliding_window": (100, None), "q_lengths": (1, 2, 70)},
+        {"sequences": 3000, "kv_length": 40, "q_lengths": (0, 1, 3)},
+    ],
+    ids=str,
+)
+@PACKED_BACKENDS
+def test_many_packed_sequences_on_hopper(backend: Implementation, fields: dict[str, Any]) -> None:
+    """More of either kind than there are multiprocessors, so that blocks take what comes next."""
+    check_and_repeat(backend, packed_inputs(**fields), 20)
 
 
 @needs_hopper
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_hostile_tables_of_packed_queries_in_bounds(page_size: int) -> None:
+@PACKED_BACKENDS
+def test_hostile_tables_of_packed_queries_in_bounds(backend: Implementation, page_size: int) -> None:
     inputs = packed_inputs(page_size=page_size, sequences=5, kv_length=700, q_lengths=(1, 40))
-    run_on_hostile_tables(PallasGpuPackedAttention(), inputs)
+    run_on_hostile_tables(backend, inputs)
+
+
+@needs_hopper
+@PACKED_BACKENDS
+def test_tokens_of_no_sequence_and_values_that_no_token_sees(backend: Implementation) -> None:
+    inputs = packed_inputs(sequences=4, kv_length=300, q_lengths=(1, 70))
+    cum = np.asarray(inputs.cum_q_lens)
+    inputs = dataclasses.replace(inputs, cum_q_lens=jnp.asarray([3, cum[1], cum[3], cum[2], cum[4] - 9], jnp.int32))
+    assert inputs.value is not None
+    lengths, table = np.asarray(inputs.kv_lengths), np.asarray(inputs.page_table)
+    behind = np.zeros(inputs.value.shape[:2], bool)
+    for sequence, length in enumerate(lengths):
+        position = np.arange(inputs.capacity)
+        page = table[sequence, position // inputs.page_size]
+        behind[page, position % inputs.page_size] |= position >= length
+    poisoned = jnp.where(jnp.asarray(behind)[..., None, None], jnp.nan, inputs.value)
+    params = backend.heuristic(PagedProblem.of(inputs), current_device(), "forward")
+    run = jax.jit(lambda inputs: backend.forward(inputs, params))
+    out, _ = got = run(dataclasses.replace(inputs, value=poisoned))
+    check(got, inputs)
+    assert not np.asarray(out[:3]).any()
+    assert not np.asarray(out[-9:]).any()
 
 
 def run_on_hostile_tables(backend: Any, inputs: PagedInputs) -> None:

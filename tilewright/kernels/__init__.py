@@ -27,6 +27,7 @@ CUDA_TABLES: Mapping[str, str] = MappingProxyType(
         "flash_attention_hopper_forward": "tilewright.kernels.flash_attention.cuda_hopper_variants:FORWARD",
         "flash_attention_hopper_wide_forward": "tilewright.kernels.flash_attention.cuda_hopper_variants:WIDE_FORWARD",
         "flash_attention_hopper_backward": "tilewright.kernels.flash_attention.cuda_hopper_variants:BACKWARD",
+        "packed_attention_hopper": "tilewright.kernels.paged_attention.cuda_packed:TABLE",
         "flash_attention_ampere_forward": "tilewright.kernels.flash_attention.cuda_ampere_variants:FORWARD",
         "flash_attention_ampere_backward": "tilewright.kernels.flash_attention.cuda_ampere_variants:BACKWARD",
         "flash_attention_forward": "tilewright.kernels.flash_attention.cuda_variants:FORWARD",

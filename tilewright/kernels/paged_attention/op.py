@@ -73,13 +73,16 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
 
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
         """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
-        of_packed = lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention")
+        of_packed = [
+            lazy("tilewright.kernels.paged_attention.cuda_packed:CudaPackedAttention"),
+            lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention"),
+        ]
         super().__init__(
             name,
             version="1",
             implementations=(
                 *more,
-                *([of_packed] if packed else []),
+                *(of_packed if packed else []),
                 lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
                 lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
             ),

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from tilewright.kernels.flash_attention.pallas_gpu import PROCESSORS
 from tilewright.kernels.footprint import SHARED_KB, Footprint
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
 from tilewright.kernels.paged_attention.pallas_gpu_chunk import (
     CONSUMERS,
     ChunkCall,
@@ -22,14 +22,6 @@ from tilewright.ops.core.types import Device, Direction
 
 BLOCK_K = 128
 """Keys of a tile; a page has a whole number of tiles, or a tile of pages."""
-
-LEAST_PAGE = 16
-"""Tokens of a page: the producer has the numbers of all pages of a tile in its registers."""
-
-MOST_HEADS = 8
-"""Query heads of a key head; the loads of more have registers spilled."""
-
-DIMS = (64, 128)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,24 +46,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
     forward_params: ClassVar[type] = HopperChunkParams
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
-        why, options = [], problem.options
-        if device.kind != "gpu" or device.capability != (9, 0):
-            why.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
-        if not problem.packed or not problem.paged or problem.starts or options.latent_dim is not None:
-            why.append("takes packed queries and a page table")
-        if problem.dtype.name not in ("bfloat16", "float16"):
-            why.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
-        if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
-            why.append(f"takes keys and values in the query's dtype and no scales, got {problem.kv_dtype=}")
-        if problem.head_dim != problem.value_dim or problem.head_dim not in DIMS:
-            why.append(f"takes head dims of 64 or 128, got {problem.head_dim=}, {problem.value_dim=}")
-        if problem.page_size < LEAST_PAGE or problem.page_size & (problem.page_size - 1):
-            why.append(f"a page must have a power of two of tokens from {LEAST_PAGE} on, got {problem.page_size=}")
-        if problem.groups > MOST_HEADS:
-            why.append(f"up to {MOST_HEADS} heads can share a key head, got {problem.groups}")
-        if options.logits_soft_cap is not None or problem.alibi or problem.sinks:
-            why.append("has no soft cap, no ALiBi and no sinks")
-        return why
+        return packed_reasons(problem, device)
 
     def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> HopperChunkParams:
         return self.candidates(problem, device, direction)[0]
@@ -90,9 +65,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
         return []
 
     def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
-        """Where most tokens are decoded, or programs do not fill the device: the keys of a sequence are not split."""
-        call = _call(problem, HopperChunkParams())
-        return problem.tokens < 2 * problem.sequences or call.tiles * call.kv_heads < (device.cores or PROCESSORS)
+        return is_for_others(problem, device)
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams

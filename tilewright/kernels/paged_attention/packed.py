@@ -1,0 +1,49 @@
+"""What the kernels for packed queries over pages on Hopper share: what they serve, and where others are likely faster.
+
+They are `pallas_gpu_packed`, and `cuda_packed` where there is a compiler for it.
+"""
+
+from tilewright.kernels.flash_attention.pallas_gpu import PROCESSORS
+from tilewright.kernels.paged_attention.inputs import PagedProblem
+from tilewright.kernels.paged_attention.places import most_tiles
+from tilewright.ops.core.types import Device
+
+TILE_ROWS = 128
+"""Query rows of a tile."""
+
+LEAST_PAGE = 16
+"""Tokens of a page: the warp that copies has the numbers of all pages of a tile in its registers."""
+
+MOST_HEADS = 8
+"""Query heads of a key head: Pallas has registers spilled by the loads of more, and in CUDA C++ it is the columns of a
+product."""
+
+DIMS = (64, 128)
+
+
+def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
+    """Why none of them can serve a problem; empty if they can, but for what is said by one alone."""
+    why, options = [], problem.options
+    if device.kind != "gpu" or device.capability != (9, 0):
+        why.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
+    if not problem.packed or not problem.paged or problem.starts or options.latent_dim is not None:
+        why.append("takes packed queries and a page table")
+    if problem.dtype.name not in ("bfloat16", "float16"):
+        why.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+    if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
+        why.append(f"takes keys and values in the query's dtype and no scales, got {problem.kv_dtype=}")
+    if problem.head_dim != problem.value_dim or problem.head_dim not in DIMS:
+        why.append(f"takes head dims of 64 or 128, got {problem.head_dim=}, {problem.value_dim=}")
+    if problem.page_size < LEAST_PAGE or problem.page_size & (problem.page_size - 1):
+        why.append(f"a page must have a power of two of tokens from {LEAST_PAGE} on, got {problem.page_size=}")
+    if problem.groups > MOST_HEADS:
+        why.append(f"up to {MOST_HEADS} heads can share a key head, got {problem.groups}")
+    if options.logits_soft_cap is not None or problem.alibi or problem.sinks:
+        why.append("has no soft cap, no ALiBi and no sinks")
+    return why
+
+
+def is_for_others(problem: PagedProblem, device: Device) -> bool:
+    """Where most tokens are decoded, or tiles do not fill the device: the keys of a sequence are not split."""
+    tiles = most_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
+    return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < (device.cores or PROCESSORS)
