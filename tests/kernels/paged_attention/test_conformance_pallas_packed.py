@@ -14,6 +14,7 @@ from tests.kernels.kv_buffer.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check, inputs_of
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels import kernel
+from tilewright.kernels.cuda_build import toolchain
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu_packed import HopperChunkParams, PallasGpuPackedAttention
 from tilewright.kernels.ragged_page_attention.cases import GPU_CASES, RaggedPageCase
@@ -152,7 +153,11 @@ def test_barriers(page_size: int, stages: int):
         ({"sequences": 80, "q_lengths": (1,)}, False),
     ],
 )
-def test_the_op_takes_it_for_chunks_that_fill_the_device(fields: dict[str, Any], first: bool):
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_op_takes_chunks_that_fill_the_device_there(
+    fields: dict[str, Any], first: bool, compiler: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [] if compiler else ["there is no nvcc"])
     sizes = {"kv_heads": 4, "kv_length": 128} | fields
     positional, keywords = RaggedPageCase("", **SIZES | sizes).arguments()
     device = jax.sharding.AbstractDevice(device_kind=H100.name, platform="gpu", num_cores=H100.cores)
@@ -162,7 +167,8 @@ def test_the_op_takes_it_for_chunks_that_fill_the_device(fields: dict[str, Any],
         )
         assert choose(platform="pallas").params == HopperChunkParams(2)
         assert choose(platform=("triton", "pallas")).platform == "triton"
-        assert choose().platform == ("pallas" if first else "triton")
+        by_chunks = "cuda" if compiler else "pallas"
+        assert choose().platform == (by_chunks if first else "triton")
 
 
 def problem_of(**fields: Any) -> PagedProblem:

@@ -71,8 +71,9 @@ class ServingCase(abc.ABC):
         """The keyword arguments that most of the ops share, where they are not the default."""
         given: dict[str, Any] = {}
         for field in ("sliding_window", "logits_soft_cap", "softmax_scale", "return_lse"):
-            if getattr(self, field):
-                given[field] = getattr(self, field)
+            value = getattr(self, field)
+            if value is not None and value is not False:  # 0 is a value
+                given[field] = value
         if self.sinks:
             given["softmax_aux"] = drawn.normal((self.heads, self.sinks), self.dtype)
         if self.alibi:

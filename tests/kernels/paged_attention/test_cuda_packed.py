@@ -1,0 +1,145 @@
+"""Packed queries in CUDA C++ as far as a CPU can prove it: reasons, compiled, asked for its facts, lowered."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.paged_attention.conformance import inputs_of
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, toolchain
+from tilewright.kernels.paged_attention import cuda_packed
+from tilewright.kernels.paged_attention.cuda_packed import (
+    MOST_SEQUENCES,
+    TABLE,
+    CudaPackedAttention,
+    CudaPackedParams,
+    problem_fields,
+)
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.modules import ragged_page_attention
+from tilewright.ops.utils.serialize import from_json, to_json
+
+BACKEND = CudaPackedAttention()
+SIZES: dict[str, Any] = {
+    "sequences": 3, "kv_length": 300, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
+    "q_lengths": (1, 40),
+}  # fmt: skip
+
+MISSING = toolchain.missing(90, TABLE.packages)
+needs_nvcc = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
+
+
+def inputs(**fields: Any) -> PagedInputs:
+    return jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **SIZES | fields)))
+
+
+def problem_of(**fields: Any) -> PagedProblem:
+    return PagedProblem.of(inputs(**fields))
+
+
+@pytest.fixture
+def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+
+
+@pytest.mark.usefixtures("with_compiler")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dtype": "float16", "page_size": 16},
+        {"head_dim": 64, "page_size": 256},
+        {"heads": 64},
+        {"sliding_window": 40},
+        {"causal": False},
+    ],
+)
+def test_it_serves(fields: dict[str, Any]):
+    assert BACKEND.forward_reasons(problem_of(**fields), H100) == []
+
+
+@pytest.mark.usefixtures("with_compiler")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": 8}, "power of two"),
+        ({"head_dim": 96}, "64 or 128"),
+        ({"kv_dtype": "int8", "scale": "token"}, "no scales"),
+        ({"heads": 72}, "8 heads"),
+        ({"softmax_scale": -0.5}, "positive scale"),
+        ({"softmax_scale": 0.0}, "positive scale"),
+        ({"logits_soft_cap": 20.0}, "soft cap"),
+        ({"sequences": MOST_SEQUENCES + 1, "kv_length": 1, "q_lengths": (1,), "page_size": 16}, "sequences"),
+    ],
+)
+def test_reasons(fields: dict[str, Any], reason: str):
+    (why,) = BACKEND.forward_reasons(problem_of(**fields), H100)
+    assert reason in why
+
+
+@pytest.mark.usefixtures("with_compiler")
+def test_reasons_of_devices_directions_and_compilers(monkeypatch: pytest.MonkeyPatch):
+    assert "9.0" in BACKEND.forward_reasons(problem_of(), A100)[0]
+    assert BACKEND.not_supported_reasons(problem_of(), H100, "backward")
+    monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
+    assert BACKEND.forward_reasons(problem_of(), H100) == ["there is no nvcc"]
+    assert BACKEND.footprints(problem_of(), H100, "forward", CudaPackedParams())[0].blocks == H100.cores
+
+
+def test_fields():
+    assert problem_fields(problem_of(sliding_window=(5, None), page_size=16)) == {
+        "tokens": 42, "sequences": 3, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": 1,
+        "num_pages": problem_of(page_size=16).num_pages, "page_size": 16, "columns": 19, "left": 5, "right": 0,
+    }  # fmt: skip
+    assert problem_fields(problem_of(causal=False))["left"] == FAR
+    assert from_json(to_json(CudaPackedParams()), CudaPackedParams) == CudaPackedParams()
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("on_an_h100")
+def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_packed, "KERNEL", CudaKernel(TABLE, real_cache))
+    fields = problem_fields(problem_of())
+    variant, _ = cuda_packed.KERNEL.select(fields, H100)
+    assert variant is not None
+    facts = cuda_packed.KERNEL.facts(variant, H100)
+    assert facts["threads"] == 512
+    assert 220 << 10 < facts["shared_bytes"] <= 227 << 10
+    segments = 2 * (fields["sequences"] + 2)
+    assert cuda_packed.KERNEL.workspace(variant, fields, H100) == 32 * (segments + 1)
+
+    args, keywords = RaggedPageCase("", **SIZES).arguments()
+    call = jax.jit(lambda *args: ragged_page_attention(*args, **keywords, platform="cuda"))
+    text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'variant = "(\w+)"', text) == ["packed_hopper_bf16_k128"]
+    (scale,) = re.findall(r"scale = ([0-9.e+-]+) : f32", text)
+    assert np.float32(scale) == np.float32(128**-0.5)
+    with pytest.raises(UnsupportedError, match="soft cap"):
+        ragged_page_attention(*args, **keywords, logits_soft_cap=3.0, platform="cuda")
+
+
+@needs_nvcc
+def test_slots_are_handed_back_late(real_cache: BuildCache):
+    """A warp that decodes hands a slot back behind all products of what it loaded from there.
+
+    Loads that are under way do not hold back an arrival at a barrier, but products wait for them.
+    """
+    triton = pytest.importorskip("triton")
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    group = Group(TABLE, "bf16_k128", 90)
+    library = build([group], cache=real_cache)[group]
+    code = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9.]*)", code, re.MULTILINE)
+    loads = [i for i, name in enumerate(names) if name.startswith("LDSM")]
+    products = [i for i, name in enumerate(names) if name.startswith("HMMA")]
+    assert len(loads) == len(products) == 16
+    inside = names[loads[0] : products[-1]]
+    assert loads[-1] < products[-1]
+    assert not [name for name in inside if name.startswith("SYNCS.ARRIVE")]
