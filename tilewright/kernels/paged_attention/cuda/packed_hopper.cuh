@@ -965,6 +965,7 @@ struct PackedHopper {
             multiply<Element>(out[k], a, upper, lower);
           }
         }
+        // Behind the products, which wait for what is loaded for them: loads under way do not hold back an arrival.
         __syncwarp();
         if (lane == 0 && piece + kWarps < pieces) Empty::arrive(&s.piece_empty[slot]);
       }
