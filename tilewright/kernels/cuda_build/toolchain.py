@@ -60,6 +60,10 @@ CURAND = HeaderPackage(
 )
 
 
+CUTLASS_TYPES = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
+"""Element types as CUTLASS's templates take them, by short name."""
+
+
 def cutlass(*folders: str) -> HeaderPackage:
     """CUTLASS's headers, and further folders of its source tree, such as "examples/41_fused_multi_head_attention"."""
     included = ("include", "tools/util/include", *folders)

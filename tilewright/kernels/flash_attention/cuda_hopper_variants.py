@@ -10,9 +10,8 @@ from typing import Literal
 
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate
 from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
-from tilewright.kernels.cuda_build.toolchain import cutlass
+from tilewright.kernels.cuda_build.toolchain import CUTLASS_TYPES, cutlass
 from tilewright.kernels.flash_attention.cuda_variants import (
-    CPP_TYPES,
     DTYPES,
     FIELDS,
     SOURCES,
@@ -96,7 +95,7 @@ class HopperForwardVariant(Variant):
     def cpp_class(self) -> str:
         sizes = (self.tile_q, self.tile_k, self.head_dim, self.stages)
         band = f"{_NAMESPACE}::Band::k{self.band.capitalize()}"
-        return instance(f"{_NAMESPACE}::HopperForward", CPP_TYPES[self.dtype], *sizes, band)
+        return instance(f"{_NAMESPACE}::HopperForward", CUTLASS_TYPES[self.dtype], *sizes, band)
 
     @property
     def arch_range(self) -> tuple[int, int]:
@@ -152,7 +151,7 @@ class HopperWideForwardVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        return instance(f"{_NAMESPACE}::HopperWideForward", CPP_TYPES[self.dtype], self.head_dim)
+        return instance(f"{_NAMESPACE}::HopperWideForward", CUTLASS_TYPES[self.dtype], self.head_dim)
 
     @property
     def arch_range(self) -> tuple[int, int]:
@@ -200,7 +199,7 @@ class HopperBackwardVariant(Variant):
     @property
     def cpp_class(self) -> str:
         arguments = (self.tile_q, self.head_dim, self.masked, self.grouped)
-        return instance(f"{_NAMESPACE}::HopperBackward", CPP_TYPES[self.dtype], *arguments)
+        return instance(f"{_NAMESPACE}::HopperBackward", CUTLASS_TYPES[self.dtype], *arguments)
 
     @property
     def arch_range(self) -> tuple[int, int]:

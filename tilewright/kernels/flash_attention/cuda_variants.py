@@ -11,7 +11,7 @@ from typing import Literal
 
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate, one_of
 from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
-from tilewright.kernels.cuda_build.toolchain import cutlass
+from tilewright.kernels.cuda_build.toolchain import CUTLASS_TYPES, cutlass
 
 SOURCES = Path(__file__).with_name("cuda")
 
@@ -29,7 +29,6 @@ that products of float32 operands must not round them.
 type Dtype = Literal["f32", "f16", "bf16"]
 
 DTYPES: tuple[Dtype, ...] = ("f32", "f16", "bf16")
-CPP_TYPES = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 
 ARCHITECTURES = (50, 70, 75, 80, 100)
 """Bounds between which the example has the same code."""
@@ -109,7 +108,7 @@ class ForwardVariant(Variant):
     def cpp_class(self) -> str:
         return instance(
             "tilewright::attention::CutlassForward",
-            CPP_TYPES[self.dtype],
+            CUTLASS_TYPES[self.dtype],
             f"cutlass::arch::Sm{self.sm_range[0]}",
             self.aligned,
             self.block_q,
@@ -207,7 +206,7 @@ class BackwardVariant(Variant):
     def cpp_class(self) -> str:
         return instance(
             "tilewright::attention::CutlassBackward",
-            CPP_TYPES[self.dtype],
+            CUTLASS_TYPES[self.dtype],
             f"cutlass::arch::Sm{self.sm_range[0]}",
             self.aligned,
             self.apply_dropout,

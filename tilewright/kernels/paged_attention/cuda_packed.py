@@ -12,8 +12,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, Predicate
 from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
-from tilewright.kernels.cuda_build.toolchain import cutlass
-from tilewright.kernels.flash_attention.cuda_variants import CPP_TYPES
+from tilewright.kernels.cuda_build.toolchain import CUTLASS_TYPES, cutlass
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem, Results, one_after_the_other
 from tilewright.kernels.paged_attention.packed import DIMS, is_for_others, packed_reasons
@@ -56,7 +55,7 @@ class PackedVariant(Variant):
 
     @property
     def cpp_class(self) -> str:
-        return instance("tilewright::paged::PackedHopper", CPP_TYPES[self.dtype], self.head_dim)
+        return instance("tilewright::paged::PackedHopper", CUTLASS_TYPES[self.dtype], self.head_dim)
 
     @property
     def arch_range(self) -> tuple[int, int]:

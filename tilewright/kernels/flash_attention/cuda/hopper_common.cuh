@@ -47,12 +47,12 @@ CUTE_HOST_DEVICE constexpr auto make_fragment_like(cute::Tensor<cute::ArrayEngin
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
+#include "tilewright/warpgroup.cuh"
 
 namespace tilewright::attention::hopper {
 
 using namespace cute;
 
-constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
 constexpr int kAlignment = 8;  // elements in the 16 bytes that the copy engine asks of every stride
 
 // Batch, heads, query and key lengths, head_dim, and the band: visible iff lowest <= key - query <= highest. The
@@ -133,12 +133,6 @@ struct TileOrder {
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1) run_kernel(__grid_constant__ const typename Kernel::Params p) {
-  extern __shared__ __align__(1024) char storage[];
-  Kernel{}(p, *reinterpret_cast<typename Kernel::SharedStorage*>(storage));
-}
-
 // Whether the copy engine can address an array, and its blocks can be counted.
 inline ffi::Error check_limits(const Problem& problem, int64_t blocks) {
   const int64_t length = std::max(problem.q_length, problem.kv_length);
@@ -156,14 +150,6 @@ inline ffi::Error read_scale(const Arguments& arguments, float* out) {
   *out = std::max(*out, 1e-30f);
   return ffi::Error::Success();
 }
-
-template <class Element, int kSize>
-CUTLASS_DEVICE void convert(const float* from, Element* to) {
-  *reinterpret_cast<cutlass::Array<Element, kSize>*>(to) = cutlass::NumericArrayConverter<Element, float, kSize>{}(
-      *reinterpret_cast<const cutlass::Array<float, kSize>*>(from));
-}
-
-CUTLASS_DEVICE void sync_warpgroup(int group) { cutlass::arch::NamedBarrier::sync(kWarpgroup, uint32_t(group)); }
 
 // Writes a warpgroup's tile, held in the registers of `TiledMma`'s result, to shared memory in the operands' type.
 template <class Element, class TiledMma, class Fragment, class Shared>

@@ -18,7 +18,6 @@
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
-#include "cutlass/numeric_conversion.h"
 #include "cutlass/numeric_types.h"
 
 #include "cute/arch/copy_sm75.hpp"
@@ -28,14 +27,14 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/cuda_host_adapter.hpp"
+#include "tilewright/warpgroup.cuh"
 
 namespace tilewright::paged {
 
 using namespace cute;
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr int kWarpgroup = 128;
-constexpr float kSlack = 8;  // how far, as a power of two, weights may be beyond 1
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kSlack = 8;    // how far, as a power of two, weights may be beyond 1
 constexpr int kFar = 1 << 29;  // beyond every position, so that sums of three stay in 32 bits
 
 // Tokens of one sequence, or of none.
@@ -157,12 +156,6 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cu
   }
 }
 
-template <class Element, int kSize>
-CUTLASS_DEVICE void convert(const float* from, Element* to) {
-  *reinterpret_cast<cutlass::Array<Element, kSize>*>(to) = cutlass::NumericArrayConverter<Element, float, kSize>{}(
-      *reinterpret_cast<const cutlass::Array<float, kSize>*>(from));
-}
-
 template <class Element>
 CUTLASS_DEVICE uint32_t pack(float low, float high) {
   const float from[2] = {low, high};
@@ -208,12 +201,6 @@ CUTLASS_DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t 
     SM80_16x8x16_F32F16F16F32_TN::fma(sums[0], sums[1], sums[2], sums[3], a[0], a[1], a[2], a[3], b0, b1, sums[0],
                                       sums[1], sums[2], sums[3]);
   }
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1) run_packed(__grid_constant__ const typename Kernel::Params p) {
-  extern __shared__ __align__(1024) char storage[];
-  Kernel{}(p, *reinterpret_cast<typename Kernel::SharedStorage*>(storage));
 }
 
 template <class Element, int kHeadDim>
@@ -383,7 +370,7 @@ struct PackedHopper {
     const int64_t bytes = (4 * (problem.sequences + 2) + 1) * int64_t(sizeof(int));
     TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(kPlanThreads), bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes, p.plan));
-    return launch<run_packed<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
+    return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
 
   static int log2(int64_t power) {
@@ -632,9 +619,14 @@ struct PackedHopper {
     }
   }
 
-  // The statistics of a row or column when another greatest logit is found, and what earlier sums are multiplied with.
+  // What is subtracted from logits in the units of `scale`: the greatest one, if any is seen.
+  static CUTLASS_DEVICE float subtrahend(float greatest, float scale) {
+    return greatest == -INFINITY ? 0.0f : greatest * scale;
+  }
+
+  // What earlier sums of a row or column are multiplied with when another logit becomes the greatest.
   static CUTLASS_DEVICE float raise(float& greatest, float most, float scale2, float* subtracted) {
-    *subtracted = most == -INFINITY ? 0.0f : most * scale2;
+    *subtracted = subtrahend(most, scale2);
     // Exactly 1 where nothing changes, which a product and a difference in one rounding are not.
     const float shrink = greatest == most ? 1.0f : power_of_two(greatest * scale2 - *subtracted);
     greatest = most;
@@ -642,10 +634,34 @@ struct PackedHopper {
   }
 
   static CUTLASS_DEVICE float log_sum(float greatest, float total, float scale) {
-    return total == 0 ? -INFINITY : (greatest == -INFINITY ? 0.0f : greatest * scale) + logf(total);
+    return total == 0 ? -INFINITY : subtrahend(greatest, scale) + logf(total);
   }
 
-  // Two warpgroups, each with half of the rows; row r is that of token r / group and head r % group.
+  // Row r of an item is that of token r / group and head r % group.
+  static CUTLASS_DEVICE int token_of(const Params& p, int row) { return (row * p.inverse) >> 16; }
+
+  // Where an item's first row lies among those of all tokens and heads, and where another one of it does.
+  static CUTLASS_DEVICE int64_t first_row_of(const Params& p, const Item& item) {
+    return int64_t(item.token) * p.heads + item.head * p.group;
+  }
+
+  static CUTLASS_DEVICE int64_t row_of(const Params& p, int64_t first, int row) {
+    const int token = token_of(p, row);
+    return first + token * p.heads + (row - token * p.group);
+  }
+
+  // Half of a row of a tile of keys or values: groups of eight rows have all their columns side by side.
+  template <class Number>
+  static CUTLASS_DEVICE Number* half_row(Number* tile, int row, int half) {
+    return tile + ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf;
+  }
+
+  static CUTLASS_DEVICE void clear_half_row(Element* values, int row, int half) {
+    uint4* const chunks = reinterpret_cast<uint4*>(half_row(values, row, half));
+    for (int i = 0; i < 8; ++i) chunks[i] = make_uint4(0, 0, 0, 0);
+  }
+
+  // Two warpgroups, each with half of the rows.
   static CUTLASS_DEVICE void attend(const Params& p, SharedStorage& s, int half) {
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const int first_row = half * 64 + 16 * warp + lane / 4;  // the thread's other row is 8 below
@@ -711,13 +727,11 @@ struct PackedHopper {
           if (key < item.low || key >= item.high) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kHalves; ++i) {
-              const int at = (thread / kGroup * kHalves + i) * kGroup + thread % kGroup;
-              uint4* row = reinterpret_cast<uint4*>(s.values + stage * kTileSize + at * kHalf);
-              for (int j = 0; j < 8; ++j) row[j] = make_uint4(0, 0, 0, 0);
+              clear_half_row(s.values + stage * kTileSize, thread, i);
             }
           }
           cutlass::arch::fence_view_async_shared();
-          cutlass::arch::NamedBarrier::sync(kWarpgroup, uint32_t(1 + half));
+          sync_warpgroup(1 + half);
         }
         warpgroup_fence_operand(weights);
         warpgroup_fence_operand(out);
@@ -732,7 +746,7 @@ struct PackedHopper {
         if (start < item.all_low || start + kKeys > item.all_high || present != (1 << p.copies) - 1) {
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            const int position = item.position + (((first_row + 8 * r) * p.inverse) >> 16) - start;
+            const int position = item.position + token_of(p, first_row + 8 * r) - start;
             const int low = max(position - p.left, -start);
             const int high = min(position + p.right + 1, item.length - start);
             CUTLASS_PRAGMA_UNROLL
@@ -758,16 +772,16 @@ struct PackedHopper {
         if (raised) {
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            float subtracted;
             // Each row for itself: rows that are no token's must not change what others get.
             const float now = most[r] > greatest[r] + slack ? most[r] : greatest[r];
+            float subtracted;
             shrink[r] = raise(greatest[r], now, scale2, &subtracted);
             total[r] *= shrink[r];
           }
         }
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 2; ++r) {
-          const float subtracted = greatest[r] == -INFINITY ? 0.0f : greatest[r] * scale2;
+          const float subtracted = subtrahend(greatest[r], scale2);
           CUTLASS_PRAGMA_UNROLL
           for (int i = 2 * r; i < kLogits; i += 4) {
             CUTLASS_PRAGMA_UNROLL
@@ -822,11 +836,11 @@ struct PackedHopper {
       }
 
       const int rows = item.count * p.group;
-      const int64_t base = int64_t(item.token) * p.heads + item.head * p.group;
+      const int64_t base = first_row_of(p, item);
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 8 * r, token = (row * p.inverse) >> 16;
-        const int64_t to = base + token * p.heads + (row - token * p.group);
+        const int row = first_row + 8 * r;
+        const int64_t to = row_of(p, base, row);
         total[r] += __shfl_xor_sync(~0u, total[r], 1);
         total[r] += __shfl_xor_sync(~0u, total[r], 2);
         if (lane % 4 == 0 && row < rows) p.lse[to] = log_sum(greatest[r], total[r], p.scale);
@@ -848,7 +862,7 @@ struct PackedHopper {
     }
   }
 
-  // Columns are rows of the query: column c is that of token c / group and head c % group.
+  // Columns of the transposed products are an item's rows.
   static CUTLASS_DEVICE void decode(const Params& p, SharedStorage& s) {
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const int column = lane % 4 * 2;  // the thread's other column is the next one
@@ -863,16 +877,13 @@ struct PackedHopper {
       const Item& item = s.decoded[place];
       const int pieces = item.blocks, columns = item.count * p.group;
       if (pieces < 0) return;
-      const int64_t base = int64_t(item.token) * p.heads + item.head * p.group;
-      auto row_of = [&](int which) {
-        const int token = (which * p.inverse) >> 16;
-        return base + token * p.heads + (which - token * p.group);
-      };
+      const int64_t base = first_row_of(p, item);
 
       uint32_t query[kSteps][2];
       {
         const bool there = lane / 4 < columns;
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(p.queries + row_of(lane / 4) * kHeadDim) + lane % 4;
+        const Element* const row = p.queries + row_of(p, base, lane / 4) * kHeadDim;
+        const uint32_t* const from = reinterpret_cast<const uint32_t*>(row) + lane % 4;
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < kSteps; ++k) {
           query[k][0] = there ? from[8 * k] : 0;
@@ -896,19 +907,14 @@ struct PackedHopper {
           Element* const values = s.pieces[slot][1];
           // Chunks of 16 bytes are swizzled in groups of eight rows.
           auto chunk_of = [](const Element* tile, int row, int chunk) -> const uint128_t& {
-            const int at = (row / kGroup * kHalves + chunk / 8) * kGroup + row % kGroup;
-            return *reinterpret_cast<const uint128_t*>(tile + at * kHalf + ((chunk % 8) ^ (row % kGroup)) * 8);
+            const Element* const half = half_row(tile, row, chunk / 8);
+            return *reinterpret_cast<const uint128_t*>(half + ((chunk % 8) ^ (row % kGroup)) * 8);
           };
           if (start < item.low || start + kPiece > item.high) {
             // Values that no row sees may be anything, and 0 · NaN is NaN.
             const int row = lane % 16, key = start + row;
             if (key < item.low || key >= item.high) {
-              for (int i = lane / 16; i < kHalves; i += 2) {
-                for (int j = 0; j < 8; ++j) {
-                  reinterpret_cast<uint4*>(values + ((row / kGroup * kHalves + i) * kGroup + row % kGroup) * kHalf)[j] =
-                      make_uint4(0, 0, 0, 0);
-                }
-              }
+              for (int i = lane / 16; i < kHalves; i += 2) clear_half_row(values, row, i);
             }
             __syncwarp();
             cutlass::arch::fence_view_async_shared();
@@ -925,7 +931,7 @@ struct PackedHopper {
           if (start < item.all_low || start + kPiece > item.all_high) {
             CUTLASS_PRAGMA_UNROLL
             for (int c = 0; c < 2; ++c) {
-              const int position = item.position + (((column + c) * p.inverse) >> 16);
+              const int position = item.position + token_of(p, column + c);
               const int low = max(position - p.left, 0), high = min(position + p.right + 1, item.length);
               CUTLASS_PRAGMA_UNROLL
               for (int r = 0; r < 2; ++r) {
@@ -985,15 +991,16 @@ struct PackedHopper {
         mine.statistics[lane] = make_float4(greatest[0], greatest[1], total[0], total[1]);
         cutlass::arch::fence_view_async_shared();
       }
-      cutlass::arch::NamedBarrier::sync(kWarpgroup, 3);
+      sync_warpgroup(3);
       for (int which = 1; rank == 0 && which < min(kWarps, pieces); ++which) {
         const Partial& partial = partial_of(which);
         const float4 other = partial.statistics[lane];
         float mine[2], its[2];
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
-          float old = c == 0 ? other.x : other.y, subtracted;
+          float old = c == 0 ? other.x : other.y;
           const float most = fmaxf(greatest[c], old);
+          float subtracted;
           mine[c] = raise(greatest[c], most, scale2, &subtracted);
           its[c] = raise(old, most, scale2, &subtracted);
           total[c] = total[c] * mine[c] + (c == 0 ? other.z : other.w) * its[c];
@@ -1007,14 +1014,14 @@ struct PackedHopper {
           out[k][3] = out[k][3] * mine[1] + more.w * its[1];
         }
       }
-      cutlass::arch::NamedBarrier::sync(kWarpgroup, 3);
+      sync_warpgroup(3);
       if (lane == 0 && rank < pieces) Empty::arrive(&s.piece_empty[slot_of_last(rank)]);
       taken += pieces;
       if (rank == 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
           if (column + c >= columns) continue;
-          const int64_t to = row_of(column + c);
+          const int64_t to = row_of(p, base, column + c);
           if (lane / 4 == 0) p.lse[to] = log_sum(greatest[c], total[c], p.scale);
           const float weight = total[c] == 0 ? 0.0f : 1 / total[c];
           CUTLASS_PRAGMA_UNROLL
