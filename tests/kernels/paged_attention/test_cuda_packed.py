@@ -1,5 +1,6 @@
 """Packed queries in CUDA C++ as far as a CPU can prove it: reasons, compiled, asked for its facts, lowered."""
 
+import collections
 import re
 import subprocess
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
     assert variant is not None
     facts = cuda_packed.KERNEL.facts(variant, H100)
     assert facts["threads"] == 512
-    assert 220 << 10 < facts["shared_bytes"] <= 227 << 10
+    assert 216 << 10 < facts["shared_bytes"] <= 227 << 10
     segments = 2 * (fields["sequences"] + 2)
     assert cuda_packed.KERNEL.workspace(variant, fields, H100) == 32 * (segments + 1)
 
@@ -126,20 +127,16 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
 
 
 @needs_nvcc
-def test_slots_are_handed_back_late(real_cache: BuildCache):
-    """A warp that decodes hands a slot back behind all products of what it loaded from there.
-
-    Loads that are under way do not hold back an arrival at a barrier, but products wait for them.
-    """
+def test_products_of_the_machine_code(real_cache: BuildCache):
+    """Decoded tokens have products of eight columns, keys or head dims by 64 rows, and no register is spilled."""
     triton = pytest.importorskip("triton")
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     group = Group(TABLE, "bf16_k128", 90)
     library = build([group], cache=real_cache)[group]
     code = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9.]*)", code, re.MULTILINE)
-    loads = [i for i, name in enumerate(names) if name.startswith("LDSM")]
-    products = [i for i, name in enumerate(names) if name.startswith("HMMA")]
-    assert len(loads) == len(products) == 16
-    inside = names[loads[0] : products[-1]]
-    assert loads[-1] < products[-1]
-    assert not [name for name in inside if name.startswith("SYNCS.ARRIVE")]
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Za-z0-9.]*)", code, re.MULTILINE)
+    products = collections.Counter(name for name in names if "MMA" in name)
+    # Of the first block of an item and of the others, 128 head dims in steps of 16; of the last block's values and of the
+    # others', 64 keys in steps of 16 for two times 64 head dims. Of chunks 128 keys in steps of 16, and so often.
+    assert products == {"HGMMA.64x8x16.F32.BF16": 2 * 8 + 2 * 4 * 2, "HGMMA.64x128x16.F32.BF16": 2 * 8 + 2 * 8}
+    assert not {name for name in names if name.startswith(("STL", "LDL"))}

@@ -7,8 +7,7 @@
 //   key head. The product QKᵀ of the next block of keys runs beside PV of this one (Shah et al., "FlashAttention-3",
 //   2024, section 3.2).
 // - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, keys by
-//   rows, with `mma`, whose least shape is eight columns where that of `wgmma` is 64 rows. Each of its warps has every
-//   fourth piece of 16 keys and statistics of its own; they meet once for a sequence, to be added up.
+//   rows, since eight columns are the least that `wgmma` has, where of rows it has 64.
 // - The warps of the fourth copy and plan: one of each for each queue.
 //
 // Sequences are sorted before, in a launch of one block: the longest come first.
@@ -20,9 +19,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/numeric_types.h"
 
-#include "cute/arch/copy_sm75.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cute/arch/mma_sm80.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
@@ -192,43 +189,42 @@ CUTLASS_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
   }
 }
 
-template <class Element>
-CUTLASS_DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (is_same_v<Element, cutlass::bfloat16_t>) {
-    SM80_16x8x16_F32BF16BF16F32_TN::fma(sums[0], sums[1], sums[2], sums[3], a[0], a[1], a[2], a[3], b0, b1, sums[0],
-                                        sums[1], sums[2], sums[3]);
-  } else {
-    SM80_16x8x16_F32F16F16F32_TN::fma(sums[0], sums[1], sums[2], sums[3], a[0], a[1], a[2], a[3], b0, b1, sums[0],
-                                      sums[1], sums[2], sums[3]);
-  }
+// Whether it holds for a thread of the warpgroup that calls it, at a barrier of its own.
+CUTLASS_DEVICE bool any_of_warpgroup(int barrier, bool holds) {
+  int found;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbarrier.cta.red.or.pred.aligned any, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n}"
+      : "=r"(found)
+      : "r"(int(holds)), "r"(int(cutlass::arch::NamedBarrier::ReservedNamedBarrierCount) + barrier), "n"(kWarpgroup)
+      : "memory");
+  return found != 0;
 }
 
 template <class Element, int kHeadDim>
 struct PackedHopper {
   static constexpr int kHalf = 64, kHalves = kHeadDim / kHalf;  // columns of 128 bytes, as the copy engine swizzles
-  static constexpr int kRows = 128, kKeys = 128;
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 2;
-  static constexpr int kPiece = 16, kColumns = 8;
+  static constexpr int kRows = 128, kKeys = 128, kUnits = kHeadDim == 64 ? 8 : 4;
+  // Of decoded tokens: 48 KB of keys and values. With more of them under way what chunks want comes later.
+  static constexpr int kColumns = 8, kDecodedKeys = 64, kDecodedUnits = kHeadDim == 64 ? 6 : 3;
+  static constexpr int kWeights = 4;  // blocks whose weights have memory of their own
   static constexpr int kGroup = 8;  // rows whose chunks of 16 bytes are swizzled
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
-  static constexpr int kSlots = 2 * kWarps;  // so that each is that of one warp, which no other one is ahead of
-  static constexpr int kSteps = kHeadDim / 16;
-  static constexpr int kChunkPlaces = 3, kDecodedPlaces = 4;
-  // Of a thread. With 192 two addresses of chunks are spilled; what decodes would be slower without the eight more.
-  static constexpr int kCopyRegisters = 24, kDecodeRegisters = 104, kChunkRegisters = 192;
+  static constexpr int kCopyRegisters = 24, kDecodeRegisters = 56, kChunkRegisters = 216;  // of a thread
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
 
-  using QueryLayout =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kRows>, Int<kHeadDim>>{}));
+  template <int kSize, int kDims, int kCount>
+  using RowLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                           cute::Shape<Int<kSize>, Int<kDims>, Int<kCount>>{}));
   // Groups of eight keys, each with all its columns, so that a copy brings whole pages.
+  template <int kSize, int kCount>
   using KeyLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                           cute::Shape<Int<kKeys>, Int<kHeadDim>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+                                           cute::Shape<Int<kSize>, Int<kHeadDim>, Int<kCount>>{}, Step<_2, _1, _3>{}));
   // The same memory with the head dims as rows.
+  template <int kSize, int kCount>
   using ValueLayout =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                             cute::Shape<Int<kHeadDim>, Int<kKeys>, Int<kStages>>{}, Step<_1, _2, _3>{}));
-  static constexpr int kTileSize = kKeys * kHeadDim, kPieceSize = kPiece * kHeadDim;
-  static_assert(cosize_v<KeyLayout> == kStages * kTileSize && cosize_v<ValueLayout> == kStages * kTileSize);
+                             cute::Shape<Int<kHeadDim>, Int<kSize>, Int<kCount>>{}, Step<_1, _2, _3>{}));
   using Warpgroups = cute::Layout<cute::Shape<_2, _1, _1>>;
   using MmaQK = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, cute::Shape<_64, Int<kKeys>, Int<kHeadDim>>, GMMA::Major::K,
@@ -236,6 +232,12 @@ struct PackedHopper {
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, cute::Shape<_64, Int<kHeadDim>, Int<kKeys>>, GMMA::Major::K,
                            GMMA::Major::MN>(), Warpgroups{}));
+  using MmaKQ = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, cute::Shape<_64, Int<kColumns>, Int<kHeadDim>>, GMMA::Major::K,
+                           GMMA::Major::K>()));
+  using MmaVP = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, cute::Shape<_64, Int<kColumns>, Int<kDecodedKeys>>,
+                           GMMA::Major::MN, GMMA::Major::K>()));
   static constexpr int kLogits = kKeys / 2;  // of each thread
   static constexpr int kOut = kHeadDim / 2;
 
@@ -250,41 +252,75 @@ struct PackedHopper {
   struct Item {
     int sequence, head, token, count, position, length;
     int low, high, all_low, all_high;
-    int first, blocks;  // of keys, or pieces; no item is left if negative
+    int first, blocks;  // of keys; no item is left if negative
   };
 
-  // What a warp found of a sequence, as its lanes have it; it takes the slot of the warp's last piece.
-  struct Partial {
-    float4 out[kSteps][32], statistics[32];
+  // What the warps that plan, copy and compute hand each other for a queue. A unit has the keys of a block or its
+  // values. They come as they are wanted, the values of a block behind the keys of the next.
+  template <int kRowsOf, int kQueriesOf, int kKeysOf, int kUnitsOf, int kReadersOf>
+  struct Side {
+    static constexpr int kRows = kRowsOf, kQueries = kQueriesOf, kKeys = kKeysOf, kUnits = kUnitsOf;
+    static constexpr int kReaders = kReadersOf;   // warps
+    static constexpr int kPlaces = kQueries + 2;  // an item whose results are written, the loaded ones, the planned one
+    alignas(1024) Element query[kQueries][kRows * kHeadDim];
+    alignas(1024) Element unit[kUnits][kKeys * kHeadDim];
+    Item items[kPlaces];
+    int present[kUnits];  // a bit for each page
+    typename Full::ValueType query_full[kQueries], full[kUnits];
+    typename Empty::ValueType query_empty[kQueries], empty[kUnits], wanted, ready;
+
+    // Numbers of units of an item.
+    static CUTLASS_DEVICE int keys_of(int block) { return max(2 * block - 1, 0); }
+    static CUTLASS_DEVICE int values_of(int block, int blocks) { return min(2 * block + 2, 2 * blocks - 1); }
+    static CUTLASS_DEVICE uint32_t phase_of(uint32_t number) { return number / kUnits % 2; }
+
+    CUTLASS_DEVICE void wait(uint32_t number) { Full::wait(&full[number % kUnits], phase_of(number)); }
+
+    CUTLASS_DEVICE void release(uint32_t number) {
+      if (threadIdx.x % 32 == 0) Empty::arrive(&empty[number % kUnits]);
+    }
+
+    CUTLASS_DEVICE void wait_for_query(int count) { Full::wait(&query_full[count % kQueries], count / kQueries % 2); }
+
+    CUTLASS_DEVICE void release_query(int count) {
+      if (threadIdx.x % 32 == 0) Empty::arrive(&query_empty[count % kQueries]);
+    }
+
+    CUTLASS_DEVICE void init() {
+      for (int i = 0; i < kQueries; ++i) {
+        Full::init(&query_full[i], 1);
+        Empty::init(&query_empty[i], kReaders);
+      }
+      for (int i = 0; i < kUnits; ++i) {
+        Full::init(&full[i], 1);
+        Empty::init(&empty[i], kReaders);
+      }
+      Empty::init(&wanted, 1);
+      Empty::init(&ready, 1);
+    }
   };
-  static_assert(sizeof(Partial) <= 2 * kPieceSize * sizeof(Element));
+  using Chunks = Side<kRows, 1, kKeys, kUnits, 2 * kWarps>;
+  using Decoded = Side<kColumns, 2, kDecodedKeys, kDecodedUnits, kWarps>;
 
   struct SharedStorage {
-    alignas(1024) Element query[kRows * kHeadDim];
-    alignas(1024) Element keys[kStages * kTileSize];
-    alignas(1024) Element values[kStages * kTileSize];
-    alignas(1024) Element pieces[kSlots][2][kPieceSize];  // of keys and of values
-    Item chunks[kChunkPlaces], decoded[kDecodedPlaces];
-    int present[kStages];  // a bit for each page of a block of keys
-    int piece_present[kSlots];
-    typename Full::ValueType query_full, key_full[kStages], value_full[kStages], piece_full[kSlots];
-    typename Empty::ValueType query_empty, key_empty[kStages], value_empty[kStages], piece_empty[kSlots];
-    typename Empty::ValueType wanted[2], chunk_ready, decoded_ready[kDecodedPlaces], decoded_read[kDecodedPlaces];
+    Chunks chunks;
+    Decoded decoded;
+    alignas(1024) Element weights[kWeights][kColumns * kDecodedKeys];
+    float most[kWarps][kColumns], total[kWarps][kColumns];
   };
 
   struct Params {
-    CUtensorMap query, key, value, key_piece, value_piece;
-    const Element* queries;
+    CUtensorMap queries[2], key, value;  // the queries of each queue
     const int* table;
     Element* out;
     float* lse;
     Plan* plan;
     int sequences, heads, kv_heads, group, num_pages, columns;
     int page_bits;   // of tokens in a page
-    int copies;      // pages of a block of keys
     int piece_bits;  // of keys that a copy brings
-    int left, right, each;
-    int inverse;  // x / group is x · inverse >> 16 for few x
+    int left, right;
+    int each[2];     // tokens of an item at most
+    int inverse;     // x / group is x · inverse >> 16 for few x
     float scale;
   };
 
@@ -322,31 +358,22 @@ struct PackedHopper {
     TILEWRIGHT_RETURN_IF_ERROR(attribute<float>(arguments, "scale", &p.scale));
     const int64_t tokens = problem.tokens, heads = problem.heads, kv_heads = problem.kv_heads;
     const int64_t group = heads / kv_heads, page = problem.page_size, pages = problem.num_pages, dim = kHeadDim;
-    p.each = int(kRows / group);
-    const int64_t piece = std::min<int64_t>(page, kKeys);
-    const Element *query = input<Element>(arguments, 0), *key = input<Element>(arguments, 1),
-                  *value = input<Element>(arguments, 2);
-    const Extent of_query[] = {{dim, 1, kHalf}, {heads, dim, group}, {tokens, heads * dim, p.each}};
-    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.query, query, of_query));
+    p.each[kChunks] = int(kRows / group);
+    p.each[kDecoded] = int(kColumns / group);
+    const int64_t piece = std::min<int64_t>(page, kDecodedKeys);
+    for (Queue queue : {kChunks, kDecoded}) {
+      const Extent extents[] = {{dim, 1, kHalf}, {heads, dim, group}, {tokens, heads * dim, p.each[queue]}};
+      TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.queries[queue], input<Element>(arguments, 0), extents));
+    }
     const int64_t row = kv_heads * dim;
     // [8 rows, columns] of all groups of rows of all pages; what lies behind the last page is filled with zeros.
-    const int64_t groups = pages * (page / kGroup);
-    auto extents = [&](int64_t rows, Extent (&found)[5]) {
-      const Extent each[] = {{kHalf, 1, kHalf},
-                             {kGroup, row, kGroup},
-                             {kHalves, kHalf, kHalves},
-                             {groups, kGroup * row, rows / kGroup},
-                             {kv_heads, dim, 1}};
-      std::copy(each, each + 5, found);
-    };
-    Extent of_block[5], of_piece[5];
-    extents(piece, of_block);
-    extents(kPiece, of_piece);
-    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.key, key, of_block));
-    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.value, value, of_block));
-    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.key_piece, key, of_piece));
-    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.value_piece, value, of_piece));
-    p.queries = query;
+    const Extent extents[] = {{kHalf, 1, kHalf},
+                              {kGroup, row, kGroup},
+                              {kHalves, kHalf, kHalves},
+                              {pages * (page / kGroup), kGroup * row, piece / kGroup},
+                              {kv_heads, dim, 1}};
+    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.key, input<Element>(arguments, 1), extents));
+    TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.value, input<Element>(arguments, 2), extents));
     p.table = input<int>(arguments, 3);
     p.out = output<Element>(arguments, 0);
     p.lse = output<float>(arguments, 1);
@@ -358,7 +385,6 @@ struct PackedHopper {
     p.num_pages = int(pages);
     p.columns = int(problem.columns);
     p.page_bits = log2(page);
-    p.copies = int(kKeys / piece);
     p.piece_bits = log2(piece);
     p.left = int(std::min<int64_t>(problem.left, kFar));
     p.right = int(std::min<int64_t>(problem.right, kFar));
@@ -366,7 +392,7 @@ struct PackedHopper {
 
     const int blocks = int(device.multiprocessors);
     const int capacity = int(std::min<int64_t>(problem.columns * page, kFar));
-    const PlanSizes sizes{int(tokens), p.sequences, p.kv_heads, capacity, int(kColumns / group), p.each, blocks};
+    const PlanSizes sizes{int(tokens), p.sequences, p.kv_heads, capacity, p.each[kDecoded], p.each[kChunks], blocks};
     const int64_t bytes = (4 * (problem.sequences + 2) + 1) * int64_t(sizeof(int));
     TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(kPlanThreads), bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes, p.plan));
@@ -384,51 +410,35 @@ struct PackedHopper {
     const int group = cutlass::canonical_warp_group_idx();  // 0 copies, 1 decodes, the others have a chunk
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0 && cute::elect_one_sync()) {
-      for (const CUtensorMap* map : {&p.query, &p.key, &p.value, &p.key_piece, &p.value_piece}) {
+      for (const CUtensorMap* map : {&p.queries[0], &p.queries[1], &p.key, &p.value}) {
         cute::prefetch_tma_descriptor(map);
       }
-      Full::init(&s.query_full, 1);
-      Empty::init(&s.query_empty, 2 * kWarps);
-      for (int i = 0; i < kStages; ++i) {
-        Full::init(&s.key_full[i], 1);
-        Full::init(&s.value_full[i], 1);
-        Empty::init(&s.key_empty[i], 2 * kWarps);
-        Empty::init(&s.value_empty[i], 2 * kWarps);
-      }
-      for (int i = 0; i < kSlots; ++i) {
-        Full::init(&s.piece_full[i], 1);
-        Empty::init(&s.piece_empty[i], 1);
-      }
-      for (int i = 0; i < kDecodedPlaces; ++i) {
-        Empty::init(&s.decoded_ready[i], 1);
-        Empty::init(&s.decoded_read[i], kWarps);
-      }
-      for (int i = 0; i < 2; ++i) Empty::init(&s.wanted[i], 1);
-      Empty::init(&s.chunk_ready, 1);
+      s.chunks.init();
+      s.decoded.init();
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
     if (group == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
       switch (warp) {
-        case 0: copy_chunks(p, s); break;
-        case 1: copy_decoded(p, s); break;
-        case 2: look_ahead<kChunks>(p, s); break;
-        default: look_ahead<kDecoded>(p, s);
+        case 0: copy<kChunks>(p, s.chunks); break;
+        case 1: copy<kDecoded>(p, s.decoded); break;
+        case 2: look_ahead<kChunks>(p, s.chunks); break;
+        default: look_ahead<kDecoded>(p, s.decoded);
       }
     } else if (group == 1) {
       cutlass::arch::warpgroup_reg_dealloc<kDecodeRegisters>();
       decode(p, s);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kChunkRegisters>();
-      attend(p, s, group - 2);
+      attend(p, s.chunks, group - 2);
     }
 #endif
   }
 
   // Takes items from a queue, each when the warp that copies says that it will soon want it.
-  template <Queue kQueue>
-  static CUTLASS_DEVICE void look_ahead(const Params& p, SharedStorage& s) {
+  template <Queue kQueue, class Side>
+  static CUTLASS_DEVICE void look_ahead(const Params& p, Side& s) {
     const int lane = threadIdx.x % 32;
     const int items = p.plan->items[kQueue], segments = p.plan->segments[kQueue];
     const Segment* const sorted =
@@ -436,7 +446,7 @@ struct PackedHopper {
     for (int count = 0;; ++count) {
       int number = int(blockIdx.x);
       if (count > 0) {
-        Empty::wait(&s.wanted[kQueue], (count - 1) % 2);
+        Empty::wait(&s.wanted, (count - 1) % 2);
         if (lane == 0) number = atomicAdd(&p.plan->next[kQueue], 1);
         number = __shfl_sync(~0u, number, 0);
       }
@@ -461,8 +471,8 @@ struct PackedHopper {
           // The last tokens see most.
           const int within = number - segment.first_item;
           item.head = within / segment.tiles;
-          offset = (segment.tiles - 1 - within % segment.tiles) * p.each;
-          each = p.each;
+          offset = (segment.tiles - 1 - within % segment.tiles) * p.each[kChunks];
+          each = p.each[kChunks];
         }
         item.sequence = segment.sequence;
         item.token = segment.token + offset;
@@ -475,22 +485,12 @@ struct PackedHopper {
         item.all_low = within(item.position + item.count - (p.left + 1));
         item.all_high = within(item.position + p.right + 1);
         if (item.high <= item.low) item.low = item.high = 0;
-        constexpr int kBlock = kQueue == kChunks ? kKeys : kPiece;
-        item.first = item.low / kBlock;
-        item.blocks = item.high == 0 ? 0 : (item.high + kBlock - 1) / kBlock - item.first;
+        item.first = item.low / Side::kKeys;
+        item.blocks = item.high == 0 ? 0 : (item.high + Side::kKeys - 1) / Side::kKeys - item.first;
       }
-      if constexpr (kQueue == kChunks) {
-        if (lane == 0) {
-          s.chunks[count % kChunkPlaces] = item;
-          Empty::arrive(&s.chunk_ready);
-        }
-      } else {
-        const int place = count % kDecodedPlaces;
-        Empty::wait(&s.decoded_read[place], (count / kDecodedPlaces + 1) % 2);
-        if (lane == 0) {
-          s.decoded[place] = item;
-          Empty::arrive(&s.decoded_ready[place]);
-        }
+      if (lane == 0) {
+        s.items[count % Side::kPlaces] = item;
+        Empty::arrive(&s.ready);
       }
       if (item.blocks < 0) return;
     }
@@ -508,57 +508,52 @@ struct PackedHopper {
     return (page << (p.page_bits - 3)) + (key & ((1 << p.page_bits) - 1)) / kGroup;
   }
 
-  static CUTLASS_DEVICE void copy_chunks(const Params& p, SharedStorage& s) {
+  template <Queue kQueue, class Side>
+  static CUTLASS_DEVICE void copy(const Params& p, Side& s) {
     // Blocks of keys before the end of an item at which the next one is looked for.
     constexpr int kAhead = 5;
-    const int lane = threadIdx.x % 32;
-    const bool copies = lane < p.copies;
-    const int part = lane & (p.copies - 1), offset = (part << p.piece_bits) * kHeadDim;
-    uint32_t loaded = 0;  // of earlier items
+    const int lane = threadIdx.x % 32, copies = Side::kKeys >> p.piece_bits;
+    const int part = (lane & (copies - 1)) << p.piece_bits;
+    uint32_t number = 0;  // of the unit
     for (int count = 0;; ++count) {
-      Empty::wait(&s.chunk_ready, count % 2);
-      const Item& item = s.chunks[count % kChunkPlaces];
+      Empty::wait(&s.ready, count % 2);
+      const Item& item = s.items[count % Side::kPlaces];
       const int blocks = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
-      auto place_of = [&](int block) { return ((first + block) << 7) + (part << p.piece_bits); };
-      auto load = [&](const CUtensorMap& map, auto* full, auto* empty, Element* to, int block, int page, bool says) {
-        const uint32_t number = loaded + block;
-        const int stage = number % kStages;
-        Empty::wait(&empty[stage], (number / kStages + 1) % 2);
-        const uint32_t there = __ballot_sync(~0u, page < p.num_pages) & ((1 << p.copies) - 1);
+      auto place_of = [&](int block) { return (first + block) * Side::kKeys + part; };
+      auto load = [&](const CUtensorMap& map, int block, int page) {
+        const int unit = number % Side::kUnits;
+        Empty::wait(&s.empty[unit], Side::phase_of(number) ^ 1);
+        ++number;
+        const uint32_t there = __ballot_sync(~0u, page < p.num_pages) & ((1 << copies) - 1);
         if (lane == 0) {
-          if (says) s.present[stage] = there;
-          Full::arrive_and_expect_tx(&full[stage], kTileSize * sizeof(Element));
+          s.present[unit] = there;
+          Full::arrive_and_expect_tx(&s.full[unit], sizeof(s.unit[unit]));
         }
         __syncwarp();
-        if (copies) {
-          SM90_TMA_LOAD_5D::copy(&map, &full[stage], kHint, to + stage * kTileSize + offset, 0, 0, 0,
+        if (lane < copies) {
+          SM90_TMA_LOAD_5D::copy(&map, &s.full[unit], kHint, s.unit[unit] + part * kHeadDim, 0, 0, 0,
                                  group_of(p, page, place_of(block)), head);
         }
-      };
-      auto load_keys = [&](int block, int page) {
-        load(p.key, s.key_full, s.key_empty, s.keys, block, page, true);
-      };
-      auto load_values = [&](int block, int page) {
-        load(p.value, s.value_full, s.value_empty, s.values, block, page, false);
       };
       int page = 0, page_after = 0;
       if (blocks > 0) {
         page = page_of(p, sequence, place_of(0));
         page_after = page_of(p, sequence, place_of(1));
-        load_keys(0, page);
+        load(p.key, 0, page);
       }
-      Empty::wait(&s.query_empty, (count + 1) % 2);
+      const int place = count % Side::kQueries;
+      Empty::wait(&s.query_empty[place], (count / Side::kQueries + 1) % 2);
       if (lane == 0) {
         if (blocks > 0) {
-          Full::arrive_and_expect_tx(&s.query_full, p.each * p.group * kHeadDim * sizeof(Element));
+          Full::arrive_and_expect_tx(&s.query_full[place], p.each[kQueue] * p.group * kHeadDim * sizeof(Element));
           for (int i = 0; i < kHalves; ++i) {
-            SM90_TMA_LOAD_3D::copy(&p.query, &s.query_full, kHint, s.query + i * kRows * kHalf, i * kHalf,
-                                   head * p.group, item.token);
+            SM90_TMA_LOAD_3D::copy(&p.queries[kQueue], &s.query_full[place], kHint,
+                                   s.query[place] + i * Side::kRows * kHalf, i * kHalf, head * p.group, item.token);
           }
         } else {
-          Empty::arrive(&s.query_full);
+          Empty::arrive(&s.query_full[place]);
         }
-        if (0 <= blocks && blocks <= kAhead) Empty::arrive(&s.wanted[kChunks]);
+        if (0 <= blocks && blocks <= kAhead) Empty::arrive(&s.wanted);
       }
       if (blocks < 0) return;
       for (int block = 1; block < blocks; ++block) {
@@ -566,56 +561,11 @@ struct PackedHopper {
         page = page_after;
         page_after = page_of(p, sequence, place_of(block + 1));
         // In the order in which they are waited for.
-        load_keys(block, page);
-        load_values(block - 1, page_before);
-        if (block == blocks - kAhead && lane == 0) Empty::arrive(&s.wanted[kChunks]);
+        load(p.key, block, page);
+        load(p.value, block - 1, page_before);
+        if (block == blocks - kAhead && lane == 0) Empty::arrive(&s.wanted);
       }
-      if (blocks > 0) load_values(blocks - 1, page);
-      loaded += blocks;
-    }
-  }
-
-  static CUTLASS_DEVICE void copy_decoded(const Params& p, SharedStorage& s) {
-    constexpr int kAhead = 24;
-    const int lane = threadIdx.x % 32;
-    uint32_t loaded = 0;
-    for (int count = 0;; ++count) {
-      const int place = count % kDecodedPlaces;
-      Empty::wait(&s.decoded_ready[place], count / kDecodedPlaces % 2);
-      const Item& item = s.decoded[place];
-      const int pieces = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
-      if (pieces < 0) return;
-      if (pieces <= kAhead && lane == 0) Empty::arrive(&s.wanted[kDecoded]);
-      int page_after = page_of(p, sequence, (first + lane) * kPiece);
-      for (int begin = 0; begin < pieces; begin += 32) {
-        const int pages = page_after;
-        page_after = page_of(p, sequence, (first + begin + 32 + lane) * kPiece);
-        const int end = min(begin + 32, pieces);
-        for (int piece = begin; piece < end; ++piece) {
-          const int page = __shfl_sync(~0u, pages, piece - begin);
-          const uint32_t number = loaded + piece;
-          const int slot = number % kSlots;
-          Empty::wait(&s.piece_empty[slot], (number / kSlots + 1) % 2);
-          if (lane == 0) {
-            const bool there = page < p.num_pages;
-            s.piece_present[slot] = there;
-            if (there) {
-              const int group = group_of(p, page, (first + piece) * kPiece);
-              auto load = [&](const CUtensorMap& map, Element* to) {
-                SM90_TMA_LOAD_5D::copy(&map, &s.piece_full[slot], kHint, to, 0, 0, 0, group, head);
-              };
-              Full::arrive_and_expect_tx(&s.piece_full[slot], 2 * kPieceSize * sizeof(Element));
-              load(p.key_piece, s.pieces[slot][0]);
-              load(p.value_piece, s.pieces[slot][1]);
-            } else {
-              Empty::arrive(&s.piece_full[slot]);
-            }
-            if (piece == pieces - kAhead - 1) Empty::arrive(&s.wanted[kDecoded]);
-          }
-          __syncwarp();
-        }
-      }
-      loaded += pieces;
+      if (blocks > 0) load(p.value, blocks - 1, page);
     }
   }
 
@@ -625,10 +575,9 @@ struct PackedHopper {
   }
 
   // What earlier sums of a row or column are multiplied with when another logit becomes the greatest.
-  static CUTLASS_DEVICE float raise(float& greatest, float most, float scale2, float* subtracted) {
-    *subtracted = subtrahend(most, scale2);
+  static CUTLASS_DEVICE float raise(float& greatest, float most, float scale2) {
     // Exactly 1 where nothing changes, which a product and a difference in one rounding are not.
-    const float shrink = greatest == most ? 1.0f : power_of_two(greatest * scale2 - *subtracted);
+    const float shrink = greatest == most ? 1.0f : power_of_two(greatest * scale2 - subtrahend(most, scale2));
     greatest = most;
     return shrink;
   }
@@ -662,7 +611,7 @@ struct PackedHopper {
   }
 
   // Two warpgroups, each with half of the rows.
-  static CUTLASS_DEVICE void attend(const Params& p, SharedStorage& s, int half) {
+  static CUTLASS_DEVICE void attend(const Params& p, Chunks& s, int half) {
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const int first_row = half * 64 + 16 * warp + lane / 4;  // the thread's other row is 8 below
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
@@ -671,9 +620,9 @@ struct PackedHopper {
     MmaPV mma_pv;
     const auto qk = mma_qk.get_thread_slice(half * kWarpgroup + thread);
     const auto pv = mma_pv.get_thread_slice(half * kWarpgroup + thread);
-    Tensor queries = qk.partition_fragment_A(make_tensor(make_smem_ptr(s.query), QueryLayout{}));
-    Tensor keys = qk.partition_fragment_B(make_tensor(make_smem_ptr(s.keys), KeyLayout{}));
-    Tensor values = pv.partition_fragment_B(make_tensor(make_smem_ptr(s.values), ValueLayout{}));
+    Tensor queries = qk.partition_fragment_A(make_tensor(make_smem_ptr(s.query[0]), RowLayout<kRows, kHeadDim, 1>{}));
+    Tensor keys = qk.partition_fragment_B(make_tensor(make_smem_ptr(s.unit[0]), KeyLayout<kKeys, kUnits>{}));
+    Tensor values = pv.partition_fragment_B(make_tensor(make_smem_ptr(s.unit[0]), ValueLayout<kKeys, kUnits>{}));
     Tensor logits = partition_fragment_C(mma_qk, cute::Shape<Int<kRows>, Int<kKeys>>{});
     Tensor out = partition_fragment_C(mma_pv, cute::Shape<Int<kRows>, Int<kHeadDim>>{});
     Tensor weights = make_tensor<Element>(partition_shape_A(mma_pv, cute::Shape<Int<kRows>, Int<kKeys>>{}));
@@ -681,53 +630,50 @@ struct PackedHopper {
     static_assert(decltype(size(out))::value == kOut);
     mma_pv.accumulate_ = GMMA::ScaleOut::One;
     float greatest[2], total[2], shrink[2];
-    uint32_t taken = 0;  // blocks of earlier items
-
-    auto release = [&](auto* empty) {
-      if (lane == 0) Empty::arrive(empty);
-    };
+    const int all_present = (1 << (kKeys >> p.piece_bits)) - 1;
+    uint32_t taken = 0;  // units of earlier items
 
     for (int count = 0;; ++count) {
-      Full::wait(&s.query_full, count % 2);
-      const Item& item = s.chunks[count % kChunkPlaces];
+      s.wait_for_query(count);
+      const Item& item = s.items[count % Chunks::kPlaces];
       const int blocks = item.blocks;
       if (blocks < 0) return;
-      auto stage_of = [&](int block) { return (taken + block) % kStages; };
-      auto phase_of = [&](int block) { return (taken + block) / kStages % 2; };
       if (item.count * p.group <= 64 * half) {  // no row is this warpgroup's
-        release(&s.query_empty);
-        for (int block = 0; block < blocks; ++block) {
-          Full::wait(&s.key_full[stage_of(block)], phase_of(block));
-          release(&s.key_empty[stage_of(block)]);
-          Full::wait(&s.value_full[stage_of(block)], phase_of(block));
-          release(&s.value_empty[stage_of(block)]);
+        s.release_query(count);
+        for (int unit = 0; unit < 2 * blocks; ++unit) {
+          s.wait(taken + unit);
+          s.release(taken + unit);
         }
-        taken += blocks;
+        taken += 2 * blocks;
         continue;
       }
+      auto keys_of = [&](int block) { return taken + Chunks::keys_of(block); };
+      auto values_of = [&](int block) { return taken + Chunks::values_of(block, blocks); };
 
       auto start_logits = [&](int block) {
-        Full::wait(&s.key_full[stage_of(block)], phase_of(block));
+        const uint32_t number = keys_of(block);
+        s.wait(number);
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
         mma_qk.accumulate_ = GMMA::ScaleOut::Zero;
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < size<2>(queries); ++k) {
-          cute::gemm(mma_qk, queries(_, _, k), keys(_, _, k, stage_of(block)), logits);
+          cute::gemm(mma_qk, queries(_, _, k, 0), keys(_, _, k, number % kUnits), logits);
           mma_qk.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
       };
       auto start_out = [&](int block) {
-        const int stage = stage_of(block), start = (item.first + block) * kKeys;
-        Full::wait(&s.value_full[stage], phase_of(block));
+        const uint32_t number = values_of(block);
+        const int unit = number % kUnits, start = (item.first + block) * kKeys;
+        s.wait(number);
         if (start < item.low || start + kKeys > item.high) {
           // Values that no row sees may be anything, and 0 · NaN is NaN. Both warpgroups write the same zeros.
           const int key = start + thread;
           if (key < item.low || key >= item.high) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kHalves; ++i) {
-              clear_half_row(s.values + stage * kTileSize, thread, i);
+              clear_half_row(s.unit[unit], thread, i);
             }
           }
           cutlass::arch::fence_view_async_shared();
@@ -736,14 +682,14 @@ struct PackedHopper {
         warpgroup_fence_operand(weights);
         warpgroup_fence_operand(out);
         warpgroup_arrive();
-        cute::gemm(mma_pv, weights, values(_, _, _, stage), out);
+        cute::gemm(mma_pv, weights, values(_, _, _, unit), out);
         warpgroup_commit_batch();
       };
       // Masks a block's logits and turns them into weights. Returns whether sums so far are to be multiplied with
       // `shrink`: not for a little, since weights may as well be beyond 1.
       auto softmax = [&](int block, int present) -> bool {
         const int start = (item.first + block) * kKeys;
-        if (start < item.all_low || start + kKeys > item.all_high || present != (1 << p.copies) - 1) {
+        if (start < item.all_low || start + kKeys > item.all_high || present != all_present) {
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             const int position = item.position + token_of(p, first_row + 8 * r) - start;
@@ -774,8 +720,7 @@ struct PackedHopper {
           for (int r = 0; r < 2; ++r) {
             // Each row for itself: rows that are no token's must not change what others get.
             const float now = most[r] > greatest[r] + slack ? most[r] : greatest[r];
-            float subtracted;
-            shrink[r] = raise(greatest[r], now, scale2, &subtracted);
+            shrink[r] = raise(greatest[r], now, scale2);
             total[r] *= shrink[r];
           }
         }
@@ -806,8 +751,8 @@ struct PackedHopper {
         start_logits(0);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
-        int present = s.present[stage_of(0)];
-        release(&s.key_empty[stage_of(0)]);
+        int present = s.present[keys_of(0) % kUnits];
+        s.release(keys_of(0));
         softmax(0, present);
         narrow();
         CUTLASS_PRAGMA_NO_UNROLL
@@ -816,23 +761,23 @@ struct PackedHopper {
           start_out(block - 1);
           warpgroup_wait<1>();
           warpgroup_fence_operand(logits);
-          present = s.present[stage_of(block)];
-          release(&s.key_empty[stage_of(block)]);
+          present = s.present[keys_of(block) % kUnits];
+          s.release(keys_of(block));
           const bool raised = softmax(block, present);
           warpgroup_wait<0>();
           warpgroup_fence_operand(out);
-          release(&s.value_empty[stage_of(block - 1)]);
+          s.release(values_of(block - 1));
           narrow();
           if (raised) shrink_out();
         }
-        release(&s.query_empty);
+        s.release_query(count);
         start_out(blocks - 1);
         warpgroup_wait<0>();
         warpgroup_fence_operand(out);
-        release(&s.value_empty[stage_of(blocks - 1)]);
-        taken += blocks;
+        s.release(values_of(blocks - 1));
+        taken += 2 * blocks;
       } else {
-        release(&s.query_empty);
+        s.release_query(count);
       }
 
       const int rows = item.count * p.group;
@@ -863,178 +808,203 @@ struct PackedHopper {
   }
 
   // Columns of the transposed products are an item's rows.
-  static CUTLASS_DEVICE void decode(const Params& p, SharedStorage& s) {
+  static CUTLASS_DEVICE void decode(const Params& p, SharedStorage& storage) {
+    Decoded& s = storage.decoded;
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-    const int column = lane % 4 * 2;  // the thread's other column is the next one
+    const int column = lane % 4 * 2;             // the thread's other column is the next one
+    const int first_key = 16 * warp + lane / 4;  // of a block; the thread's other key is 8 behind
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
-    // Where the lane's row of 16 bytes of an operand begins: as it lies for keys, and transposed for values.
-    const int key_row = lane % 16, key_chunk = lane / 16;
-    const int value_row = lane % 8 + lane / 16 * 8, value_chunk = lane / 8 % 2;
-    uint32_t taken = 0;
+    const int all_present = (1 << (kDecodedKeys >> p.piece_bits)) - 1;
+
+    MmaKQ mma_kq;
+    MmaVP mma_vp;
+    const auto kq = mma_kq.get_thread_slice(thread);
+    const auto vp = mma_vp.get_thread_slice(thread);
+    Tensor keys = kq.partition_fragment_A(
+        make_tensor(make_smem_ptr(s.unit[0]), KeyLayout<kDecodedKeys, kDecodedUnits>{}));
+    Tensor values = vp.partition_fragment_A(
+        make_tensor(make_smem_ptr(s.unit[0]), ValueLayout<kDecodedKeys, kDecodedUnits>{}));
+    Tensor queries = kq.partition_fragment_B(
+        make_tensor(make_smem_ptr(s.query[0]), RowLayout<kColumns, kHeadDim, Decoded::kQueries>{}));
+    Tensor weights = vp.partition_fragment_B(
+        make_tensor(make_smem_ptr(storage.weights[0]), RowLayout<kColumns, kDecodedKeys, kWeights>{}));
+    Tensor logits = partition_fragment_C(mma_kq, cute::Shape<Int<kDecodedKeys>, Int<kColumns>>{});
+    Tensor out = partition_fragment_C(mma_vp, cute::Shape<Int<kHeadDim>, Int<kColumns>>{});
+    static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
+    mma_vp.accumulate_ = GMMA::ScaleOut::One;
+    float greatest[2], total[2], shrink[2];
+    uint32_t taken = 0;  // units of earlier items
+
     for (int count = 0;; ++count) {
-      const int place = count % kDecodedPlaces;
-      Empty::wait(&s.decoded_ready[place], count / kDecodedPlaces % 2);
-      const Item& item = s.decoded[place];
-      const int pieces = item.blocks, columns = item.count * p.group;
-      if (pieces < 0) return;
-      const int64_t base = first_row_of(p, item);
+      s.wait_for_query(count);
+      const Item& item = s.items[count % Decoded::kPlaces];
+      const int blocks = item.blocks;
+      if (blocks < 0) return;
+      auto keys_of = [&](int block) { return taken + Decoded::keys_of(block); };
+      auto values_of = [&](int block) { return taken + Decoded::values_of(block, blocks); };
+      // Those of three blocks before may still be read, by warps that are behind.
+      auto weights_of = [&](int block) { return (taken / 2 + block) % kWeights; };
 
-      uint32_t query[kSteps][2];
-      {
-        const bool there = lane / 4 < columns;
-        const Element* const row = p.queries + row_of(p, base, lane / 4) * kHeadDim;
-        const uint32_t* const from = reinterpret_cast<const uint32_t*>(row) + lane % 4;
+      auto start_logits = [&](int block) {
+        const uint32_t number = keys_of(block);
+        const int unit = number % kDecodedUnits;
+        s.wait(number);
+        warpgroup_fence_operand(logits);
+        warpgroup_arrive();
+        mma_kq.accumulate_ = GMMA::ScaleOut::Zero;
         CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kSteps; ++k) {
-          query[k][0] = there ? from[8 * k] : 0;
-          query[k][1] = there ? from[8 * k + 4] : 0;
+        for (int k = 0; k < size<2>(keys); ++k) {
+          cute::gemm(mma_kq, keys(_, _, k, unit), queries(_, _, k, count % Decoded::kQueries), logits);
+          mma_kq.accumulate_ = GMMA::ScaleOut::One;
         }
-      }
-      float out[kSteps][4] = {}, greatest[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
-
-      // Pieces are dealt to warps over all items; the warp with the first one of this item has rank 0.
-      const int rank = int((warp - taken) % kWarps);
-      auto slot_of_last = [&](int which) {
-        return int((taken + pieces - 1 - (pieces - 1 - which) % kWarps) % kSlots);
+        warpgroup_commit_batch();
       };
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int piece = rank; piece < pieces; piece += kWarps) {
-        const uint32_t number = taken + piece;
-        const int slot = number % kSlots, start = (item.first + piece) * kPiece;
-        Full::wait(&s.piece_full[slot], number / kSlots % 2);
-        if (s.piece_present[slot]) {
-          Element* const keys = s.pieces[slot][0];
-          Element* const values = s.pieces[slot][1];
-          // Chunks of 16 bytes are swizzled in groups of eight rows.
-          auto chunk_of = [](const Element* tile, int row, int chunk) -> const uint128_t& {
-            const Element* const half = half_row(tile, row, chunk / 8);
-            return *reinterpret_cast<const uint128_t*>(half + ((chunk % 8) ^ (row % kGroup)) * 8);
-          };
-          if (start < item.low || start + kPiece > item.high) {
-            // Values that no row sees may be anything, and 0 · NaN is NaN.
-            const int row = lane % 16, key = start + row;
-            if (key < item.low || key >= item.high) {
-              for (int i = lane / 16; i < kHalves; i += 2) clear_half_row(values, row, i);
-            }
-            __syncwarp();
-            cutlass::arch::fence_view_async_shared();
+      auto start_out = [&](int block) {
+        const uint32_t number = values_of(block);
+        const int unit = number % kDecodedUnits, start = (item.first + block) * kDecodedKeys;
+        s.wait(number);
+        if (start < item.low || start + kDecodedKeys > item.high) {
+          // Values that no row sees may be anything, and 0 · NaN is NaN.
+          const int row = thread % kDecodedKeys, key = start + row;
+          if (key < item.low || key >= item.high) {
+            for (int i = thread / kDecodedKeys; i < kHalves; i += 2) clear_half_row(s.unit[unit], row, i);
           }
-          float logits[4] = {}, more[4] = {};  // two chains of products
+          cutlass::arch::fence_view_async_shared();
+          sync_warpgroup(3);
+        }
+        warpgroup_fence_operand(out);
+        warpgroup_arrive();
+        cute::gemm(mma_vp, values(_, _, _, unit), weights(_, _, _, weights_of(block)), out);
+        warpgroup_commit_batch();
+      };
+      // Turns a block's logits into weights, by the greatest logit of the blocks before. Whether one of these is so far
+      // beyond that it takes its place is known to all when all have written theirs, and then they are written again.
+      auto softmax = [&](int block, int present) -> bool {
+        const int start = (item.first + block) * kDecodedKeys;
+        if (start < item.all_low || start + kDecodedKeys > item.all_high || present != all_present) {
           CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < kSteps; ++k) {
-            uint32_t a[4];
-            SM75_U32x4_LDSM_N::copy(chunk_of(keys, key_row, 2 * k + key_chunk), a[0], a[1], a[2], a[3]);
-            multiply<Element>(k % 2 == 0 ? logits : more, a, query[k][0], query[k][1]);
-          }
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 4; ++i) logits[i] += more[i];
-          if (start < item.all_low || start + kPiece > item.all_high) {
+          for (int c = 0; c < 2; ++c) {
+            const int position = item.position + token_of(p, column + c) - start;
+            const int low = max(position - p.left, -start);
+            const int high = min(position + p.right + 1, item.length - start);
             CUTLASS_PRAGMA_UNROLL
-            for (int c = 0; c < 2; ++c) {
-              const int position = item.position + token_of(p, column + c);
-              const int low = max(position - p.left, 0), high = min(position + p.right + 1, item.length);
-              CUTLASS_PRAGMA_UNROLL
-              for (int r = 0; r < 2; ++r) {
-                const int key = start + lane / 4 + 8 * r;
-                if (key < low || key >= high) logits[2 * r + c] = -INFINITY;
+            for (int r = 0; r < 2; ++r) {
+              const int key = first_key + 8 * r;
+              if (key < low || key >= high || ((present >> (key >> p.piece_bits)) & 1) == 0) {
+                logits(2 * r + c) = -INFINITY;
               }
             }
           }
-          float shrink[2];
+        }
+        auto write = [&](float (&found)[4]) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            found[i] = power_of_two(fmaf(logits(i), scale2, -subtrahend(greatest[i % 2], scale2)));
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            // The lane's are two neighbouring keys of column lane / 4 then.
+            const uint32_t word = transposed(pack<Element>(found[2 * r], found[2 * r + 1]));
+            const int chunk = (2 * warp + r) ^ (lane / 4);
+            Element* const row = storage.weights[weights_of(block)] + lane / 4 * kDecodedKeys;
+            *reinterpret_cast<uint32_t*>(row + chunk * 8 + lane % 4 * 2) = word;
+          }
+          cutlass::arch::fence_view_async_shared();
+        };
+        float found[4], most[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int c = 0; c < 2; ++c) most[c] = fmaxf(logits(c), logits(2 + c));
+        write(found);
+        const bool raised = any_of_warpgroup(4, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
+        if (raised) {
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < 2; ++c) {
-            float most = fmaxf(logits[c], logits[2 + c]);
             CUTLASS_PRAGMA_UNROLL
             for (int distance = 4; distance < 32; distance *= 2) {
-              most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+              most[c] = fmaxf(most[c], __shfl_xor_sync(~0u, most[c], distance));
             }
-            float subtracted;
-            most = most > greatest[c] + slack ? most : greatest[c];
-            shrink[c] = raise(greatest[c], most, scale2, &subtracted);
-            CUTLASS_PRAGMA_UNROLL
-            for (int r = 0; r < 2; ++r) logits[2 * r + c] = power_of_two(fmaf(logits[2 * r + c], scale2, -subtracted));
-            total[c] = total[c] * shrink[c] + logits[c] + logits[2 + c];
+            if (lane < 4) storage.most[warp][column + c] = most[c];
           }
-          const uint32_t upper = transposed(pack<Element>(logits[0], logits[1]));
-          const uint32_t lower = transposed(pack<Element>(logits[2], logits[3]));
-          if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int k = 0; k < kSteps; ++k) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int i = 0; i < 4; ++i) out[k][i] *= shrink[i % 2];
-            }
-          }
+          sync_warpgroup(3);
           CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < kSteps; ++k) {
-            uint32_t a[4];
-            SM75_U16x8_LDSM_T::copy(chunk_of(values, value_row, 2 * k + value_chunk), a[0], a[1], a[2], a[3]);
-            multiply<Element>(out[k], a, upper, lower);
+          for (int c = 0; c < 2; ++c) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int w = 0; w < kWarps; ++w) most[c] = fmaxf(most[c], storage.most[w][column + c]);
+            shrink[c] = raise(greatest[c], most[c] > greatest[c] + slack ? most[c] : greatest[c], scale2);
+            total[c] *= shrink[c];
+          }
+          write(found);
+          sync_warpgroup(3);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4; ++i) total[i % 2] += found[i];
+        return raised;
+      };
+
+      clear(out);
+      greatest[0] = greatest[1] = -INFINITY;
+      total[0] = total[1] = 0;
+      if (blocks > 0) {
+        start_logits(0);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(logits);
+        int present = s.present[keys_of(0) % kDecodedUnits];
+        s.release(keys_of(0));
+        softmax(0, present);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int block = 1; block < blocks; ++block) {
+          start_logits(block);
+          start_out(block - 1);
+          warpgroup_wait<1>();
+          warpgroup_fence_operand(logits);
+          present = s.present[keys_of(block) % kDecodedUnits];
+          s.release(keys_of(block));
+          const bool raised = softmax(block, present);
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(out);
+          s.release(values_of(block - 1));
+          if (raised) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 4 * kHalves; ++i) out(i) *= shrink[i % 2];
           }
         }
-        // Behind the products, which wait for what is loaded for them: loads under way do not hold back an arrival.
-        __syncwarp();
-        if (lane == 0 && piece + kWarps < pieces) Empty::arrive(&s.piece_empty[slot]);
+        s.release_query(count);
+        start_out(blocks - 1);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(out);
+        s.release(values_of(blocks - 1));
+        taken += 2 * blocks;
+
+        CUTLASS_PRAGMA_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int distance = 4; distance < 32; distance *= 2) total[c] += __shfl_xor_sync(~0u, total[c], distance);
+          if (lane < 4) storage.total[warp][column + c] = total[c];
+        }
+        // It is written again behind a barrier of the next item that has keys.
+        sync_warpgroup(3);
+        CUTLASS_PRAGMA_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          total[c] = 0;
+          CUTLASS_PRAGMA_UNROLL
+          for (int w = 0; w < kWarps; ++w) total[c] += storage.total[w][column + c];
+        }
+      } else {
+        s.release_query(count);
       }
 
+      const int64_t base = first_row_of(p, item);
       CUTLASS_PRAGMA_UNROLL
       for (int c = 0; c < 2; ++c) {
+        if (column + c >= item.count * p.group) continue;
+        const int64_t to = row_of(p, base, column + c);
+        if (thread < 4) p.lse[to] = log_sum(greatest[c], total[c], p.scale);
+        const float weight = total[c] == 0 ? 0.0f : 1 / total[c];
         CUTLASS_PRAGMA_UNROLL
-        for (int distance = 4; distance < 32; distance *= 2) total[c] += __shfl_xor_sync(~0u, total[c], distance);
-      }
-      auto partial_of = [&](int which) -> Partial& {
-        return *reinterpret_cast<Partial*>(s.pieces[slot_of_last(which)][0]);
-      };
-      if (0 < rank && rank < pieces) {
-        Partial& mine = partial_of(rank);
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kSteps; ++k) mine.out[k][lane] = make_float4(out[k][0], out[k][1], out[k][2], out[k][3]);
-        mine.statistics[lane] = make_float4(greatest[0], greatest[1], total[0], total[1]);
-        cutlass::arch::fence_view_async_shared();
-      }
-      sync_warpgroup(3);
-      for (int which = 1; rank == 0 && which < min(kWarps, pieces); ++which) {
-        const Partial& partial = partial_of(which);
-        const float4 other = partial.statistics[lane];
-        float mine[2], its[2];
-        CUTLASS_PRAGMA_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float old = c == 0 ? other.x : other.y;
-          const float most = fmaxf(greatest[c], old);
-          float subtracted;
-          mine[c] = raise(greatest[c], most, scale2, &subtracted);
-          its[c] = raise(old, most, scale2, &subtracted);
-          total[c] = total[c] * mine[c] + (c == 0 ? other.z : other.w) * its[c];
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kSteps; ++k) {
-          const float4 more = partial.out[k][lane];
-          out[k][0] = out[k][0] * mine[0] + more.x * its[0];
-          out[k][1] = out[k][1] * mine[1] + more.y * its[1];
-          out[k][2] = out[k][2] * mine[0] + more.z * its[0];
-          out[k][3] = out[k][3] * mine[1] + more.w * its[1];
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          p.out[to * kHeadDim + i / 2 * kHalf + first_key + i % 2 * 8] = Element(out(2 * i + c) * weight);
         }
       }
-      sync_warpgroup(3);
-      if (lane == 0 && rank < pieces) Empty::arrive(&s.piece_empty[slot_of_last(rank)]);
-      taken += pieces;
-      if (rank == 0) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          if (column + c >= columns) continue;
-          const int64_t to = row_of(p, base, column + c);
-          if (lane / 4 == 0) p.lse[to] = log_sum(greatest[c], total[c], p.scale);
-          const float weight = total[c] == 0 ? 0.0f : 1 / total[c];
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < kSteps; ++k) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int r = 0; r < 2; ++r) {
-              p.out[to * kHeadDim + 16 * k + lane / 4 + 8 * r] = Element(out[k][2 * r + c] * weight);
-            }
-          }
-        }
-      }
-      __syncwarp();
-      if (lane == 0) Empty::arrive(&s.decoded_read[place]);
     }
   }
 };
