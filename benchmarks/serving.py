@@ -1,8 +1,8 @@
 """Attention over a cache on an accelerator: bytes per second, beside what a device copy reaches in the same run.
 
-Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches. Results are compared with
-the float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a
-case.
+Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches; of packed queries on Hopper
+also a kernel that computes as many FLOPs and reads as many bytes and does nothing else. Results are compared with the
+float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a case.
 ``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our backends on a GPU instead.
 """
 
@@ -25,6 +25,8 @@ import numpy as np
 from benchmarks.attention import Method, driver, failure, measure, rates, versions
 from benchmarks.attention_peers import Call
 from benchmarks.common import record, usable_cores
+from benchmarks.products_and_bytes import data_for, products_and_bytes
+from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
 from tilewright.kernels.mla_decode.cases import MlaCase
 from tilewright.kernels.page_attention.cases import PageCase
@@ -210,6 +212,23 @@ def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]
     return {name: make for name, make in found.items() if not names or name in names}
 
 
+def yardsticks(work: Work) -> dict[str, tuple[Call, float]]:
+    """What does the FLOPs of packed queries, reads their bytes, or does both, and nothing else; with its FLOPs."""
+    if work.inputs.cum_q_lens is None:
+        return {}
+    try:
+        data = data_for(work.bytes, jax.random.key(0))
+    except UnsupportedError:
+        return {}
+    found = {}
+    for name, flops, size in (
+        ("products and bytes", work.flops, work.bytes), ("products", work.flops, 0.0), ("bytes", 0.0, work.bytes)
+    ):  # fmt: skip
+        function = jax.jit(functools.partial(products_and_bytes, flops=flops, size=size))
+        found[name] = compiled(lambda function=function: Call(function, (data,))), flops  # type: ignore[misc]
+    return found
+
+
 def compiled(make: Callable[[], Call]) -> Call:
     """The call with its program compiled, which any thread may do: no program runs meanwhile."""
     call = make()
@@ -274,8 +293,10 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
                 calls[contender] = call
         except Exception as error:  # the failure of one is a result, whatever it is; the others are still measured
             said[contender] = failure(error)
-    for contender, samples in measure(calls, method).items():
-        found = rates(work.flops, samples)
+    limits = {} if sweep else yardsticks(work)
+    samples = measure(calls | {name: call for name, (call, _) in limits.items()}, method)
+    for contender in calls:
+        found = rates(work.flops, samples[contender])
         if "median_ms" in found:
             found["bytes_per_s"] = work.bytes / found["median_ms"] * 1e3
             found["of_copy"] = found["bytes_per_s"] / copy
@@ -288,6 +309,7 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
         "flops": work.flops,
         "goal": cell.goal,
         "implementations": said,
+        "yardsticks": {name: rates(flops, samples[name]) for name, (_, flops) in limits.items()},
     }
 
 
@@ -328,6 +350,8 @@ def lines(cell: Mapping[str, Any], most: int) -> list[str]:
             f"{cell['case']:22} {name:28} {each['median_ms'] * 1e3:9.1f} us {each['bytes_per_s'] / 1e12:6.3f} TB/s "
             f"{each['of_copy']:5.2f} of a copy{goal} {each['tflops']:6.1f} TFLOP/s"
         )
+    for name, each in cell["yardsticks"].items():
+        said.append(f"{cell['case']:22} only {name:23} {each.get('median_ms', float('nan')) * 1e3:9.1f} us")
     return said
 
 

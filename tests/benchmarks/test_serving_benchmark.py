@@ -26,6 +26,7 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert ours["status"] == "timed"
         assert ours["bytes_per_s"] == pytest.approx(cell["bytes"] / ours["median_ms"] * 1e3)
         assert cell["implementations"]["tilewright triton"]["status"] == "failed"
+        assert cell["yardsticks"] == {}  # nothing of it runs on a CPU
     assert "of a copy" in capsys.readouterr().out
 
 
