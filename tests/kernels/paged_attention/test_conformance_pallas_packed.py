@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import H100
 from tests.kernels.kv_buffer.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check, inputs_of
 from tests.support.mosaic_interpret import interpret_mosaic
@@ -189,33 +189,6 @@ def test_what_ships_can_run():
         assert (footprint.threads, footprint.shared_bytes) < (512, 227 << 10)
     assert served >= 2
     assert BACKEND.config_reasons(problem_of(head_dim=128), H100, "forward", HopperChunkParams(4))
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"page_size": 8}, "power of two"),
-        ({"page_size": 48}, "power of two"),
-        ({"head_dim": 96}, "64 or 128"),
-        ({"head_dim": 64, "value_dim": 128}, "64 or 128"),
-        ({"dtype": "float32"}, "bfloat16 or float16"),
-        ({"kv_dtype": "int8", "scale": "token"}, "no scales"),
-        ({"heads": 16, "kv_heads": 1}, "8 heads"),
-        ({"logits_soft_cap": 20.0}, "soft cap"),
-        ({"alibi": True}, "ALiBi"),
-        ({"sinks": 1}, "sinks"),
-    ],
-)
-def test_reasons(fields: dict[str, Any], reason: str):
-    (why,) = BACKEND.forward_reasons(problem_of(**fields), H100)
-    assert reason in why
-
-
-def test_reasons_of_devices_and_directions():
-    assert "9.0" in BACKEND.forward_reasons(problem_of(), A100)[0]
-    assert BACKEND.not_supported_reasons(problem_of(), H100, "backward")
-    dense = PagedProblem.of(dataclasses.replace(ragged_inputs(), page_table=None))
-    assert "page table" in BACKEND.forward_reasons(dense, H100)[0]
 
 
 def test_params():

@@ -6,8 +6,8 @@
 // - Two warpgroups have up to 128 rows of a chunk, 64 each: up to 128 / group tokens, each with all heads that share a
 //   key head. The product QKᵀ of the next block of keys runs beside PV of this one (Shah et al., "FlashAttention-3",
 //   2024, section 3.2).
-// - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, keys by
-//   rows, since eight columns are the least that `wgmma` has, where of rows it has 64.
+// - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, with these
+//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64.
 // - The warps of the fourth copy and plan: one of each for each queue.
 //
 // Sequences are sorted before, in a launch of one block: the longest come first.
@@ -208,7 +208,7 @@ struct PackedHopper {
   // Of decoded tokens: 48 KB of keys and values. With more of them under way what chunks want comes later.
   static constexpr int kColumns = 8, kDecodedKeys = 64, kDecodedUnits = kHeadDim == 64 ? 6 : 3;
   static constexpr int kWeights = 4;  // blocks whose weights have memory of their own
-  static constexpr int kGroup = 8;  // rows whose chunks of 16 bytes are swizzled
+  static constexpr int kGroup = 8;    // rows whose chunks of 16 bytes are swizzled
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
   static constexpr int kCopyRegisters = 24, kDecodeRegisters = 56, kChunkRegisters = 216;  // of a thread
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
@@ -319,8 +319,8 @@ struct PackedHopper {
     int page_bits;   // of tokens in a page
     int piece_bits;  // of keys that a copy brings
     int left, right;
-    int each[2];     // tokens of an item at most
-    int inverse;     // x / group is x · inverse >> 16 for few x
+    int each[2];  // tokens of an item at most
+    int inverse;  // x / group is x · inverse >> 16 for few x
     float scale;
   };
 

@@ -1,0 +1,78 @@
+"""What the kernels for packed queries on Hopper decline alike, and where they leave a call to others."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.paged_attention.conformance import inputs_of
+from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.registry import Implementation
+
+SIZES: dict[str, Any] = {
+    "sequences": 3, "kv_length": 300, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
+    "q_lengths": (1, 40),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[CudaPackedAttention(), PallasGpuPackedAttention()], ids=["cuda", "pallas"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+    return request.param
+
+
+def inputs(**fields: Any) -> PagedInputs:
+    return jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **SIZES | fields)))
+
+
+def problem_of(**fields: Any) -> PagedProblem:
+    return PagedProblem.of(inputs(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": 8}, "power of two"),
+        ({"page_size": 48}, "power of two"),
+        ({"head_dim": 96}, "64 or 128"),
+        ({"head_dim": 64, "value_dim": 128}, "64 or 128"),
+        ({"dtype": "float32"}, "bfloat16 or float16"),
+        ({"kv_dtype": "int8", "scale": "token"}, "no scales"),
+        ({"heads": 72}, "8 heads"),
+        ({"heads": 16, "kv_heads": 1}, "8 heads"),
+        ({"logits_soft_cap": 20.0}, "soft cap"),
+        ({"alibi": True}, "ALiBi"),
+        ({"sinks": 1}, "sinks"),
+    ],
+)
+def test_reasons(backend: Implementation, fields: dict[str, Any], reason: str):
+    (why,) = backend.forward_reasons(problem_of(**fields), H100)
+    assert reason in why
+
+
+def test_reasons_of_devices_directions_and_calls(backend: Implementation):
+    assert backend.forward_reasons(problem_of(), H100) == []
+    assert "9.0" in backend.forward_reasons(problem_of(), A100)[0]
+    assert backend.not_supported_reasons(problem_of(), H100, "backward")
+    dense = PagedProblem.of(dataclasses.replace(inputs(), page_table=None))
+    assert "page table" in backend.forward_reasons(dense, H100)[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "others"),
+    [
+        ({"sequences": 64, "kv_length": 8192, "q_lengths": (*(1,) * 7, 512)}, False),
+        ({"sequences": 64, "kv_length": 8192, "q_lengths": (2,)}, False),
+        ({"sequences": 64, "kv_length": 8192, "q_lengths": (1, 1, 1, 3)}, True),  # most are decoded
+        ({"sequences": 4, "kv_length": 16384, "q_lengths": (64,)}, True),  # too few tiles
+        ({"sequences": 4, "kv_length": 2048, "q_lengths": (2048,)}, False),
+    ],
+)
+def test_what_others_are_likely_faster_at(backend: Implementation, fields: dict[str, Any], others: bool):
+    assert backend.comes_last(problem_of(**fields), H100, "forward") == others
