@@ -68,7 +68,8 @@ def blocks() -> int:
 
 def data_for(size: float, key: jax.Array) -> jax.Array:
     """Normal bfloat16 numbers, some more than ``size`` bytes of them: what is zero takes less power."""
-    rows = -(-int(size) // (blocks() * COPY_BYTES)) * blocks() + 16
+    count = blocks()
+    rows = -(-int(size) // (count * COPY_BYTES)) * count + 16
     return jax.random.normal(key, (rows, COPY_BYTES // 2), jnp.bfloat16)
 
 

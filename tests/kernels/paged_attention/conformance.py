@@ -83,6 +83,23 @@ def inputs_of(op: str, case: ServingCase, seed: int = 0) -> PagedInputs:
     return jax.jit(made)(*args) if kwargs["writes"] else made(*args)
 
 
+def problem_of(op: str, case: ServingCase) -> PagedProblem:
+    """What selection sees of a case."""
+    return PagedProblem.of(jax.eval_shape(lambda: inputs_of(op, case)))
+
+
+PACKED_ON_HOPPER: dict[str, Any] = {
+    "sequences": 3, "kv_length": 300, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
+    "q_lengths": (1, 40),
+}  # fmt: skip
+"""Sizes of packed queries that every kernel for them on Hopper takes."""
+
+
+def packed_problem(**fields: Any) -> PagedProblem:
+    """Of sizes that every kernel for packed queries on Hopper takes, but for the fields that are given."""
+    return problem_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER | fields))
+
+
 QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 """Of programs that run once: most of their time is compilation, which optimising would lengthen."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kernels.conftest import H100
 from tests.kernels.kv_buffer.schedule import check_schedules
-from tests.kernels.paged_attention.conformance import check, inputs_of
+from tests.kernels.paged_attention.conformance import check, inputs_of, problem_of
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda_build import toolchain
@@ -171,14 +171,10 @@ def test_the_op_takes_chunks_that_fill_the_device_there(
         assert choose().platform == (by_chunks if first else "triton")
 
 
-def problem_of(**fields: Any) -> PagedProblem:
-    return PagedProblem.of(jax.eval_shape(lambda: ragged_inputs(**fields)))
-
-
 def test_what_ships_can_run():
     served = 0
     for case in GPU_CASES.values():
-        problem = PagedProblem.of(jax.eval_shape(lambda case=case: inputs_of("ragged_page_attention", case)))
+        problem = problem_of("ragged_page_attention", case)
         if BACKEND.forward_reasons(problem, H100):
             continue
         served += 1
@@ -188,7 +184,8 @@ def test_what_ships_can_run():
         (footprint,) = BACKEND.footprints(problem, H100, "forward", candidates[0])
         assert (footprint.threads, footprint.shared_bytes) < (512, 227 << 10)
     assert served >= 2
-    assert BACKEND.config_reasons(problem_of(head_dim=128), H100, "forward", HopperChunkParams(4))
+    wide = problem_of("ragged_page_attention", RaggedPageCase("", **SIZES | {"head_dim": 128}))
+    assert BACKEND.config_reasons(wide, H100, "forward", HopperChunkParams(4))
 
 
 def test_params():

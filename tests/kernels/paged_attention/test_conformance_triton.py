@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of
+from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of, problem_of
 from tilewright.kernels import kernel
 from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
@@ -107,10 +107,6 @@ def test_vmap_runs_one_after_the_other():
         single = jax.block_until_ready(jax.jit(lambda query: run(query))(queries[1]))
     for got, want in zip(mapped, single, strict=True):
         np.testing.assert_array_equal(got[1], want)
-
-
-def problem_of(op: str, case: Any) -> PagedProblem:
-    return PagedProblem.of(jax.eval_shape(lambda: inputs_of(op, case)))
 
 
 SHIPPED = {

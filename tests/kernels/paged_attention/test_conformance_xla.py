@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 import pytest
 
-from tests.kernels.paged_attention.conformance import PAGED, QUICK, PagedConformance, check, inputs_of
+from tests.kernels.paged_attention.conformance import PAGED, QUICK, PagedConformance, check, inputs_of, problem_of
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -44,8 +44,7 @@ def test_the_heuristic_is_bounded_and_no_candidate(device: Device):
     backend = XlaPagedAttention()
     for sequences, kv_length, q_lengths in ((1, 131072, (1,)), (256, 1024, (1,)), (2, 64, (700, 1)), (0, 0, (1,))):
         case = RaggedPageCase("", **PAGED | {"sequences": sequences, "kv_length": kv_length}, q_lengths=q_lengths)
-        problem = jax.eval_shape(lambda case=case: inputs_of("ragged_page_attention", case))
-        problem = PagedProblem.of(problem)
+        problem = problem_of("ragged_page_attention", case)
         best = backend.heuristic(problem, device, "forward")
         tiles = best.blocksize_heads // problem.heads
         assert best.kv_blocksize <= max(kv_length + 7, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.conftest import H100
-from tests.kernels.paged_attention.conformance import inputs_of
+from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_problem
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, toolchain
 from tilewright.kernels.paged_attention import cuda_packed
@@ -22,27 +22,15 @@ from tilewright.kernels.paged_attention.cuda_packed import (
     CudaPackedParams,
     problem_fields,
 )
-from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 from tilewright.modules import ragged_page_attention
 from tilewright.ops.utils.serialize import from_json, to_json
 
 BACKEND = CudaPackedAttention()
-SIZES: dict[str, Any] = {
-    "sequences": 3, "kv_length": 300, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
-    "q_lengths": (1, 40),
-}  # fmt: skip
 
 MISSING = toolchain.missing(90, TABLE.packages)
 needs_nvcc = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
-
-
-def inputs(**fields: Any) -> PagedInputs:
-    return jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **SIZES | fields)))
-
-
-def problem_of(**fields: Any) -> PagedProblem:
-    return PagedProblem.of(inputs(**fields))
 
 
 @pytest.fixture
@@ -63,7 +51,7 @@ def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_serves(fields: dict[str, Any]):
-    assert BACKEND.forward_reasons(problem_of(**fields), H100) == []
+    assert BACKEND.forward_reasons(packed_problem(**fields), H100) == []
 
 
 @pytest.mark.usefixtures("with_compiler")
@@ -76,23 +64,23 @@ def test_it_serves(fields: dict[str, Any]):
     ],
 )
 def test_reasons_of_its_own(fields: dict[str, Any], reason: str):
-    (why,) = BACKEND.forward_reasons(problem_of(**fields), H100)
+    (why,) = BACKEND.forward_reasons(packed_problem(**fields), H100)
     assert reason in why
 
 
 @pytest.mark.usefixtures("with_compiler")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
-    assert BACKEND.forward_reasons(problem_of(), H100) == ["there is no nvcc"]
-    assert BACKEND.footprints(problem_of(), H100, "forward", CudaPackedParams())[0].blocks == H100.cores
+    assert BACKEND.forward_reasons(packed_problem(), H100) == ["there is no nvcc"]
+    assert BACKEND.footprints(packed_problem(), H100, "forward", CudaPackedParams())[0].blocks == H100.cores
 
 
 def test_fields():
-    assert problem_fields(problem_of(sliding_window=(5, None), page_size=16)) == {
+    assert problem_fields(packed_problem(sliding_window=(5, None), page_size=16)) == {
         "tokens": 42, "sequences": 3, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": 1,
-        "num_pages": problem_of(page_size=16).num_pages, "page_size": 16, "columns": 19, "left": 5, "right": 0,
+        "num_pages": packed_problem(page_size=16).num_pages, "page_size": 16, "columns": 19, "left": 5, "right": 0,
     }  # fmt: skip
-    assert problem_fields(problem_of(causal=False))["left"] == FAR
+    assert problem_fields(packed_problem(causal=False))["left"] == FAR
     assert from_json(to_json(CudaPackedParams()), CudaPackedParams) == CudaPackedParams()
 
 
@@ -100,7 +88,7 @@ def test_fields():
 @pytest.mark.usefixtures("on_an_h100")
 def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_packed, "KERNEL", CudaKernel(TABLE, real_cache))
-    fields = problem_fields(problem_of())
+    fields = problem_fields(packed_problem())
     variant, _ = cuda_packed.KERNEL.select(fields, H100)
     assert variant is not None
     facts = cuda_packed.KERNEL.facts(variant, H100)
@@ -109,7 +97,7 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
     segments = 2 * (fields["sequences"] + 2)
     assert cuda_packed.KERNEL.workspace(variant, fields, H100) == 32 * (segments + 1)
 
-    args, keywords = RaggedPageCase("", **SIZES).arguments()
+    args, keywords = RaggedPageCase("", **PACKED_ON_HOPPER).arguments()
     call = jax.jit(lambda *args: ragged_page_attention(*args, **keywords, platform="cuda"))
     text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r'variant = "(\w+)"', text) == ["packed_hopper_bf16_k128"]

@@ -7,32 +7,19 @@ import jax
 import pytest
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.paged_attention.conformance import inputs_of
+from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, inputs_of, packed_problem
 from tilewright.kernels.cuda_build import toolchain
 from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 from tilewright.kernels.registry import Implementation
-
-SIZES: dict[str, Any] = {
-    "sequences": 3, "kv_length": 300, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
-    "q_lengths": (1, 40),
-}  # fmt: skip
 
 
 @pytest.fixture(params=[CudaPackedAttention(), PallasGpuPackedAttention()], ids=["cuda", "pallas"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     return request.param
-
-
-def inputs(**fields: Any) -> PagedInputs:
-    return jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **SIZES | fields)))
-
-
-def problem_of(**fields: Any) -> PagedProblem:
-    return PagedProblem.of(inputs(**fields))
 
 
 @pytest.mark.parametrize(
@@ -52,15 +39,16 @@ def problem_of(**fields: Any) -> PagedProblem:
     ],
 )
 def test_reasons(backend: Implementation, fields: dict[str, Any], reason: str):
-    (why,) = backend.forward_reasons(problem_of(**fields), H100)
+    (why,) = backend.forward_reasons(packed_problem(**fields), H100)
     assert reason in why
 
 
 def test_reasons_of_devices_directions_and_calls(backend: Implementation):
-    assert backend.forward_reasons(problem_of(), H100) == []
-    assert "9.0" in backend.forward_reasons(problem_of(), A100)[0]
-    assert backend.not_supported_reasons(problem_of(), H100, "backward")
-    dense = PagedProblem.of(dataclasses.replace(inputs(), page_table=None))
+    assert backend.forward_reasons(packed_problem(), H100) == []
+    assert "9.0" in backend.forward_reasons(packed_problem(), A100)[0]
+    assert backend.not_supported_reasons(packed_problem(), H100, "backward")
+    inputs = jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER)))
+    dense = PagedProblem.of(dataclasses.replace(inputs, page_table=None))
     assert "page table" in backend.forward_reasons(dense, H100)[0]
 
 
@@ -75,4 +63,4 @@ def test_reasons_of_devices_directions_and_calls(backend: Implementation):
     ],
 )
 def test_what_others_are_likely_faster_at(backend: Implementation, fields: dict[str, Any], others: bool):
-    assert backend.comes_last(problem_of(**fields), H100, "forward") == others
+    assert backend.comes_last(packed_problem(**fields), H100, "forward") == others

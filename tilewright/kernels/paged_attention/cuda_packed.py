@@ -122,7 +122,7 @@ class CudaPackedAttention(InferenceImplementation):
         self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
     ) -> list[Footprint]:
         """A block for each multiprocessor; shared memory is among the requirements."""
-        return [] if device.cores is None else [Footprint(device.cores)]
+        return [Footprint(device.cores)]
 
     def forward(self, inputs: PagedInputs, params: CudaPackedParams) -> Results:
         """``(out, lse)``; lse is float32."""

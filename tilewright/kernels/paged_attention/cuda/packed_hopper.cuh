@@ -599,14 +599,10 @@ struct PackedHopper {
     return first + token * p.heads + (row - token * p.group);
   }
 
-  // Half of a row of a tile of keys or values: groups of eight rows have all their columns side by side.
-  template <class Number>
-  static CUTLASS_DEVICE Number* half_row(Number* tile, int row, int half) {
-    return tile + ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf;
-  }
-
+  // Half of a row of a unit of values: groups of eight rows have all their columns side by side.
   static CUTLASS_DEVICE void clear_half_row(Element* values, int row, int half) {
-    uint4* const chunks = reinterpret_cast<uint4*>(half_row(values, row, half));
+    const int place = ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf;
+    uint4* const chunks = reinterpret_cast<uint4*>(values + place);
     for (int i = 0; i < 8; ++i) chunks[i] = make_uint4(0, 0, 0, 0);
   }
 
