@@ -4,16 +4,19 @@
 // each at any time, and takes the next of each from a queue when it is done with one:
 //
 // - Two warpgroups have up to 128 rows of a chunk, 64 each: up to 128 / group tokens, each with all heads that share a
-//   key head. The product QKᵀ of the next block of keys runs beside PV of this one (Shah et al., "FlashAttention-3",
-//   2024, section 3.2).
+//   key head. The product QKᵀ of the next block of keys runs beside PV of this one, and they take turns at products and
+//   weights (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2).
 // - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, with these
-//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64.
-// - The warps of the fourth copy and plan: one of each for each queue.
+//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64. One product at a time, so that
+//   what it has read makes room at once.
+// - Two warps of the fourth copy, one for each queue. The others look what comes next and clear values that no row
+//   sees.
 //
 // Sequences are sorted before, in a launch of one block: the longest come first.
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
@@ -58,25 +61,30 @@ inline int64_t plan_bytes(int64_t sequences) {
 }
 
 constexpr int kPlanThreads = 1024, kMaxSequences = 4096;
-constexpr int kPlanEach = (kMaxSequences + 2 + kPlanThreads) / kPlanThreads;
 
-// Sums or greatest values of all elements up to each.
+// Sums or greatest values of all elements up to each, of which none is negative. Of all threads of a block.
 template <class Combine>
 __device__ void scan(int* values, int size, const Combine& combine) {
-  for (int distance = 1; distance < size; distance *= 2) {
-    int found[kPlanEach];
+  __shared__ int of_warps[kPlanThreads / 32];
+  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+  for (int base = 0, before = 0; base < size; base += int(blockDim.x)) {
+    const int i = base + int(threadIdx.x);
+    int value = i < size ? values[i] : 0;
 #pragma unroll
-    for (int k = 0; k < kPlanEach; ++k) {
-      const int i = int(threadIdx.x) + k * kPlanThreads;
-      if (i < size) found[k] = i < distance ? values[i] : combine(values[i], values[i - distance]);
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, value, distance);
+      if (lane >= distance) value = combine(value, other);
     }
+    if (lane == 31) of_warps[warp] = value;
     __syncthreads();
+    int earlier = lane < warp ? of_warps[lane] : 0;
 #pragma unroll
-    for (int k = 0; k < kPlanEach; ++k) {
-      const int i = int(threadIdx.x) + k * kPlanThreads;
-      if (i < size) values[i] = found[k];
+    for (int distance = 1; distance < 32; distance *= 2) {
+      earlier = combine(earlier, __shfl_xor_sync(~0u, earlier, distance));
     }
+    if (i < size) values[i] = combine(before, combine(earlier, value));
     __syncthreads();
+    before = values[min(base + int(blockDim.x), size) - 1];
   }
 }
 
@@ -91,37 +99,44 @@ struct PlanSizes {
 // without keys.
 static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cum, const int* lengths, PlanSizes p,
                                                                    Plan* plan) {
-  extern __shared__ int memory[];
+  extern __shared__ __align__(16) int memory[];
   __shared__ int counts[2];
-  const int segments = p.sequences + 2;
-  int* const bounds = memory;                 // [segments + 1]
-  int* const keys = bounds + segments + 1;    // of sorting: the length, and in the last bit which queue
-  int* const tiles = keys + segments;         // of chunks, sorted
-  int* const ranks = tiles + segments;
+  const int segments = p.sequences + 2, padded = (segments + 3) / 4 * 4;
+  int* const keys = memory;           // of sorting: the length, and in the last bit which queue; none if negative
+  int* const tiles = keys + padded;   // of chunks, sorted
+  int* const ranks = tiles + padded;
+  int* const bounds = ranks + padded;  // [segments + 1]
   Segment* const sorted = reinterpret_cast<Segment*>(plan + 1);
-  const int first = int(threadIdx.x);
+  const int first = int(threadIdx.x), threads = int(blockDim.x);
   auto tiles_of = [&](int i) { return (bounds[i + 1] - bounds[i] + p.each - 1) / p.each; };
 
   if (first < 2) counts[first] = 0;
-  for (int i = first; i <= segments; i += kPlanThreads) {
-    bounds[i] = i == 0 ? 0 : i == segments ? p.tokens : min(max(cum[i - 1], 0), p.tokens);
+  for (int i = first; i < max(padded, segments + 1); i += threads) {
+    const bool owned = i > 0 && i <= p.sequences;
+    const int length = owned ? min(max(lengths[i - 1], 0), kFar) : 0;
+    if (i <= segments) bounds[i] = i == 0 ? 0 : i == segments ? p.tokens : min(max(cum[i - 1], 0), p.tokens);
+    if (i < padded) keys[i] = i < segments ? length : -1;
   }
   __syncthreads();
   scan(bounds, segments + 1, [](int a, int b) { return max(a, b); });
-  for (int i = first; i < segments; i += kPlanThreads) {
+  for (int i = first; i < segments; i += threads) {
     const int count = bounds[i + 1] - bounds[i];
-    const bool owned = i > 0 && i <= p.sequences;
-    const int length = owned ? min(max(lengths[i - 1], 0), kFar) : 0;
-    keys[i] = count == 0 ? -1 : 2 * length + (count <= p.most_decoded ? kDecoded : kChunks);
+    keys[i] = count == 0 ? -1 : 2 * keys[i] + (count <= p.most_decoded ? kDecoded : kChunks);
   }
   __syncthreads();
-  for (int i = first; i < segments; i += kPlanThreads) {
+  for (int i = first; i < segments; i += threads) {
     const int mine = keys[i];
     if (mine < 0) continue;
     int rank = 0;
-    for (int j = 0; j < segments; ++j) {
-      const int other = keys[j];
-      rank += other >= 0 && ((other ^ mine) & 1) == 0 && (other > mine || (other == mine && j < i));
+#pragma unroll 2
+    for (int j = 0; j < padded; j += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(keys + j);
+      const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int other = others[k];
+        rank += other >= 0 && ((other ^ mine) & 1) == 0 && (other > mine || (other == mine && j + k < i));
+      }
     }
     ranks[i] = rank;
     if ((mine & 1) == kChunks) tiles[rank] = tiles_of(i);
@@ -129,7 +144,7 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cu
   }
   __syncthreads();
   scan(tiles, counts[kChunks], [](int a, int b) { return a + b; });
-  for (int i = first; i < segments; i += kPlanThreads) {
+  for (int i = first; i < segments; i += threads) {
     if (keys[i] < 0) continue;
     const int queue = keys[i] & 1, length = keys[i] >> 1, count = bounds[i + 1] - bounds[i];
     Segment segment{};
@@ -210,7 +225,7 @@ struct PackedHopper {
   static constexpr int kWeights = 4;  // blocks whose weights have memory of their own
   static constexpr int kGroup = 8;    // rows whose chunks of 16 bytes are swizzled
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
-  static constexpr int kCopyRegisters = 24, kDecodeRegisters = 56, kChunkRegisters = 216;  // of a thread
+  static constexpr int kCopyRegisters = 32, kDecodeRegisters = 64, kChunkRegisters = 208;  // of a thread
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
 
   template <int kSize, int kDims, int kCount>
@@ -255,12 +270,29 @@ struct PackedHopper {
     int first, blocks;  // of keys; no item is left if negative
   };
 
+  // Which of an item's blocks want more than the products.
+  struct Limits {
+    int masked_before, masked_from;  // some row does not see all keys of these
+    int cleared[2];                  // no row sees some of the keys of these; none if negative
+
+    template <int kKeysOf>
+    static CUTLASS_DEVICE Limits of(const Item& item) {
+      const bool first = item.low % kKeysOf != 0, last = item.high % kKeysOf != 0;
+      return {(item.all_low + kKeysOf - 1) / kKeysOf - item.first, item.all_high / kKeysOf - item.first,
+              {first || (last && item.blocks == 1) ? 0 : -1, last && item.blocks > 1 ? item.blocks - 1 : -1}};
+    }
+    CUTLASS_DEVICE bool mask(int block) const { return block < masked_before || block >= masked_from; }
+    CUTLASS_DEVICE bool clear(int block) const { return block == cleared[0] || block == cleared[1]; }
+    CUTLASS_DEVICE int clears() const { return (cleared[0] >= 0) + (cleared[1] >= 0); }
+  };
+
   // What the warps that plan, copy and compute hand each other for a queue. A unit has the keys of a block or its
-  // values. They come as they are wanted, the values of a block behind the keys of the next.
-  template <int kRowsOf, int kQueriesOf, int kKeysOf, int kUnitsOf, int kReadersOf>
+  // values. They come as they are wanted: the values of a block behind its keys, or behind those of the next.
+  template <int kRowsOf, int kQueriesOf, int kKeysOf, int kUnitsOf, int kReadersOf, bool kLateOf>
   struct Side {
     static constexpr int kRows = kRowsOf, kQueries = kQueriesOf, kKeys = kKeysOf, kUnits = kUnitsOf;
     static constexpr int kReaders = kReadersOf;   // warps
+    static constexpr bool kLate = kLateOf;        // whether values come behind the next keys
     static constexpr int kPlaces = kQueries + 2;  // an item whose results are written, the loaded ones, the planned one
     alignas(1024) Element query[kQueries][kRows * kHeadDim];
     alignas(1024) Element unit[kUnits][kKeys * kHeadDim];
@@ -268,10 +300,8 @@ struct PackedHopper {
     int present[kUnits];  // a bit for each page
     typename Full::ValueType query_full[kQueries], full[kUnits];
     typename Empty::ValueType query_empty[kQueries], empty[kUnits], wanted, ready;
+    typename Empty::ValueType to_clear[kUnits], cleared[kUnits];  // numbered by themselves
 
-    // Numbers of units of an item.
-    static CUTLASS_DEVICE int keys_of(int block) { return max(2 * block - 1, 0); }
-    static CUTLASS_DEVICE int values_of(int block, int blocks) { return min(2 * block + 2, 2 * blocks - 1); }
     static CUTLASS_DEVICE uint32_t phase_of(uint32_t number) { return number / kUnits % 2; }
 
     CUTLASS_DEVICE void wait(uint32_t number) { Full::wait(&full[number % kUnits], phase_of(number)); }
@@ -279,6 +309,9 @@ struct PackedHopper {
     CUTLASS_DEVICE void release(uint32_t number) {
       if (threadIdx.x % 32 == 0) Empty::arrive(&empty[number % kUnits]);
     }
+
+    // For one of the units of which rows are cleared.
+    CUTLASS_DEVICE void wait_cleared(uint32_t number) { Empty::wait(&cleared[number % kUnits], phase_of(number)); }
 
     CUTLASS_DEVICE void wait_for_query(int count) { Full::wait(&query_full[count % kQueries], count / kQueries % 2); }
 
@@ -294,13 +327,15 @@ struct PackedHopper {
       for (int i = 0; i < kUnits; ++i) {
         Full::init(&full[i], 1);
         Empty::init(&empty[i], kReaders);
+        Empty::init(&to_clear[i], 1);
+        Empty::init(&cleared[i], 1);
       }
       Empty::init(&wanted, 1);
       Empty::init(&ready, 1);
     }
   };
-  using Chunks = Side<kRows, 1, kKeys, kUnits, 2 * kWarps>;
-  using Decoded = Side<kColumns, 2, kDecodedKeys, kDecodedUnits, kWarps>;
+  using Chunks = Side<kRows, 1, kKeys, kUnits, 2 * kWarps, true>;
+  using Decoded = Side<kColumns, 2, kDecodedKeys, kDecodedUnits, kWarps, false>;
 
   struct SharedStorage {
     Chunks chunks;
@@ -393,8 +428,9 @@ struct PackedHopper {
     const int blocks = int(device.multiprocessors);
     const int capacity = int(std::min<int64_t>(problem.columns * page, kFar));
     const PlanSizes sizes{int(tokens), p.sequences, p.kv_heads, capacity, p.each[kDecoded], p.each[kChunks], blocks};
-    const int64_t bytes = (4 * (problem.sequences + 2) + 1) * int64_t(sizeof(int));
-    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(kPlanThreads), bytes, stream,
+    const int64_t segments = problem.sequences + 2, bytes = (4 * (segments + 3) + 1) * int64_t(sizeof(int));
+    const int64_t threads = std::min<int64_t>(kPlanThreads, (segments + 32) / 32 * 32);
+    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(unsigned(threads)), bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes, p.plan));
     return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
@@ -436,13 +472,38 @@ struct PackedHopper {
 #endif
   }
 
-  // Takes items from a queue, each when the warp that copies says that it will soon want it.
+  // Takes items from a queue, each when the warp that copies says that it will soon want it, and clears values that no
+  // row sees: they may be anything, and 0 · NaN is NaN.
   template <Queue kQueue, class Side>
   static CUTLASS_DEVICE void look_ahead(const Params& p, Side& s) {
     const int lane = threadIdx.x % 32;
     const int items = p.plan->items[kQueue], segments = p.plan->segments[kQueue];
     const Segment* const sorted =
         reinterpret_cast<const Segment*>(p.plan + 1) + (kQueue == kChunks ? 0 : p.sequences + 2);
+    uint32_t taken = 0, clears = 0;  // units of earlier items, and those that were cleared
+    int last_rows = Side::kKeys;     // of the last block of the item before, those that some row sees
+    auto wait = [&](uint32_t unit) {
+      // Not before it is being loaded: of a round before that, the unit's barrier would say the same.
+      Empty::wait(&s.to_clear[clears % Side::kUnits], Side::phase_of(clears));
+      s.wait(unit);
+    };
+    auto clear = [&](uint32_t unit, int from, int to) {
+      // Four rows at a time.
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int row = from + lane / 8; row < to; row += 4) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < kHalves; ++half) {
+          const int place = ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf + lane % 8 * 8;
+          *reinterpret_cast<uint4*>(s.unit[unit % Side::kUnits] + place) = make_uint4(0, 0, 0, 0);
+        }
+      }
+    };
+    auto cleared = [&] {
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane == 0) Empty::arrive(&s.cleared[clears % Side::kUnits]);
+      ++clears;
+    };
     for (int count = 0;; ++count) {
       int number = int(blockIdx.x);
       if (count > 0) {
@@ -457,10 +518,14 @@ struct PackedHopper {
         if constexpr (kQueue == kDecoded) {
           low = number / p.kv_heads;
         } else {
+          // The last one that begins no later, found among 32 at a time.
           low = 0;
-          for (int high = segments; high - low > 1;) {
-            const int middle = (low + high) / 2;
-            (sorted[middle].first_item <= number ? low : high) = middle;
+          for (int size = segments; size > 1;) {
+            const int step = (size + 31) / 32, at = lane * step;
+            const bool begun = at < size && sorted[low + at].first_item <= number;
+            const int passed = (__popc(__ballot_sync(~0u, begun)) - 1) * step;
+            low += passed;
+            size = min(step, size - passed);
           }
         }
         const Segment segment = sorted[low];
@@ -492,7 +557,23 @@ struct PackedHopper {
         s.items[count % Side::kPlaces] = item;
         Empty::arrive(&s.ready);
       }
+      if (last_rows < Side::kKeys) {
+        wait(taken - 1);
+        clear(taken - 1, last_rows, Side::kKeys);
+        cleared();
+      }
       if (item.blocks < 0) return;
+      const Limits limits = Limits::template of<Side::kKeys>(item);
+      const int end = item.high - (item.first + item.blocks - 1) * Side::kKeys;
+      if (limits.cleared[0] >= 0) {
+        const uint32_t values = taken + (item.blocks == 1 || !Side::kLate ? 1 : 2);
+        wait(values);
+        clear(values, 0, item.low % Side::kKeys);
+        if (item.blocks == 1) clear(values, end, Side::kKeys);
+        cleared();
+      }
+      last_rows = limits.cleared[1] >= 0 ? end : Side::kKeys;
+      taken += 2 * item.blocks;
     }
   }
 
@@ -514,10 +595,11 @@ struct PackedHopper {
     constexpr int kAhead = 5;
     const int lane = threadIdx.x % 32, copies = Side::kKeys >> p.piece_bits;
     const int part = (lane & (copies - 1)) << p.piece_bits;
-    uint32_t number = 0;  // of the unit
+    uint32_t number = 0, clears = 0;  // of the unit, and among those that are cleared
     for (int count = 0;; ++count) {
       Empty::wait(&s.ready, count % 2);
       const Item& item = s.items[count % Side::kPlaces];
+      const Limits limits = Limits::template of<Side::kKeys>(item);
       const int blocks = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
       auto place_of = [&](int block) { return (first + block) * Side::kKeys + part; };
       auto load = [&](const CUtensorMap& map, int block, int page) {
@@ -534,6 +616,12 @@ struct PackedHopper {
           SM90_TMA_LOAD_5D::copy(&map, &s.full[unit], kHint, s.unit[unit] + part * kHeadDim, 0, 0, 0,
                                  group_of(p, page, place_of(block)), head);
         }
+      };
+      auto load_values = [&](int block, int page) {
+        load(p.value, block, page);
+        if (!limits.clear(block)) return;
+        if (lane == 0) Empty::arrive(&s.to_clear[clears % Side::kUnits]);
+        ++clears;
       };
       int page = 0, page_after = 0;
       if (blocks > 0) {
@@ -560,12 +648,12 @@ struct PackedHopper {
         const int page_before = page;
         page = page_after;
         page_after = page_of(p, sequence, place_of(block + 1));
-        // In the order in which they are waited for.
-        load(p.key, block, page);
-        load(p.value, block - 1, page_before);
+        if constexpr (Side::kLate) load(p.key, block, page);
+        load_values(block - 1, page_before);
+        if constexpr (!Side::kLate) load(p.key, block, page);
         if (block == blocks - kAhead && lane == 0) Empty::arrive(&s.wanted);
       }
-      if (blocks > 0) load(p.value, blocks - 1, page);
+      if (blocks > 0) load_values(blocks - 1, page);
     }
   }
 
@@ -599,13 +687,6 @@ struct PackedHopper {
     return first + token * p.heads + (row - token * p.group);
   }
 
-  // Half of a row of a unit of values: groups of eight rows have all their columns side by side.
-  static CUTLASS_DEVICE void clear_half_row(Element* values, int row, int half) {
-    const int place = ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf;
-    uint4* const chunks = reinterpret_cast<uint4*>(values + place);
-    for (int i = 0; i < 8; ++i) chunks[i] = make_uint4(0, 0, 0, 0);
-  }
-
   // Two warpgroups, each with half of the rows.
   static CUTLASS_DEVICE void attend(const Params& p, Chunks& s, int half) {
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
@@ -614,8 +695,8 @@ struct PackedHopper {
 
     MmaQK mma_qk;
     MmaPV mma_pv;
-    const auto qk = mma_qk.get_thread_slice(half * kWarpgroup + thread);
-    const auto pv = mma_pv.get_thread_slice(half * kWarpgroup + thread);
+    const auto qk = mma_qk.get_thread_slice(half * kWarpgroup);
+    const auto pv = mma_pv.get_thread_slice(half * kWarpgroup);
     Tensor queries = qk.partition_fragment_A(make_tensor(make_smem_ptr(s.query[0]), RowLayout<kRows, kHeadDim, 1>{}));
     Tensor keys = qk.partition_fragment_B(make_tensor(make_smem_ptr(s.unit[0]), KeyLayout<kKeys, kUnits>{}));
     Tensor values = pv.partition_fragment_B(make_tensor(make_smem_ptr(s.unit[0]), ValueLayout<kKeys, kUnits>{}));
@@ -625,15 +706,19 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == kLogits && decltype(size(weights))::value == kLogits);
     static_assert(decltype(size(out))::value == kOut);
     mma_pv.accumulate_ = GMMA::ScaleOut::One;
-    float greatest[2], total[2], shrink[2];
+    float greatest[2], subtracted[2], total[2], shrink[2];
+    int limit[2];  // the bits of what logits must not be beyond, or less than all if it is negative
     const int all_present = (1 << (kKeys >> p.piece_bits)) - 1;
-    uint32_t taken = 0;  // units of earlier items
+    uint32_t taken = 0, clears = 0;  // units, and those that were cleared
+    constexpr int kTurns = 5;  // barriers
+    if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurns);  // the other's turn comes first
 
     for (int count = 0;; ++count) {
       s.wait_for_query(count);
       const Item& item = s.items[count % Chunks::kPlaces];
       const int blocks = item.blocks;
       if (blocks < 0) return;
+      const Limits limits = Limits::template of<kKeys>(item);
       if (item.count * p.group <= 64 * half) {  // no row is this warpgroup's
         s.release_query(count);
         for (int unit = 0; unit < 2 * blocks; ++unit) {
@@ -641,14 +726,13 @@ struct PackedHopper {
           s.release(taken + unit);
         }
         taken += 2 * blocks;
+        clears += limits.clears();
         continue;
       }
-      auto keys_of = [&](int block) { return taken + Chunks::keys_of(block); };
-      auto values_of = [&](int block) { return taken + Chunks::values_of(block, blocks); };
 
-      auto start_logits = [&](int block) {
-        const uint32_t number = keys_of(block);
+      auto start_logits = [&](uint32_t number) {
         s.wait(number);
+        const int present = s.present[number % kUnits];
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
         mma_qk.accumulate_ = GMMA::ScaleOut::Zero;
@@ -658,23 +742,12 @@ struct PackedHopper {
           mma_qk.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
+        return present;
       };
-      auto start_out = [&](int block) {
-        const uint32_t number = values_of(block);
-        const int unit = number % kUnits, start = (item.first + block) * kKeys;
+      auto start_out = [&](int block, uint32_t number) {
+        const int unit = number % kUnits;
         s.wait(number);
-        if (start < item.low || start + kKeys > item.high) {
-          // Values that no row sees may be anything, and 0 · NaN is NaN. Both warpgroups write the same zeros.
-          const int key = start + thread;
-          if (key < item.low || key >= item.high) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kHalves; ++i) {
-              clear_half_row(s.unit[unit], thread, i);
-            }
-          }
-          cutlass::arch::fence_view_async_shared();
-          sync_warpgroup(1 + half);
-        }
+        if (limits.clear(block)) s.wait_cleared(clears++);
         warpgroup_fence_operand(weights);
         warpgroup_fence_operand(out);
         warpgroup_arrive();
@@ -684,8 +757,8 @@ struct PackedHopper {
       // Masks a block's logits and turns them into weights. Returns whether sums so far are to be multiplied with
       // `shrink`: not for a little, since weights may as well be beyond 1.
       auto softmax = [&](int block, int present) -> bool {
-        const int start = (item.first + block) * kKeys;
-        if (start < item.all_low || start + kKeys > item.all_high || present != all_present) {
+        if (limits.mask(block) || present != all_present) {
+          const int start = (item.first + block) * kKeys;
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             const int position = item.position + token_of(p, first_row + 8 * r) - start;
@@ -701,79 +774,98 @@ struct PackedHopper {
             }
           }
         }
-        float most[2];
+        // Of numbers that are not negative the greatest is that of their bits, found for three at a time.
+        bool beyond = false;
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 2; ++r) {
-          most[r] = logits(2 * r);
+          int most[2] = {INT_MIN, INT_MIN};
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 2 * r; i < kLogits; i += 4) most[r] = fmaxf(most[r], fmaxf(logits(i), logits(i + 1)));
-          most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-          most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
+          for (int i = 2 * r; i < kLogits; i += 4) {
+            int& one = most[i / 4 % 2];
+            one = __vimax3_s32(one, __float_as_int(logits(i)), __float_as_int(logits(i + 1)));
+          }
+          beyond = beyond || max(most[0], most[1]) > limit[r];
         }
-        const bool raised = __any_sync(~0u, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
-        if (raised) {
+        bool raised = false;
+        if (__any_sync(~0u, beyond)) {
+          float most[2];
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            most[r] = logits(2 * r);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 2 * r; i < kLogits; i += 4) most[r] = fmaxf(most[r], fmaxf(logits(i), logits(i + 1)));
+            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
+            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
+          }
+          raised = __any_sync(~0u, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             // Each row for itself: rows that are no token's must not change what others get.
             const float now = most[r] > greatest[r] + slack ? most[r] : greatest[r];
             shrink[r] = raise(greatest[r], now, scale2);
+            subtracted[r] = subtrahend(now, scale2);
+            limit[r] = now + slack >= 0 ? __float_as_int(now + slack) : INT_MIN;
             total[r] *= shrink[r];
           }
         }
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 2; ++r) {
-          const float subtracted = subtrahend(greatest[r], scale2);
           CUTLASS_PRAGMA_UNROLL
           for (int i = 2 * r; i < kLogits; i += 4) {
             CUTLASS_PRAGMA_UNROLL
             for (int j = i; j < i + 2; ++j) {
-              logits(j) = power_of_two(fmaf(logits(j), scale2, -subtracted));
+              logits(j) = power_of_two(fmaf(logits(j), scale2, -subtracted[r]));
               total[r] += logits(j);
             }
           }
         }
         return raised;
       };
-      auto narrow = [&] { convert<Element, kLogits>(logits.data(), weights.data()); };
-      auto shrink_out = [&] {
+      auto apply = [&](bool raised) {
+        convert<Element, kLogits>(logits.data(), weights.data());
+        if (!raised) return;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kOut; ++i) out(i) *= shrink[i / 2 % 2];
       };
 
       clear(out);
       greatest[0] = greatest[1] = -INFINITY;
-      total[0] = total[1] = 0;
-      if (blocks > 0) {
-        start_logits(0);
+      subtracted[0] = subtracted[1] = total[0] = total[1] = 0;
+      limit[0] = limit[1] = INT_MIN;
+      const bool both = item.count * p.group > 64;
+      if (blocks == 0) {
+        s.release_query(count);
+      } else {
+        int present = start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
-        int present = s.present[keys_of(0) % kUnits];
-        s.release(keys_of(0));
+        s.release(taken);
+        if (blocks == 1) s.release_query(count);
         softmax(0, present);
-        narrow();
+        apply(false);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int block = 1; block < blocks; ++block) {
-          start_logits(block);
-          start_out(block - 1);
+          const uint32_t of_keys = ++taken, of_values = ++taken;
+          // The warpgroups take turns: the products of one come beside the weights of the other.
+          if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kTurns + half));
+          present = start_logits(of_keys);
+          start_out(block - 1, of_values);
           warpgroup_wait<1>();
+          if (both) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, uint32_t(kTurns + 1 - half));
           warpgroup_fence_operand(logits);
-          present = s.present[keys_of(block) % kUnits];
-          s.release(keys_of(block));
+          s.release(of_keys);
+          if (block + 1 == blocks) s.release_query(count);
           const bool raised = softmax(block, present);
           warpgroup_wait<0>();
           warpgroup_fence_operand(out);
-          s.release(values_of(block - 1));
-          narrow();
-          if (raised) shrink_out();
+          s.release(of_values);
+          apply(raised);
         }
-        s.release_query(count);
-        start_out(blocks - 1);
+        start_out(blocks - 1, ++taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(out);
-        s.release(values_of(blocks - 1));
-        taken += 2 * blocks;
-      } else {
-        s.release_query(count);
+        s.release(taken);
+        ++taken;
       }
 
       const int rows = item.count * p.group;
@@ -814,8 +906,8 @@ struct PackedHopper {
 
     MmaKQ mma_kq;
     MmaVP mma_vp;
-    const auto kq = mma_kq.get_thread_slice(thread);
-    const auto vp = mma_vp.get_thread_slice(thread);
+    const auto kq = mma_kq.get_thread_slice(0);
+    const auto vp = mma_vp.get_thread_slice(0);
     Tensor keys = kq.partition_fragment_A(
         make_tensor(make_smem_ptr(s.unit[0]), KeyLayout<kDecodedKeys, kDecodedUnits>{}));
     Tensor values = vp.partition_fragment_A(
@@ -829,22 +921,22 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
     mma_vp.accumulate_ = GMMA::ScaleOut::One;
     float greatest[2], total[2], shrink[2];
-    uint32_t taken = 0;  // units of earlier items
+    uint32_t taken = 0, clears = 0;  // units, and those that were cleared
 
     for (int count = 0;; ++count) {
       s.wait_for_query(count);
       const Item& item = s.items[count % Decoded::kPlaces];
       const int blocks = item.blocks;
       if (blocks < 0) return;
-      auto keys_of = [&](int block) { return taken + Decoded::keys_of(block); };
-      auto values_of = [&](int block) { return taken + Decoded::values_of(block, blocks); };
+      const Limits limits = Limits::template of<kDecodedKeys>(item);
+      const uint32_t earlier = taken / 2;  // blocks of earlier items
       // Those of three blocks before may still be read, by warps that are behind.
-      auto weights_of = [&](int block) { return (taken / 2 + block) % kWeights; };
+      auto weights_of = [&](int block) { return (earlier + block) % kWeights; };
 
-      auto start_logits = [&](int block) {
-        const uint32_t number = keys_of(block);
+      auto start_logits = [&](uint32_t number) {
         const int unit = number % kDecodedUnits;
         s.wait(number);
+        const int present = s.present[unit];
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
         mma_kq.accumulate_ = GMMA::ScaleOut::Zero;
@@ -854,20 +946,12 @@ struct PackedHopper {
           mma_kq.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
+        return present;
       };
-      auto start_out = [&](int block) {
-        const uint32_t number = values_of(block);
-        const int unit = number % kDecodedUnits, start = (item.first + block) * kDecodedKeys;
+      auto start_out = [&](int block, uint32_t number) {
+        const int unit = number % kDecodedUnits;
         s.wait(number);
-        if (start < item.low || start + kDecodedKeys > item.high) {
-          // Values that no row sees may be anything, and 0 · NaN is NaN.
-          const int row = thread % kDecodedKeys, key = start + row;
-          if (key < item.low || key >= item.high) {
-            for (int i = thread / kDecodedKeys; i < kHalves; i += 2) clear_half_row(s.unit[unit], row, i);
-          }
-          cutlass::arch::fence_view_async_shared();
-          sync_warpgroup(3);
-        }
+        if (limits.clear(block)) s.wait_cleared(clears++);
         warpgroup_fence_operand(out);
         warpgroup_arrive();
         cute::gemm(mma_vp, values(_, _, _, unit), weights(_, _, _, weights_of(block)), out);
@@ -876,8 +960,8 @@ struct PackedHopper {
       // Turns a block's logits into weights, by the greatest logit of the blocks before. Whether one of these is so far
       // beyond that it takes its place is known to all when all have written theirs, and then they are written again.
       auto softmax = [&](int block, int present) -> bool {
-        const int start = (item.first + block) * kDecodedKeys;
-        if (start < item.all_low || start + kDecodedKeys > item.all_high || present != all_present) {
+        if (limits.mask(block) || present != all_present) {
+          const int start = (item.first + block) * kDecodedKeys;
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < 2; ++c) {
             const int position = item.position + token_of(p, column + c) - start;
@@ -940,37 +1024,26 @@ struct PackedHopper {
       clear(out);
       greatest[0] = greatest[1] = -INFINITY;
       total[0] = total[1] = 0;
-      if (blocks > 0) {
-        start_logits(0);
+      // What has been read makes room at once: with products of two blocks under way, less would be.
+      if (blocks == 0) s.release_query(count);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int block = 0; block < blocks; ++block) {
+        const int present = start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
-        int present = s.present[keys_of(0) % kDecodedUnits];
-        s.release(keys_of(0));
-        softmax(0, present);
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int block = 1; block < blocks; ++block) {
-          start_logits(block);
-          start_out(block - 1);
-          warpgroup_wait<1>();
-          warpgroup_fence_operand(logits);
-          present = s.present[keys_of(block) % kDecodedUnits];
-          s.release(keys_of(block));
-          const bool raised = softmax(block, present);
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(out);
-          s.release(values_of(block - 1));
-          if (raised) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < 4 * kHalves; ++i) out(i) *= shrink[i % 2];
-          }
+        s.release(taken);
+        if (block + 1 == blocks) s.release_query(count);
+        if (softmax(block, present)) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 4 * kHalves; ++i) out(i) *= shrink[i % 2];
         }
-        s.release_query(count);
-        start_out(blocks - 1);
+        start_out(block, ++taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(out);
-        s.release(values_of(blocks - 1));
-        taken += 2 * blocks;
-
+        s.release(taken);
+        ++taken;
+      }
+      if (blocks > 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
           CUTLASS_PRAGMA_UNROLL
@@ -985,8 +1058,6 @@ struct PackedHopper {
           CUTLASS_PRAGMA_UNROLL
           for (int w = 0; w < kWarps; ++w) total[c] += storage.total[w][column + c];
         }
-      } else {
-        s.release_query(count);
       }
 
       const int64_t base = first_row_of(p, item);
