@@ -244,6 +244,17 @@ def test_many_packed_sequences_on_hopper(backend: Implementation, fields: dict[s
 
 
 @needs_hopper
+@pytest.mark.parametrize("offset", [-40.0, 40.0])
+@PACKED_BACKENDS
+def test_logits_that_are_all_far_from_zero(backend: Implementation, offset: float) -> None:
+    """The greatest logit is looked for by its bits where it is not negative."""
+    inputs = packed_inputs(sequences=4, kv_length=600, q_lengths=(1, 70))
+    one = offset / (8 * inputs.query.shape[-1] ** -0.5)
+    query, key = inputs.query.at[..., 0].set(8), inputs.key.at[..., 0].set(one)
+    check_and_repeat(backend, dataclasses.replace(inputs, query=query, key=key), 3)
+
+
+@needs_hopper
 @pytest.mark.parametrize("page_size", [16, 128])
 @PACKED_BACKENDS
 def test_hostile_tables_of_packed_queries_in_bounds(backend: Implementation, page_size: int) -> None:
