@@ -222,11 +222,12 @@ struct PackedHopper {
   static constexpr int kRows = 128, kKeys = 128, kUnits = kHeadDim == 64 ? 8 : 4;
   // Of decoded tokens: 48 KB of keys and values. With more of them under way what chunks want comes later.
   static constexpr int kColumns = 8, kDecodedKeys = 64, kDecodedUnits = kHeadDim == 64 ? 6 : 3;
-  static constexpr int kWeights = 4;  // blocks whose weights have memory of their own
+  static constexpr int kWeights = 4;  // blocks whose weights have memory of their own; two are in use at most
   static constexpr int kGroup = 8;    // rows whose chunks of 16 bytes are swizzled
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
   static constexpr int kCopyRegisters = 32, kDecodeRegisters = 64, kChunkRegisters = 208;  // of a thread
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
+  enum NamedBarrier { kStep = 3, kVote, kTurns };  // of decoded tokens; of chunks, one for each warpgroup
 
   template <int kSize, int kDims, int kCount>
   using RowLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
@@ -710,7 +711,6 @@ struct PackedHopper {
     int limit[2];  // the bits of what logits must not be beyond, or less than all if it is negative
     const int all_present = (1 << (kKeys >> p.piece_bits)) - 1;
     uint32_t taken = 0, clears = 0;  // units, and those that were cleared
-    constexpr int kTurns = 5;  // barriers
     if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurns);  // the other's turn comes first
 
     for (int count = 0;; ++count) {
@@ -930,7 +930,7 @@ struct PackedHopper {
       if (blocks < 0) return;
       const Limits limits = Limits::template of<kDecodedKeys>(item);
       const uint32_t earlier = taken / 2;  // blocks of earlier items
-      // Those of three blocks before may still be read, by warps that are behind.
+      // Those of the block before may still be read, for warps that are behind.
       auto weights_of = [&](int block) { return (earlier + block) % kWeights; };
 
       auto start_logits = [&](uint32_t number) {
@@ -995,7 +995,7 @@ struct PackedHopper {
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) most[c] = fmaxf(logits(c), logits(2 + c));
         write(found);
-        const bool raised = any_of_warpgroup(4, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
+        const bool raised = any_of_warpgroup(kVote, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
         if (raised) {
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < 2; ++c) {
@@ -1005,7 +1005,7 @@ struct PackedHopper {
             }
             if (lane < 4) storage.most[warp][column + c] = most[c];
           }
-          sync_warpgroup(3);
+          sync_warpgroup(kStep);
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < 2; ++c) {
             CUTLASS_PRAGMA_UNROLL
@@ -1014,7 +1014,7 @@ struct PackedHopper {
             total[c] *= shrink[c];
           }
           write(found);
-          sync_warpgroup(3);
+          sync_warpgroup(kStep);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) total[i % 2] += found[i];
@@ -1051,7 +1051,7 @@ struct PackedHopper {
           if (lane < 4) storage.total[warp][column + c] = total[c];
         }
         // It is written again behind a barrier of the next item that has keys.
-        sync_warpgroup(3);
+        sync_warpgroup(kStep);
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
           total[c] = 0;
