@@ -821,12 +821,7 @@ struct PackedHopper {
         }
         return raised;
       };
-      auto apply = [&](bool raised) {
-        convert<Element, kLogits>(logits.data(), weights.data());
-        if (!raised) return;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kOut; ++i) out(i) *= shrink[i / 2 % 2];
-      };
+      auto narrow = [&] { convert<Element, kLogits>(logits.data(), weights.data()); };
 
       clear(out);
       greatest[0] = greatest[1] = -INFINITY;
@@ -842,7 +837,7 @@ struct PackedHopper {
         s.release(taken);
         if (blocks == 1) s.release_query(count);
         softmax(0, present);
-        apply(false);
+        narrow();
         CUTLASS_PRAGMA_NO_UNROLL
         for (int block = 1; block < blocks; ++block) {
           const uint32_t of_keys = ++taken, of_values = ++taken;
@@ -859,7 +854,11 @@ struct PackedHopper {
           warpgroup_wait<0>();
           warpgroup_fence_operand(out);
           s.release(of_values);
-          apply(raised);
+          narrow();
+          if (raised) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kOut; ++i) out(i) *= shrink[i / 2 % 2];
+          }
         }
         start_out(blocks - 1, ++taken);
         warpgroup_wait<0>();
