@@ -7,8 +7,8 @@
 //   key head. The product QKᵀ of the next block of keys runs beside PV of this one, and they take turns at products and
 //   weights (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2).
 // - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, with these
-//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64. One product at a time, so that
-//   what it has read makes room at once.
+//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64. One product at a time, which
+//   needs little memory.
 // - Two warps of the fourth copy, one for each queue. The others look what comes next and clear values that no row
 //   sees.
 //
@@ -183,25 +183,17 @@ CUTLASS_DEVICE float power_of_two(float exponent) {
   return found;
 }
 
+CUTLASS_DEVICE float reciprocal(float number) {
+  float found;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(number));
+  return found;
+}
+
 // The transposed 8 × 8 matrix of a warp.
 CUTLASS_DEVICE uint32_t transposed(uint32_t part) {
   uint32_t found;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(part));
   return found;
-}
-
-// Word j of lane i of four neighbouring lanes becomes word i of lane j.
-CUTLASS_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = lane & step;
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 2; ++k) {
-      const int low = step == 1 ? 2 * k : k, high = low + step;
-      const uint32_t other = __shfl_xor_sync(~0u, upper ? words[low] : words[high], step);
-      (upper ? words[low] : words[high]) = other;
-    }
-  }
 }
 
 // Whether it holds for a thread of the warpgroup that calls it, at a barrier of its own.
@@ -299,6 +291,7 @@ struct PackedHopper {
     alignas(1024) Element unit[kUnits][kKeys * kHeadDim];
     Item items[kPlaces];
     int present[kUnits];  // a bit for each page
+    int loading;          // whether there may be more to load
     typename Full::ValueType query_full[kQueries], full[kUnits];
     typename Empty::ValueType query_empty[kQueries], empty[kUnits], wanted, ready;
     typename Empty::ValueType to_clear[kUnits], cleared[kUnits];  // numbered by themselves
@@ -321,6 +314,7 @@ struct PackedHopper {
     }
 
     CUTLASS_DEVICE void init() {
+      loading = 1;
       for (int i = 0; i < kQueries; ++i) {
         Full::init(&query_full[i], 1);
         Empty::init(&query_empty[i], kReaders);
@@ -342,6 +336,7 @@ struct PackedHopper {
     Chunks chunks;
     Decoded decoded;
     alignas(1024) Element weights[kWeights][kColumns * kDecodedKeys];
+    alignas(128) uint4 results[2 * kWarps][64];  // of each warp of a chunk, 16 rows of 64 bytes on their way
     float most[kWarps][kColumns], total[kWarps][kColumns];
   };
 
@@ -359,6 +354,8 @@ struct PackedHopper {
     int inverse;  // x / group is x · inverse >> 16 for few x
     float scale;
   };
+
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
   static Facts facts() { return {int64_t(sizeof(SharedStorage)), kThreads, 1}; }
 
@@ -383,7 +380,7 @@ struct PackedHopper {
                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUresult result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
         map, type, kRank, const_cast<void*>(data), sizes, strides + 1, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return ffi::Error::Success();
     return ffi::Error::Internal("the copy engine cannot address an array: CUDA driver error " +
                                 std::to_string(int(result)));
@@ -468,7 +465,7 @@ struct PackedHopper {
       decode(p, s);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kChunkRegisters>();
-      attend(p, s.chunks, group - 2);
+      attend(p, s, group - 2);
     }
 #endif
   }
@@ -644,7 +641,10 @@ struct PackedHopper {
         }
         if (0 <= blocks && blocks <= kAhead) Empty::arrive(&s.wanted);
       }
-      if (blocks < 0) return;
+      if (blocks < 0) {
+        if (lane == 0) *static_cast<volatile int*>(&s.loading) = 0;
+        return;
+      }
       for (int block = 1; block < blocks; ++block) {
         const int page_before = page;
         page = page_after;
@@ -689,9 +689,16 @@ struct PackedHopper {
   }
 
   // Two warpgroups, each with half of the rows.
-  static CUTLASS_DEVICE void attend(const Params& p, Chunks& s, int half) {
+  static CUTLASS_DEVICE void attend(const Params& p, SharedStorage& storage, int half) {
+    Chunks& s = storage.chunks;
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const int first_row = half * 64 + 16 * warp + lane / 4;  // the thread's other row is 8 below
+    // Where these are in an item.
+    const int tokens[2] = {token_of(p, first_row), token_of(p, first_row + 8)};
+    const int places[2] = {int(row_of(p, 0, first_row)), int(row_of(p, 0, first_row + 8))};
+    // Where a lane leaves 16 bytes of results, and where it finds those of its row: chunks of rows are swizzled.
+    uint4* const results = storage.results[4 * half + warp];
+    const int left = lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2), found = lane / 4 * 4 + (lane % 4 ^ lane / 8);
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
 
     MmaQK mma_qk;
@@ -730,9 +737,11 @@ struct PackedHopper {
         continue;
       }
 
-      auto start_logits = [&](uint32_t number) {
+      auto wait_for_keys = [&](uint32_t number) -> int {
         s.wait(number);
-        const int present = s.present[number % kUnits];
+        return s.present[number % kUnits];
+      };
+      auto start_logits = [&](uint32_t number) {
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
         mma_qk.accumulate_ = GMMA::ScaleOut::Zero;
@@ -742,7 +751,6 @@ struct PackedHopper {
           mma_qk.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
-        return present;
       };
       auto start_out = [&](int block, uint32_t number) {
         const int unit = number % kUnits;
@@ -756,12 +764,12 @@ struct PackedHopper {
       };
       // Masks a block's logits and turns them into weights. Returns whether sums so far are to be multiplied with
       // `shrink`: not for a little, since weights may as well be beyond 1.
-      auto softmax = [&](int block, int present) -> bool {
+      auto softmax = [&](int block, int present, auto first) -> bool {
         if (limits.mask(block) || present != all_present) {
           const int start = (item.first + block) * kKeys;
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            const int position = item.position + token_of(p, first_row + 8 * r) - start;
+            const int position = item.position + tokens[r] - start;
             const int low = max(position - p.left, -start);
             const int high = min(position + p.right + 1, item.length - start);
             CUTLASS_PRAGMA_UNROLL
@@ -775,9 +783,9 @@ struct PackedHopper {
           }
         }
         // Of numbers that are not negative the greatest is that of their bits, found for three at a time.
-        bool beyond = false;
+        bool beyond = first;  // of those of an item none is known
         CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < (first ? 0 : 2); ++r) {
           int most[2] = {INT_MIN, INT_MIN};
           CUTLASS_PRAGMA_UNROLL
           for (int i = 2 * r; i < kLogits; i += 4) {
@@ -787,7 +795,7 @@ struct PackedHopper {
           beyond = beyond || max(most[0], most[1]) > limit[r];
         }
         bool raised = false;
-        if (__any_sync(~0u, beyond)) {
+        if (first || __any_sync(~0u, beyond)) {
           float most[2];
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
@@ -831,26 +839,28 @@ struct PackedHopper {
       if (blocks == 0) {
         s.release_query(count);
       } else {
-        int present = start_logits(taken);
+        int present = wait_for_keys(taken);
+        start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
         s.release(taken);
         if (blocks == 1) s.release_query(count);
-        softmax(0, present);
+        softmax(0, present, true_type{});
         narrow();
         CUTLASS_PRAGMA_NO_UNROLL
         for (int block = 1; block < blocks; ++block) {
           const uint32_t of_keys = ++taken, of_values = ++taken;
+          present = wait_for_keys(of_keys);
           // The warpgroups take turns: the products of one come beside the weights of the other.
           if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kTurns + half));
-          present = start_logits(of_keys);
+          start_logits(of_keys);
           start_out(block - 1, of_values);
           warpgroup_wait<1>();
           if (both) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, uint32_t(kTurns + 1 - half));
           warpgroup_fence_operand(logits);
           s.release(of_keys);
           if (block + 1 == blocks) s.release_query(count);
-          const bool raised = softmax(block, present);
+          const bool raised = softmax(block, present, false_type{});
           warpgroup_wait<0>();
           warpgroup_fence_operand(out);
           s.release(of_values);
@@ -869,27 +879,43 @@ struct PackedHopper {
 
       const int rows = item.count * p.group;
       const int64_t base = first_row_of(p, item);
+      float weight[2];
+      Element* to[2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int distance = 1; distance <= 2; distance *= 2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < 2; ++r) total[r] += __shfl_xor_sync(~0u, total[r], distance);
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 8 * r;
-        const int64_t to = row_of(p, base, row);
-        total[r] += __shfl_xor_sync(~0u, total[r], 1);
-        total[r] += __shfl_xor_sync(~0u, total[r], 2);
-        if (lane % 4 == 0 && row < rows) p.lse[to] = log_sum(greatest[r], total[r], p.scale);
-        const float weight = total[r] == 0 ? 0.0f : 1 / total[r];
+        weight[r] = total[r] == 0 ? 0.0f : reciprocal(total[r]);
+        to[r] = p.out + (base + places[r]) * kHeadDim + lane % 4 * 8;
+      }
+      // Through shared memory, so that 64 bytes of a row are written at once: less than 32 took much longer.
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kOut; i += 16) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kOut; i += 16) {
+        for (int r = 0; r < 2; ++r) {
           uint32_t words[4];
           CUTLASS_PRAGMA_UNROLL
           for (int k = 0; k < 4; ++k) {
-            words[k] = pack<Element>(out(i + 4 * k + 2 * r) * weight, out(i + 4 * k + 2 * r + 1) * weight);
+            words[k] = pack<Element>(out(i + 4 * k + 2 * r) * weight[r], out(i + 4 * k + 2 * r + 1) * weight[r]);
           }
-          transpose_quad(words, lane);
-          if (row < rows) {
-            uint4* const chunk = reinterpret_cast<uint4*>(p.out + to * kHeadDim + i * 2 + lane % 4 * 8);
-            *chunk = make_uint4(words[0], words[1], words[2], words[3]);
-          }
+          SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
+                                  reinterpret_cast<uint128_t&>(results[32 * r + left]));
         }
+        __syncwarp();
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const uint4 chunk = results[32 * r + found];
+          if (first_row + 8 * r < rows) *reinterpret_cast<uint4*>(to[r] + 2 * i) = chunk;
+        }
+        __syncwarp();
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (lane % 4 != 0 || first_row + 8 * r >= rows) continue;
+        p.lse[base + places[r]] = log_sum(greatest[r], total[r], p.scale);
       }
     }
   }
@@ -920,6 +946,7 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
     mma_vp.accumulate_ = GMMA::ScaleOut::One;
     float greatest[2], total[2], shrink[2];
+    const bool whole = kDecodedKeys >> p.piece_bits == 1;  // whether a unit is of one page, and so soon there
     uint32_t taken = 0, clears = 0;  // units, and those that were cleared
 
     for (int count = 0;; ++count) {
@@ -1030,13 +1057,19 @@ struct PackedHopper {
         const int present = start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
-        s.release(taken);
         if (block + 1 == blocks) s.release_query(count);
-        if (softmax(block, present)) {
+        // Keys are held for longer than they are wanted, since those of chunks come sooner where fewer of these are
+        // under way: until weights are made, or, if they come back soon, until the product with values is under way.
+        const bool yielding = whole && *static_cast<const volatile int*>(&storage.chunks.loading);
+        const bool raised = softmax(block, present);
+        if (!yielding) s.release(taken);
+        if (raised) {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 4 * kHalves; ++i) out(i) *= shrink[i % 2];
         }
-        start_out(block, ++taken);
+        start_out(block, taken + 1);
+        if (yielding) s.release(taken);
+        ++taken;
         warpgroup_wait<0>();
         warpgroup_fence_operand(out);
         s.release(taken);
