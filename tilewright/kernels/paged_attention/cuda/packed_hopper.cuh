@@ -290,8 +290,8 @@ struct PackedHopper {
     alignas(1024) Element query[kQueries][kRows * kHeadDim];
     alignas(1024) Element unit[kUnits][kKeys * kHeadDim];
     Item items[kPlaces];
-    int present[kUnits];  // a bit for each page
-    int loading;          // whether there may be more to load
+    int present[kUnits];   // a bit for each page
+    volatile int loading;  // whether there may be more to load
     typename Full::ValueType query_full[kQueries], full[kUnits];
     typename Empty::ValueType query_empty[kQueries], empty[kUnits], wanted, ready;
     typename Empty::ValueType to_clear[kUnits], cleared[kUnits];  // numbered by themselves
@@ -302,6 +302,12 @@ struct PackedHopper {
 
     CUTLASS_DEVICE void release(uint32_t number) {
       if (threadIdx.x % 32 == 0) Empty::arrive(&empty[number % kUnits]);
+    }
+
+    // Returns which pages are there.
+    CUTLASS_DEVICE int wait_for_keys(uint32_t number) {
+      wait(number);
+      return present[number % kUnits];
     }
 
     // For one of the units of which rows are cleared.
@@ -354,8 +360,6 @@ struct PackedHopper {
     int inverse;  // x / group is x · inverse >> 16 for few x
     float scale;
   };
-
-  static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
   static Facts facts() { return {int64_t(sizeof(SharedStorage)), kThreads, 1}; }
 
@@ -642,7 +646,7 @@ struct PackedHopper {
         if (0 <= blocks && blocks <= kAhead) Empty::arrive(&s.wanted);
       }
       if (blocks < 0) {
-        if (lane == 0) *static_cast<volatile int*>(&s.loading) = 0;
+        if (lane == 0) s.loading = 0;
         return;
       }
       for (int block = 1; block < blocks; ++block) {
@@ -696,9 +700,9 @@ struct PackedHopper {
     // Where these are in an item.
     const int tokens[2] = {token_of(p, first_row), token_of(p, first_row + 8)};
     const int places[2] = {int(row_of(p, 0, first_row)), int(row_of(p, 0, first_row + 8))};
-    // Where a lane leaves 16 bytes of results, and where it finds those of its row: chunks of rows are swizzled.
-    uint4* const results = storage.results[4 * half + warp];
-    const int left = lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2), found = lane / 4 * 4 + (lane % 4 ^ lane / 8);
+    // Where a lane stores 16 bytes of results, and loads those of its row: chunks of rows are swizzled.
+    uint4* const results = storage.results[kWarps * half + warp];
+    const int stored = lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2), loaded = lane / 4 * 4 + (lane % 4 ^ lane / 8);
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
 
     MmaQK mma_qk;
@@ -737,10 +741,6 @@ struct PackedHopper {
         continue;
       }
 
-      auto wait_for_keys = [&](uint32_t number) -> int {
-        s.wait(number);
-        return s.present[number % kUnits];
-      };
       auto start_logits = [&](uint32_t number) {
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
@@ -783,7 +783,7 @@ struct PackedHopper {
           }
         }
         // Of numbers that are not negative the greatest is that of their bits, found for three at a time.
-        bool beyond = first;  // of those of an item none is known
+        bool beyond = false;
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < (first ? 0 : 2); ++r) {
           int most[2] = {INT_MIN, INT_MIN};
@@ -795,7 +795,7 @@ struct PackedHopper {
           beyond = beyond || max(most[0], most[1]) > limit[r];
         }
         bool raised = false;
-        if (first || __any_sync(~0u, beyond)) {
+        if (first || __any_sync(~0u, beyond)) {  // of an item's first block none is known
           float most[2];
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
@@ -839,7 +839,7 @@ struct PackedHopper {
       if (blocks == 0) {
         s.release_query(count);
       } else {
-        int present = wait_for_keys(taken);
+        int present = s.wait_for_keys(taken);
         start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
@@ -850,7 +850,7 @@ struct PackedHopper {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int block = 1; block < blocks; ++block) {
           const uint32_t of_keys = ++taken, of_values = ++taken;
-          present = wait_for_keys(of_keys);
+          present = s.wait_for_keys(of_keys);
           // The warpgroups take turns: the products of one come beside the weights of the other.
           if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kTurns + half));
           start_logits(of_keys);
@@ -902,12 +902,12 @@ struct PackedHopper {
             words[k] = pack<Element>(out(i + 4 * k + 2 * r) * weight[r], out(i + 4 * k + 2 * r + 1) * weight[r]);
           }
           SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
-                                  reinterpret_cast<uint128_t&>(results[32 * r + left]));
+                                  reinterpret_cast<uint128_t&>(results[32 * r + stored]));
         }
         __syncwarp();
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 2; ++r) {
-          const uint4 chunk = results[32 * r + found];
+          const uint4 chunk = results[32 * r + loaded];
           if (first_row + 8 * r < rows) *reinterpret_cast<uint4*>(to[r] + 2 * i) = chunk;
         }
         __syncwarp();
@@ -961,8 +961,6 @@ struct PackedHopper {
 
       auto start_logits = [&](uint32_t number) {
         const int unit = number % kDecodedUnits;
-        s.wait(number);
-        const int present = s.present[unit];
         warpgroup_fence_operand(logits);
         warpgroup_arrive();
         mma_kq.accumulate_ = GMMA::ScaleOut::Zero;
@@ -972,7 +970,6 @@ struct PackedHopper {
           mma_kq.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
-        return present;
       };
       auto start_out = [&](int block, uint32_t number) {
         const int unit = number % kDecodedUnits;
@@ -1054,13 +1051,14 @@ struct PackedHopper {
       if (blocks == 0) s.release_query(count);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int block = 0; block < blocks; ++block) {
-        const int present = start_logits(taken);
+        const int present = s.wait_for_keys(taken);
+        start_logits(taken);
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
         if (block + 1 == blocks) s.release_query(count);
         // Keys are held for longer than they are wanted, since those of chunks come sooner where fewer of these are
         // under way: until weights are made, or, if they come back soon, until the product with values is under way.
-        const bool yielding = whole && *static_cast<const volatile int*>(&storage.chunks.loading);
+        const bool yielding = whole && storage.chunks.loading;
         const bool raised = softmax(block, present);
         if (!yielding) s.release(taken);
         if (raised) {
