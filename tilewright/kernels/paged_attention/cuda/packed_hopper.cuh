@@ -27,6 +27,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/cuda_host_adapter.hpp"
+#include "packed_plan.cuh"
 #include "tilewright/warpgroup.cuh"
 
 namespace tilewright::paged {
@@ -34,139 +35,7 @@ namespace tilewright::paged {
 using namespace cute;
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kSlack = 8;    // how far, as a power of two, weights may be beyond 1
-constexpr int kFar = 1 << 29;  // beyond every position, so that sums of three stay in 32 bits
-
-// Tokens of one sequence, or of none.
-struct Segment {
-  int sequence, token, count;  // the first token and how many there are
-  int position;                // of the first token
-  int length;                  // keys there are pages for
-  int first_item, tiles;       // of those of chunks: where its items begin, and how many each head has
-  int unused;
-};
-
-// What the planning kernel leaves in the workspace. Chunks' segments are followed by those that are decoded.
-struct Plan {
-  int next[2];   // items of each queue that have been taken
-  int items[2];  // how many there are
-  int segments[2];
-  int unused[2];
-};
-
-enum Queue { kChunks, kDecoded };
-
-inline int64_t plan_bytes(int64_t sequences) {
-  return int64_t(sizeof(Plan)) + 2 * (sequences + 2) * int64_t(sizeof(Segment));
-}
-
-constexpr int kPlanThreads = 1024, kMaxSequences = 4096;
-
-// Sums or greatest values of all elements up to each, of which none is negative. Of all threads of a block.
-template <class Combine>
-__device__ void scan(int* values, int size, const Combine& combine) {
-  __shared__ int of_warps[kPlanThreads / 32];
-  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
-  for (int base = 0, before = 0; base < size; base += int(blockDim.x)) {
-    const int i = base + int(threadIdx.x);
-    int value = i < size ? values[i] : 0;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, value, distance);
-      if (lane >= distance) value = combine(value, other);
-    }
-    if (lane == 31) of_warps[warp] = value;
-    __syncthreads();
-    int earlier = lane < warp ? of_warps[lane] : 0;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      earlier = combine(earlier, __shfl_xor_sync(~0u, earlier, distance));
-    }
-    if (i < size) values[i] = combine(before, combine(earlier, value));
-    __syncthreads();
-    before = values[min(base + int(blockDim.x), size) - 1];
-  }
-}
-
-struct PlanSizes {
-  int tokens, sequences, kv_heads, capacity;
-  int most_decoded;  // tokens of a sequence whose rows are few
-  int each;          // tokens of a tile of a chunk
-  int blocks;        // that take an item each without asking
-};
-
-// One block. Boundaries that do not rise are made to; tokens before and behind those of the sequences get segments
-// without keys.
-static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cum, const int* lengths, PlanSizes p,
-                                                                   Plan* plan) {
-  extern __shared__ __align__(16) int memory[];
-  __shared__ int counts[2];
-  const int segments = p.sequences + 2, padded = (segments + 3) / 4 * 4;
-  int* const keys = memory;           // of sorting: the length, and in the last bit which queue; none if negative
-  int* const tiles = keys + padded;   // of chunks, sorted
-  int* const ranks = tiles + padded;
-  int* const bounds = ranks + padded;  // [segments + 1]
-  Segment* const sorted = reinterpret_cast<Segment*>(plan + 1);
-  const int first = int(threadIdx.x), threads = int(blockDim.x);
-  auto tiles_of = [&](int i) { return (bounds[i + 1] - bounds[i] + p.each - 1) / p.each; };
-
-  if (first < 2) counts[first] = 0;
-  for (int i = first; i < max(padded, segments + 1); i += threads) {
-    const bool owned = i > 0 && i <= p.sequences;
-    const int length = owned ? min(max(lengths[i - 1], 0), kFar) : 0;
-    if (i <= segments) bounds[i] = i == 0 ? 0 : i == segments ? p.tokens : min(max(cum[i - 1], 0), p.tokens);
-    if (i < padded) keys[i] = i < segments ? length : -1;
-  }
-  __syncthreads();
-  scan(bounds, segments + 1, [](int a, int b) { return max(a, b); });
-  for (int i = first; i < segments; i += threads) {
-    const int count = bounds[i + 1] - bounds[i];
-    keys[i] = count == 0 ? -1 : 2 * keys[i] + (count <= p.most_decoded ? kDecoded : kChunks);
-  }
-  __syncthreads();
-  for (int i = first; i < segments; i += threads) {
-    const int mine = keys[i];
-    if (mine < 0) continue;
-    int rank = 0;
-#pragma unroll 2
-    for (int j = 0; j < padded; j += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(keys + j);
-      const int others[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int other = others[k];
-        rank += other >= 0 && ((other ^ mine) & 1) == 0 && (other > mine || (other == mine && j + k < i));
-      }
-    }
-    ranks[i] = rank;
-    if ((mine & 1) == kChunks) tiles[rank] = tiles_of(i);
-    atomicAdd(&counts[mine & 1], 1);
-  }
-  __syncthreads();
-  scan(tiles, counts[kChunks], [](int a, int b) { return a + b; });
-  for (int i = first; i < segments; i += threads) {
-    if (keys[i] < 0) continue;
-    const int queue = keys[i] & 1, length = keys[i] >> 1, count = bounds[i + 1] - bounds[i];
-    Segment segment{};
-    segment.sequence = min(max(i - 1, 0), p.sequences - 1);
-    segment.token = bounds[i];
-    segment.count = count;
-    segment.position = length - count;
-    segment.length = min(length, p.capacity);
-    if (queue == kChunks) {
-      segment.tiles = tiles_of(i);
-      segment.first_item = (tiles[ranks[i]] - segment.tiles) * p.kv_heads;
-    }
-    sorted[(queue == kChunks ? 0 : segments) + ranks[i]] = segment;
-  }
-  if (first == 0) {
-    plan->next[kChunks] = plan->next[kDecoded] = p.blocks;
-    plan->items[kChunks] = counts[kChunks] == 0 ? 0 : tiles[counts[kChunks] - 1] * p.kv_heads;
-    plan->items[kDecoded] = counts[kDecoded] * p.kv_heads;
-    plan->segments[kChunks] = counts[kChunks];
-    plan->segments[kDecoded] = counts[kDecoded];
-  }
-}
+constexpr float kSlack = 8;  // how far, as a power of two, weights may be beyond 1
 
 template <class Element>
 CUTLASS_DEVICE uint32_t pack(float low, float high) {
@@ -430,10 +299,10 @@ struct PackedHopper {
     const int blocks = int(device.multiprocessors);
     const int capacity = int(std::min<int64_t>(problem.columns * page, kFar));
     const PlanSizes sizes{int(tokens), p.sequences, p.kv_heads, capacity, p.each[kDecoded], p.each[kChunks], blocks};
-    const int64_t segments = problem.sequences + 2, bytes = (4 * (segments + 3) + 1) * int64_t(sizeof(int));
-    const int64_t threads = std::min<int64_t>(kPlanThreads, (segments + 32) / 32 * 32);
-    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(unsigned(threads)), bytes, stream,
-                                                   input<int>(arguments, 5), input<int>(arguments, 4), sizes, p.plan));
+    const PlanLaunch plan = PlanLaunch::of(problem.sequences);
+    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(unsigned(plan.threads)), plan.bytes, stream,
+                                                   input<int>(arguments, 5), input<int>(arguments, 4), sizes,
+                                                   plan.lane_bits, p.plan));
     return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
 
