@@ -234,12 +234,16 @@ def test_packed_on_hopper(backend: Implementation, page_size: int, fields: dict[
         {"dtype": "float16", "softmax_scale": 0.7},
         {"sliding_window": (100, None), "q_lengths": (1, 2, 70)},
         {"sequences": 3000, "kv_length": 40, "q_lengths": (0, 1, 3)},
+        {"sequences": 3, "kv_length": 60000, "q_lengths": (1, 2, 300)},
+        {"sequences": 5, "kv_length": 60000, "q_lengths": (1, 1, 200), "sliding_window": 9000},
+        {"sequences": 64, "kv_length": 4000, "heads": 8, "kv_heads": 1, "q_lengths": (1,)},
     ],
     ids=str,
 )
 @PACKED_BACKENDS
 def test_many_packed_sequences_on_hopper(backend: Implementation, fields: dict[str, Any]) -> None:
-    """More of either kind than there are multiprocessors, so that blocks take what comes next."""
+    """More of either kind than there are multiprocessors, so that blocks take what comes next; or so few that keys are
+    cut to parts."""
     check_and_repeat(backend, packed_inputs(**fields), 20)
 
 

@@ -67,10 +67,6 @@ static int __shfl_xor_sync(unsigned, int mine, int distance) {
   return exchange(mine, [=](const int* of, int lane) { return of[lane ^ distance]; });
 }
 
-static int __reduce_max_sync(unsigned, int mine) {
-  return exchange(mine, [](const int* of, int) { return *std::max_element(of, of + 32); });
-}
-
 static void atomicAdd(int* to, int what) { std::atomic_ref<int>(*to) += what; }
 
 #include "packed_plan.cuh"
@@ -85,13 +81,15 @@ static std::vector<int> read(size_t size) {
 
 int main() {
   for (;;) {
-    const std::vector<int> head = read(7);
+    const std::vector<int> head = read(10);
     if (head.empty()) return 0;
-    const PlanSizes sizes{head[0], head[1], head[2], head[3], head[4], head[5], head[6]};
+    const PlanSizes sizes{head[0], head[1], head[2], head[3], head[4],
+                          head[5], head[6], head[7], head[8], head[9]};
     const std::vector<int> cum = read(sizes.sequences + 1), lengths = read(sizes.sequences);
     const PlanLaunch launch = PlanLaunch::of(sizes.sequences);
     // Behind both ends lies what must not be written.
-    const size_t room = plan_bytes(sizes.sequences) / sizeof(int4);
+    const PlanMemory memory = PlanMemory::of(sizes.sequences, sizes.kv_heads, sizes.capacity, sizes.block_keys, 0);
+    const size_t room = memory.bytes / sizeof(int4);
     std::vector<int4> plan(room + 2, int4{-7, -7, -7, -7});
     std::vector<int4> shared(launch.bytes / sizeof(int4) + 2, int4{-9, -9, -9, -9});
     blockDim.x = unsigned(launch.threads);
@@ -102,7 +100,9 @@ int main() {
     for (int thread = 0; thread < launch.threads; ++thread) {
       threads.emplace_back([&, thread] {
         threadIdx.x = unsigned(thread);
-        make_plan(cum.data(), lengths.data(), sizes, launch.lane_bits, &shared[1].x, reinterpret_cast<Plan*>(&plan[1]));
+        char* const workspace = reinterpret_cast<char*>(&plan[1]);
+        make_plan(cum.data(), lengths.data(), sizes, launch.lane_bits, &shared[1].x,
+                  reinterpret_cast<Plan*>(workspace), reinterpret_cast<int*>(workspace + memory.arrived));
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -112,6 +112,8 @@ int main() {
     for (const int4& end : {shared.front(), shared.back()}) {
       if (end.x != -9 || end.y != -9 || end.z != -9 || end.w != -9) return 2;
     }
+    const int size = int(room * sizeof(int4));
+    std::fwrite(&size, sizeof size, 1, stdout);
     std::fwrite(&plan[1], sizeof(int4), room, stdout);
   }
 }

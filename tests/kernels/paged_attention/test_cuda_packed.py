@@ -1,6 +1,7 @@
 """Packed queries in CUDA C++ as far as a CPU can prove it: reasons, compiled, asked for its facts, lowered."""
 
 import collections
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -94,8 +95,12 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
     facts = cuda_packed.KERNEL.facts(variant, H100)
     assert facts["threads"] == 512
     assert 216 << 10 < facts["shared_bytes"] <= 227 << 10
+    # The plan, a counter for each head whose keys are cut, and results of parts: eight rows in float32, with two sums.
     segments = 2 * (fields["sequences"] + 2)
-    assert cuda_packed.KERNEL.workspace(variant, fields, H100) == 32 * (segments + 1)
+    blocks = fields["sequences"] * -(-fields["columns"] * fields["page_size"] // 64)
+    parts = math.ceil(4 / 3 * 144 * (1 + math.log(blocks)))
+    counters = -(-(32 * (segments + 1) + 4 * parts) // 128) * 128
+    assert cuda_packed.KERNEL.workspace(variant, fields, H100) == counters + parts * 4 * 8 * (128 + 2)
 
     args, keywords = RaggedPageCase("", **PACKED_ON_HOPPER).arguments()
     call = jax.jit(lambda *args: ragged_page_attention(*args, **keywords, platform="cuda"))

@@ -20,7 +20,7 @@ type Ints = npt.NDArray[np.int32]
 UNWRITTEN = -7
 
 SEGMENT = np.dtype(
-    [(name, np.int32) for name in ("sequence", "token", "count", "position", "length", "first_item", "tiles", "unused")]
+    [(name, np.int32) for name in ("sequence", "token", "count", "position", "length", "first_item", "items", "slot")]
 )
 
 
@@ -32,6 +32,9 @@ class Sizes(NamedTuple):
     most_decoded: int
     each: int
     blocks: int
+    block_keys: int = 64
+    left: int = 1 << 29
+    right: int = 0
 
 
 class Call(NamedTuple):
@@ -45,6 +48,7 @@ class Plan(NamedTuple):
     items: list[int]
     chunks: npt.NDArray[np.void]
     decoded: npt.NDArray[np.void]
+    arrived: int
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +68,32 @@ def plans(program: Path, calls: Sequence[Call]) -> list[Plan]:
     found = []
     for call in calls:
         segments = call.sizes.sequences + 2
-        head, rest = out[:8], out[8 : 8 + 2 * segments * 8].view(SEGMENT)
-        out = out[8 + 2 * segments * 8 :]
+        size, plan, out = out[0] // 4, out[1:], out[1 + out[0] // 4 :]
+        head, rest, counters = plan[:8], plan[8 : 8 + 16 * segments].view(SEGMENT), plan[8 + 16 * segments : size]
         chunks, decoded = head[4:6]
-        plan = Plan(list(head[:2]), list(head[2:4]), rest[:chunks], rest[segments : segments + decoded])
-        for unused in (rest[chunks:segments], rest[segments + decoded :]):
+        arrived = int((counters == 0).sum())
+        found.append(Plan(list(head[:2]), list(head[2:4]), rest[:chunks], rest[segments : segments + decoded], arrived))
+        assert (counters[:arrived] == 0).all()
+        for unused in (rest[chunks:segments], rest[segments + decoded :], counters[arrived:]):
             assert (unused.view(np.int32) == UNWRITTEN).all()
-        found.append(plan)
     assert out.size == 0
     return found
+
+
+def seen(sizes: Sizes, length: int, count: int) -> int:
+    """Blocks of keys that some of the last ``count`` tokens see, at most so many that all are counted by 32 bits."""
+    first, last = length - count - sizes.left, min(length + sizes.right, length, sizes.capacity) - 1
+    blocks = last // sizes.block_keys - max(first, 0) // sizes.block_keys + 1
+    return min(blocks, np.iinfo(np.int32).max // (sizes.sequences + 2)) if last >= max(first, 0) else 0
+
+
+def cut(sizes: Sizes, blocks: int, left: int, segments: int) -> int:
+    """Parts, each about a multiprocessor's share of what is left, or several if there are segments enough."""
+    float32, processors = np.float32, min(sizes.blocks, 144)
+    shares = float32(min(max(float32(segments) * float32(sizes.kv_heads) / float32(processors), 1), 3))
+    most = max(float32(8), shares * (float32(left) * float32(sizes.kv_heads) / float32(processors)))
+    parts = min(64, processors // sizes.kv_heads, int(float32(blocks) / most + float32(0.5)))
+    return len(range(0, blocks, -(-blocks // parts))) if parts > 1 else 1
 
 
 def expected(call: Call) -> Plan:
@@ -90,31 +111,35 @@ def expected(call: Call) -> Plan:
         before = max(before, end)
     found: list[npt.NDArray[np.void]] = []
     items = []
+    slot = 0
     for is_decoded, queue in enumerate(queues):
         rows, first = [], 0
-        for negative, _, sequence, token, count in sorted(queue):
-            tiles = 0 if is_decoded else -(-count // sizes.each)
+        queue.sort()
+        work = [seen(sizes, -negative, count) for negative, *_, count in queue] if is_decoded else []
+        for rank, (negative, _, sequence, token, count) in enumerate(queue):
+            parts = cut(sizes, work[rank], sum(work[rank:]), len(queue)) if is_decoded else -(-count // sizes.each)
             position, length = -negative - count, min(-negative, sizes.capacity)
-            rows.append((sequence, token, count, position, length, 0 if is_decoded else first, tiles, 0))
-            first += (1 if is_decoded else tiles) * sizes.kv_heads
+            rows.append((sequence, token, count, position, length, first, parts, slot if is_decoded else 0))
+            first += parts * sizes.kv_heads
+            slot += parts if is_decoded and parts > 1 else 0
         found.append(np.array(rows, SEGMENT))
         items.append(first)
-    return Plan([sizes.blocks] * 2, items, *found)
+    return Plan([sizes.blocks] * 2, items, *found, slot * sizes.kv_heads)
 
 
 def check(program: Path, calls: Sequence[Call]) -> None:
     for call, got in zip(calls, plans(program, calls), strict=True):
         want = expected(call)
-        assert (got.next, got.items) == (want.next, want.items)
+        assert (got.next, got.items, got.arrived) == (want.next, want.items, want.arrived)
         np.testing.assert_array_equal(got.chunks, want.chunks)
         np.testing.assert_array_equal(got.decoded, want.decoded)
 
 
-def some_call(random: np.random.Generator, sequences: int, longest: int = 8192) -> Call:
+def some_call(random: np.random.Generator, sequences: int, longest: int = 8192, left: int = 1 << 29) -> Call:
     """As calls are: tokens of all sequences, some of them none, and behind the last one none or some."""
     counts = random.choice([0, 1, 1, 1, 2, 3, 40, 512], sequences)
     cum = np.concatenate([[random.choice([0, 3])], counts]).cumsum()
-    sizes = Sizes(int(cum[-1] + random.choice([0, 1, 70])), sequences, 8, 8192, 2, 32, 132)
+    sizes = Sizes(int(cum[-1] + random.choice([0, 1, 70])), sequences, 8, 8192, 2, 32, 132, left=left)
     return Call(sizes, cum.astype(np.int32), random.integers(0, longest + 1, sequences, np.int32))
 
 
@@ -122,7 +147,8 @@ def some_call(random: np.random.Generator, sequences: int, longest: int = 8192) 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 29, 30, 31, 62, 64, 126, 254, 255, 510, 511, 1022, 1023, 1100])
 def test_the_order(program: Path, sequences: int):
     random = np.random.default_rng(sequences)
-    check(program, [some_call(random, sequences), some_call(random, sequences, longest=2)])
+    calls = [some_call(random, sequences, **fields) for fields in ({}, {"longest": 2}, {"left": 1000})]
+    check(program, calls)
 
 
 def test_as_many_sequences_as_are_served(program: Path):
@@ -150,3 +176,23 @@ def test_boundaries_and_lengths_may_be_anything(program: Path):
                 cum.sort()
             calls.append(Call(sizes, cum, random.integers(*lengths, sequences, np.int32, endpoint=True)))
     check(program, calls)
+
+
+def test_few_long_ones_are_cut(program: Path):
+    """So that as many items as there are multiprocessors have about the same share of the keys."""
+    sizes = Sizes(1, 1, 8, 1 << 17, 2, 32, 132)
+    (plan,) = plans(program, [Call(sizes, np.array([0, 1], np.int32), np.array([1 << 17], np.int32))])
+    assert (plan.items, plan.arrived) == ([0, 128], 128)
+    (plan,) = plans(
+        program, [Call(sizes._replace(left=64 * 20), np.array([0, 1], np.int32), np.array([1 << 17], np.int32))]
+    )
+    assert (plan.items, plan.arrived) == ([0, 24], 24)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.995, 0.98, 0.9, 0.5])
+def test_there_is_room_for_all_parts(program: Path, ratio: float):
+    """Counters behind the room for them are found written by the program."""
+    lengths = np.maximum((1 << 29) * ratio ** np.arange(2000.0), 700).astype(np.int32)
+    for kv_heads in (1, 8):
+        sizes = Sizes(2000, 2000, kv_heads, 1 << 29, 2, 32, 160)
+        check(program, [Call(sizes, np.arange(2001, dtype=np.int32), lengths)])

@@ -44,6 +44,6 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
 
 
 def is_for_others(problem: PagedProblem, device: Device) -> bool:
-    """Where most tokens are decoded, or tiles do not fill the device: the keys of a sequence are not split."""
+    """Where most tokens are decoded, or tiles do not fill the device: the keys of a chunk are not split."""
     tiles = most_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
     return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < (device.cores or PROCESSORS)

@@ -12,7 +12,8 @@
 // - Two warps of the fourth copy, one for each queue. The others look what comes next and clear values that no row
 //   sees.
 //
-// Sequences are sorted before, in a launch of one block: the longest come first.
+// Sequences are sorted before, in a launch of one block: the longest come first. Keys of one that is decoded are cut to
+// parts if they are more than a multiprocessor's share of what is left.
 #pragma once
 
 #include <algorithm>
@@ -49,6 +50,13 @@ CUTLASS_DEVICE uint32_t pack(float low, float high) {
 CUTLASS_DEVICE float power_of_two(float exponent) {
   float found;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(exponent));
+  return found;
+}
+
+// So many bits from the lowest one on, or all.
+CUTLASS_DEVICE uint32_t first_bits(int count) {
+  uint32_t found;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(found) : "r"(count));
   return found;
 }
 
@@ -124,12 +132,14 @@ struct PackedHopper {
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
 
-  // A tile of a chunk, or the tokens of a sequence, and a key head. Some row sees keys from `low` on and before `high`,
-  // every row those from `all_low` on and before `all_high`.
+  // A tile of a chunk, or the tokens of a sequence with all keys or a part of them, and a key head. Some row sees keys
+  // from `low` on and before `high`, every row those from `all_low` on and before `all_high`.
   struct Item {
     int sequence, head, token, count, position, length;
     int low, high, all_low, all_high;
     int first, blocks;  // of keys; no item is left if negative
+    int part, parts;    // of the keys of decoded tokens
+    int slot;           // of the first part's results, with those of the others behind
   };
 
   // Which of an item's blocks want more than the products.
@@ -207,12 +217,19 @@ struct PackedHopper {
   using Chunks = Side<kRows, 1, kKeys, kUnits, 2 * kWarps, true>;
   using Decoded = Side<kColumns, 2, kDecodedKeys, kDecodedUnits, kWarps, false>;
 
+  // What a part of the keys gives: sums of values and of weights, less than these by their greatest logit.
+  struct Partial {
+    float out[4 * kHalves][kWarpgroup];
+    float greatest[kColumns], total[kColumns];
+  };
+
   struct SharedStorage {
     Chunks chunks;
     Decoded decoded;
     alignas(1024) Element weights[kWeights][kColumns * kDecodedKeys];
     alignas(128) uint4 results[2 * kWarps][64];  // of each warp of a chunk, 16 rows of 64 bytes on their way
     float most[kWarps][kColumns], total[kWarps][kColumns];
+    int last;  // whether an item is the last one of its parts
   };
 
   struct Params {
@@ -221,6 +238,8 @@ struct PackedHopper {
     Element* out;
     float* lse;
     Plan* plan;
+    int* arrived;  // parts, where those of a head begin
+    Partial* partials;
     int sequences, heads, kv_heads, group, num_pages, columns;
     int page_bits;   // of tokens in a page
     int piece_bits;  // of keys that a copy brings
@@ -232,7 +251,12 @@ struct PackedHopper {
 
   static Facts facts() { return {int64_t(sizeof(SharedStorage)), kThreads, 1}; }
 
-  static int64_t workspace(const Problem& problem) { return plan_bytes(problem.sequences); }
+  static int64_t workspace(const Problem& problem) { return memory_of(problem).bytes; }
+
+  static PlanMemory memory_of(const Problem& problem) {
+    return PlanMemory::of(problem.sequences, problem.kv_heads, problem.columns * problem.page_size, kDecodedKeys,
+                          int64_t(sizeof(Partial)));
+  }
 
   // A dimension of an array, the innermost first, and how much of it a copy brings; strides in elements.
   struct Extent {
@@ -298,11 +322,15 @@ struct PackedHopper {
 
     const int blocks = int(device.multiprocessors);
     const int capacity = int(std::min<int64_t>(problem.columns * page, kFar));
-    const PlanSizes sizes{int(tokens), p.sequences, p.kv_heads, capacity, p.each[kDecoded], p.each[kChunks], blocks};
+    const PlanMemory memory = memory_of(problem);
+    p.arrived = reinterpret_cast<int*>(static_cast<char*>(arguments.workspace) + memory.arrived);
+    p.partials = reinterpret_cast<Partial*>(static_cast<char*>(arguments.workspace) + memory.partials);
+    const PlanSizes sizes{int(tokens),      p.sequences, p.kv_heads,   capacity, p.each[kDecoded],
+                          p.each[kChunks],  blocks,      kDecodedKeys, p.left,   p.right};
     const PlanLaunch plan = PlanLaunch::of(problem.sequences);
     TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(unsigned(plan.threads)), plan.bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes,
-                                                   plan.lane_bits, p.plan));
+                                                   plan.lane_bits, p.plan, p.arrived));
     return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
 
@@ -348,7 +376,6 @@ struct PackedHopper {
   template <Queue kQueue, class Side>
   static CUTLASS_DEVICE void look_ahead(const Params& p, Side& s) {
     const int lane = threadIdx.x % 32;
-    const int items = p.plan->items[kQueue], segments = p.plan->segments[kQueue];
     const Segment* const sorted =
         reinterpret_cast<const Segment*>(p.plan + 1) + (kQueue == kChunks ? 0 : p.sequences + 2);
     uint32_t taken = 0, clears = 0;  // units of earlier items, and those that were cleared
@@ -369,6 +396,10 @@ struct PackedHopper {
         }
       }
     };
+    // Up to the end of the last page that some row sees: the copy engine made zeros of what is behind.
+    auto clear_behind = [&](uint32_t unit, int row) {
+      clear(unit, row, min((((row - 1) >> p.page_bits) + 1) << p.page_bits, Side::kKeys));
+    };
     auto cleared = [&] {
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
@@ -384,45 +415,47 @@ struct PackedHopper {
       }
       Item item;
       item.blocks = -1;
-      if (number < items) {
-        int low;
-        if constexpr (kQueue == kDecoded) {
-          low = number / p.kv_heads;
-        } else {
-          // The last one that begins no later, found among 32 at a time.
-          low = 0;
-          for (int size = segments; size > 1;) {
-            const int step = (size + 31) / 32, at = lane * step;
-            const bool begun = at < size && sorted[low + at].first_item <= number;
-            const int passed = (__popc(__ballot_sync(~0u, begun)) - 1) * step;
-            low += passed;
-            size = min(step, size - passed);
-          }
+      if (number < p.plan->items[kQueue]) {
+        // The last one that begins no later, found among 32 at a time.
+        int low = 0;
+        for (int size = p.plan->segments[kQueue]; size > 1;) {
+          const int step = (size + 31) / 32, at = lane * step;
+          const bool begun = at < size && sorted[low + at].first_item <= number;
+          const int passed = (__popc(__ballot_sync(~0u, begun)) - 1) * step;
+          low += passed;
+          size = min(step, size - passed);
         }
         const Segment segment = sorted[low];
-        int offset = 0, each = segment.count;
-        if constexpr (kQueue == kDecoded) {
-          item.head = number % p.kv_heads;
-        } else {
-          // The last tokens see most.
-          const int within = number - segment.first_item;
-          item.head = within / segment.tiles;
-          offset = (segment.tiles - 1 - within % segment.tiles) * p.each[kChunks];
-          each = p.each[kChunks];
-        }
+        // Tiles of a chunk that read the same keys come one behind the other, of which the last tokens see most.
+        const int place = number - segment.first_item;
+        const int nth = kQueue == kChunks ? place % segment.items : place / p.kv_heads;
+        const int offset = kQueue == kChunks ? (segment.items - 1 - nth) * p.each[kChunks] : 0;
         item.sequence = segment.sequence;
+        item.head = kQueue == kChunks ? place / segment.items : place % p.kv_heads;
         item.token = segment.token + offset;
-        item.count = min(segment.count - offset, each);
+        item.count = min(segment.count - offset, p.each[kQueue]);
         item.position = segment.position + offset;
         item.length = segment.length;
         auto within = [&](int key) { return min(max(key, 0), segment.length); };
-        item.low = within(item.position - p.left);
-        item.high = within(item.position + item.count + p.right);
+        const Seen seen = Seen::of(item.position, item.count, item.length, p.left, p.right);
+        item.low = seen.low;
+        item.high = seen.high;
         item.all_low = within(item.position + item.count - (p.left + 1));
         item.all_high = within(item.position + p.right + 1);
-        if (item.high <= item.low) item.low = item.high = 0;
         item.first = item.low / Side::kKeys;
-        item.blocks = item.high == 0 ? 0 : (item.high + Side::kKeys - 1) / Side::kKeys - item.first;
+        item.blocks = (item.high + Side::kKeys - 1) / Side::kKeys - item.first;
+        if constexpr (kQueue == kDecoded) {
+          item.part = nth;
+          item.parts = segment.items;
+          item.slot = segment.slot * p.kv_heads + item.head * segment.items;
+          if (item.parts > 1) {
+            const int each = (item.blocks + item.parts - 1) / item.parts;
+            item.first += nth * each;
+            item.blocks = min(item.blocks - nth * each, each);
+            item.low = max(item.low, item.first * Side::kKeys);
+            item.high = min(item.high, (item.first + item.blocks) * Side::kKeys);
+          }
+        }
       }
       if (lane == 0) {
         s.items[count % Side::kPlaces] = item;
@@ -430,7 +463,7 @@ struct PackedHopper {
       }
       if (last_rows < Side::kKeys) {
         wait(taken - 1);
-        clear(taken - 1, last_rows, Side::kKeys);
+        clear_behind(taken - 1, last_rows);
         cleared();
       }
       if (item.blocks < 0) return;
@@ -440,7 +473,7 @@ struct PackedHopper {
         const uint32_t values = taken + (item.blocks == 1 || !Side::kLate ? 1 : 2);
         wait(values);
         clear(values, 0, item.low % Side::kKeys);
-        if (item.blocks == 1) clear(values, end, Side::kKeys);
+        if (item.blocks == 1) clear_behind(values, end);
         cleared();
       }
       last_rows = limits.cleared[1] >= 0 ? end : Side::kKeys;
@@ -448,10 +481,11 @@ struct PackedHopper {
     }
   }
 
-  // The page of a sequence that holds a key, or one that is none, of which the copy engine makes zeros.
-  static CUTLASS_DEVICE int page_of(const Params& p, int sequence, int key) {
+  // The page of a sequence that holds a key, or one that is none, of which the copy engine makes zeros: also behind
+  // `columns` of the table.
+  static CUTLASS_DEVICE int page_of(const Params& p, int sequence, int key, int columns) {
     const int column = key >> p.page_bits;
-    const int page = column < p.columns ? p.table[int64_t(sequence) * p.columns + column] : p.num_pages;
+    const int page = column < columns ? p.table[int64_t(sequence) * p.columns + column] : p.num_pages;
     return unsigned(page) < unsigned(p.num_pages) ? page : p.num_pages;
   }
 
@@ -472,6 +506,8 @@ struct PackedHopper {
       const Item& item = s.items[count % Side::kPlaces];
       const Limits limits = Limits::template of<Side::kKeys>(item);
       const int blocks = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
+      // Pages that no row sees are not read.
+      const int columns = min(p.columns, (item.high + (1 << p.page_bits) - 1) >> p.page_bits);
       auto place_of = [&](int block) { return (first + block) * Side::kKeys + part; };
       auto load = [&](const CUtensorMap& map, int block, int page) {
         const int unit = number % Side::kUnits;
@@ -496,8 +532,8 @@ struct PackedHopper {
       };
       int page = 0, page_after = 0;
       if (blocks > 0) {
-        page = page_of(p, sequence, place_of(0));
-        page_after = page_of(p, sequence, place_of(1));
+        page = page_of(p, sequence, place_of(0), columns);
+        page_after = page_of(p, sequence, place_of(1), columns);
         load(p.key, 0, page);
       }
       const int place = count % Side::kQueries;
@@ -521,7 +557,7 @@ struct PackedHopper {
       for (int block = 1; block < blocks; ++block) {
         const int page_before = page;
         page = page_after;
-        page_after = page_of(p, sequence, place_of(block + 1));
+        page_after = page_of(p, sequence, place_of(block + 1), columns);
         if constexpr (Side::kLate) load(p.key, block, page);
         load_values(block - 1, page_before);
         if constexpr (!Side::kLate) load(p.key, block, page);
@@ -636,18 +672,28 @@ struct PackedHopper {
       auto softmax = [&](int block, int present, auto first) -> bool {
         if (limits.mask(block) || present != all_present) {
           const int start = (item.first + block) * kKeys;
+          // A bit for each key of the thread, which has two of eight neighbours.
+          uint32_t there = ~0u;
+          if (present != all_present) {
+            const int bits = p.piece_bits - 2;
+            CUTLASS_PRAGMA_NO_UNROLL
+            for (int piece = 0; piece < kKeys >> p.piece_bits; ++piece) {
+              if (((present >> piece) & 1) == 0) there &= ~(first_bits(1 << bits) << (piece << bits));
+            }
+          }
+          auto bits_before = [&](int key) {
+            const int behind = key - lane % 4 * 2;  // the thread's first one
+            return first_bits(max((behind >> 3) * 2 + min(behind & 7, 2), 0));
+          };
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             const int position = item.position + tokens[r] - start;
             const int low = max(position - p.left, -start);
             const int high = min(position + p.right + 1, item.length - start);
+            const uint32_t seen = there & bits_before(high) & ~bits_before(low);
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 2 * r; i < kLogits; i += 4) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int j = i; j < i + 2; ++j) {
-                const int key = j / 4 * 8 + lane % 4 * 2 + j % 2;
-                if (key < low || key >= high || ((present >> (key >> p.piece_bits)) & 1) == 0) logits(j) = -INFINITY;
-              }
+            for (int k = 0; k < kLogits / 2; ++k) {
+              if ((seen & (1u << k)) == 0) logits(k / 2 * 4 + 2 * r + k % 2) = -INFINITY;
             }
           }
         }
@@ -789,6 +835,43 @@ struct PackedHopper {
     }
   }
 
+  // Results of decoded tokens, as the threads of a warpgroup have them.
+  template <class Out>
+  static CUTLASS_DEVICE void store_part(Partial& part, const Out& out, const float (&greatest)[2],
+                                        const float (&total)[2]) {
+    const int thread = threadIdx.x % kWarpgroup;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4 * kHalves; ++i) part.out[i][thread] = out(i);
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      if (thread >= 4) continue;
+      part.greatest[2 * thread + c] = greatest[c];
+      part.total[2 * thread + c] = total[c];
+    }
+  }
+
+  template <class Out>
+  static CUTLASS_DEVICE void add_part(const Partial& part, Out& out, float (&greatest)[2], float (&total)[2],
+                                      float scale2) {
+    const int thread = threadIdx.x % kWarpgroup;
+    float most[2], of_part[2], more[4 * kHalves];  // loaded beside each other
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      most[c] = __ldcg(&part.greatest[thread % 4 * 2 + c]);
+      of_part[c] = __ldcg(&part.total[thread % 4 * 2 + c]);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4 * kHalves; ++i) more[i] = __ldcg(&part.out[i][thread]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      const float shrink = raise(greatest[c], fmaxf(greatest[c], most[c]), scale2);
+      const float weight = raise(most[c], greatest[c], scale2);
+      total[c] = total[c] * shrink + of_part[c] * weight;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = c; i < 4 * kHalves; i += 2) out(i) = out(i) * shrink + more[i] * weight;
+    }
+  }
+
   // Columns of the transposed products are an item's rows.
   static CUTLASS_DEVICE void decode(const Params& p, SharedStorage& storage) {
     Decoded& s = storage.decoded;
@@ -815,7 +898,6 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
     mma_vp.accumulate_ = GMMA::ScaleOut::One;
     float greatest[2], total[2], shrink[2];
-    const bool whole = kDecodedKeys >> p.piece_bits == 1;  // whether a unit is of one page, and so soon there
     uint32_t taken = 0, clears = 0;  // units, and those that were cleared
 
     for (int count = 0;; ++count) {
@@ -926,8 +1008,8 @@ struct PackedHopper {
         warpgroup_fence_operand(logits);
         if (block + 1 == blocks) s.release_query(count);
         // Keys are held for longer than they are wanted, since those of chunks come sooner where fewer of these are
-        // under way: until weights are made, or, if they come back soon, until the product with values is under way.
-        const bool yielding = whole && storage.chunks.loading;
+        // under way: until weights are made, or, of every other block, until the product with values is under way.
+        const bool yielding = taken / 2 % 2 == 0 && storage.chunks.loading;
         const bool raised = softmax(block, present);
         if (!yielding) s.release(taken);
         if (raised) {
@@ -957,6 +1039,23 @@ struct PackedHopper {
           CUTLASS_PRAGMA_UNROLL
           for (int w = 0; w < kWarps; ++w) total[c] += storage.total[w][column + c];
         }
+      }
+
+      if (item.parts > 1) {
+        Partial* const all = p.partials + item.slot;
+        store_part(all[item.part], out, greatest, total);
+        __threadfence();
+        sync_warpgroup(kStep);
+        if (thread == 0) storage.last = atomicAdd(p.arrived + item.slot, 1) == item.parts - 1;
+        sync_warpgroup(kStep);
+        if (!storage.last) continue;
+        // All are there: put together by the last one to come, in an order that is always the same.
+        __threadfence();
+        clear(out);
+        greatest[0] = greatest[1] = -INFINITY;
+        total[0] = total[1] = 0;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int part = 0; part < item.parts; ++part) add_part(all[part], out, greatest, total, scale2);
       }
 
       const int64_t base = first_row_of(p, item);
