@@ -67,6 +67,8 @@ static int __shfl_xor_sync(unsigned, int mine, int distance) {
   return exchange(mine, [=](const int* of, int lane) { return of[lane ^ distance]; });
 }
 
+static float __fdividef(float a, float b) { return a / b; }
+
 static void atomicAdd(int* to, int what) { std::atomic_ref<int>(*to) += what; }
 
 #include "packed_plan.cuh"

@@ -121,7 +121,7 @@ def test_products_of_the_machine_code(real_cache: BuildCache):
     library = build([group], cache=real_cache)[group]
     code = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
     names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Za-z0-9.]*)", code, re.MULTILINE)
-    products = collections.Counter(name for name in names if "MMA" in name)
+    products = collections.Counter(name for name in names if re.match("[HIQ]G?MMA", name))
     # Of decoded tokens 128 head dims in steps of 16, and 64 keys in steps of 16 for two times 64 head dims. Of chunks
     # 128 head dims and 128 keys in steps of 16, for an item's first and last block and for the others.
     assert products == {"HGMMA.64x8x16.F32.BF16": 8 + 4 * 2, "HGMMA.64x128x16.F32.BF16": 2 * 8 + 2 * 8}

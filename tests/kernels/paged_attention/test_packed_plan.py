@@ -90,8 +90,9 @@ def seen(sizes: Sizes, length: int, count: int) -> int:
 def cut(sizes: Sizes, blocks: int, left: int, segments: int) -> int:
     """Parts, each about a multiprocessor's share of what is left, or several if there are segments enough."""
     float32, processors = np.float32, min(sizes.blocks, 144)
-    shares = float32(min(max(float32(segments) * float32(sizes.kv_heads) / float32(processors), 1), 3))
-    most = max(float32(8), shares * (float32(left) * float32(sizes.kv_heads) / float32(processors)))
+    heads = float32(sizes.kv_heads) / float32(processors)
+    shares = min(max(float32(segments) * heads, float32(1)), float32(3))
+    most = max(float32(8), shares * (float32(left) * heads))
     parts = min(64, processors // sizes.kv_heads, int(float32(blocks) / most + float32(0.5)))
     return len(range(0, blocks, -(-blocks // parts))) if parts > 1 else 1
 

@@ -85,6 +85,54 @@ CUTLASS_DEVICE bool any_of_warpgroup(int barrier, bool holds) {
   return found != 0;
 }
 
+// Where keys and values lie.
+struct Pages {
+  const char *key, *value;
+  const int* table;
+  int columns, num_pages, page_bits, row_bytes;
+};
+
+// By a warp, for one of the sequences: if an item of it is among the first ones, keys and values that come first are
+// brought to the L2 cache. Nothing else is read while the plan is made; with more of them its kernel would end later.
+CUTLASS_DEVICE void fetch_first(const int* cum, const int* lengths, const PlanSizes& p, const Pages& pages,
+                                int sequence) {
+  constexpr int kTokens = 64;
+  const int lane = threadIdx.x % 32, count = cum[sequence + 1] - cum[sequence];
+  const int length = min(max(lengths[sequence], 0), kFar);
+  if (count <= 0) return;
+  const bool decoded = count <= p.most_decoded;
+  int before = 0;  // items of a head
+  for (int i = lane; i < p.sequences; i += 32) {
+    const int theirs = cum[i + 1] - cum[i];
+    if (theirs > 0 && (theirs <= p.most_decoded) == decoded && lengths[i] > length) {
+      before += decoded ? 1 : (theirs + p.each - 1) / p.each;
+    }
+  }
+  if (__reduce_add_sync(~0u, before) * p.kv_heads >= p.blocks) return;
+  const Seen seen = Seen::of(length - count, count, min(length, p.capacity), p.left, p.right);
+  const int piece = min(1 << pages.page_bits, kTokens);
+  for (int i = lane; i < 2 * kTokens / piece; i += 32) {
+    const int token = seen.low / kTokens * kTokens + i / 2 * piece;
+    if (token >= seen.high) return;
+    const int page = pages.table[int64_t(sequence) * pages.columns + (token >> pages.page_bits)];
+    if (unsigned(page) >= unsigned(pages.num_pages)) continue;
+    const int64_t row = (int64_t(page) << pages.page_bits) + (token & ((1 << pages.page_bits) - 1));
+    const char* const from = (i % 2 == 0 ? pages.key : pages.value) + row * pages.row_bytes;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(piece * pages.row_bytes) : "memory");
+  }
+}
+
+static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cum, const int* lengths, PlanSizes p,
+                                                                   int lane_bits, Plan* plan, int* arrived,
+                                                                   Pages pages) {
+  extern __shared__ __align__(16) int memory[];
+  if (blockIdx.x == 0) {
+    make_plan(cum, lengths, p, lane_bits, memory, plan, arrived);
+  } else if (threadIdx.x < 32) {
+    fetch_first(cum, lengths, p, pages, int(blockIdx.x) - 1);
+  }
+}
+
 template <class Element, int kHeadDim>
 struct PackedHopper {
   static constexpr int kHalf = 64, kHalves = kHeadDim / kHalf;  // columns of 128 bytes, as the copy engine swizzles
@@ -328,9 +376,18 @@ struct PackedHopper {
     const PlanSizes sizes{int(tokens),      p.sequences, p.kv_heads,   capacity, p.each[kDecoded],
                           p.each[kChunks],  blocks,      kDecodedKeys, p.left,   p.right};
     const PlanLaunch plan = PlanLaunch::of(problem.sequences);
-    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1), dim3(unsigned(plan.threads)), plan.bytes, stream,
+    const Pages arrays{reinterpret_cast<const char*>(input<Element>(arguments, 1)),
+                       reinterpret_cast<const char*>(input<Element>(arguments, 2)),
+                       p.table,
+                       p.columns,
+                       p.num_pages,
+                       p.page_bits,
+                       int(row * int64_t(sizeof(Element)))};
+    // Each compares its sequence with all others, which takes longer than it saves if they are many.
+    const unsigned fetching = p.sequences <= 1024 ? unsigned(p.sequences) : 0;
+    TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1 + fetching), dim3(unsigned(plan.threads)), plan.bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes,
-                                                   plan.lane_bits, p.plan, p.arrived));
+                                                   plan.lane_bits, p.plan, p.arrived, arrays));
     return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
 
@@ -415,10 +472,15 @@ struct PackedHopper {
       }
       Item item;
       item.blocks = -1;
-      if (number < p.plan->items[kQueue]) {
-        // The last one that begins no later, found among 32 at a time.
-        int low = 0;
-        for (int size = p.plan->segments[kQueue]; size > 1;) {
+      const int items = p.plan->items[kQueue];
+      if (number < items) {
+        // The last one that begins no later: known if none is cut, or found among 32 at a time.
+        int low = 0, size = p.plan->segments[kQueue];
+        if (kQueue == kDecoded && items == size * p.kv_heads) {
+          low = number / p.kv_heads;
+          size = 1;
+        }
+        while (size > 1) {
           const int step = (size + 31) / 32, at = lane * step;
           const bool begun = at < size && sorted[low + at].first_item <= number;
           const int passed = (__popc(__ballot_sync(~0u, begun)) - 1) * step;

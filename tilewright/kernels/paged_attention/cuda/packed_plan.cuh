@@ -120,10 +120,11 @@ struct Seen {
 // up what these leave. Where there are several segments for each multiprocessor anyway, a part may have as many shares,
 // up to three. Of the last segment there are no more parts than multiprocessors, or some would have two.
 static __device__ int parts_of(int blocks, int left, int segments, const PlanSizes& p) {
-  const int processors = min(p.blocks, kMostBlocks);
-  const float shares = min(max(float(segments) * float(p.kv_heads) / float(processors), 1.0f), 3.0f);
-  const float most = max(float(kLeastPart), shares * (float(left) * float(p.kv_heads) / float(processors)));
-  const int parts = min(min(kMostParts, processors / p.kv_heads), int(float(blocks) / most + 0.5f));
+  const float processors = float(min(p.blocks, kMostBlocks)), heads = __fdividef(float(p.kv_heads), processors);
+  const float shares = min(max(float(segments) * heads, 1.0f), 3.0f);
+  const float most = max(float(kLeastPart), shares * (float(left) * heads));
+  const int limit = min(kMostParts, int(__fdividef(processors, float(p.kv_heads))));
+  const int parts = min(limit, int(__fdividef(float(blocks), most) + 0.5f));
   if (parts <= 1) return 1;
   const int each = (blocks + parts - 1) / parts;
   return (blocks + each - 1) / each;
@@ -205,38 +206,30 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
     if (queue == kChunks) {
       segment.first_item = beside * p.kv_heads;
       segment.items = work[i];
-      atomicAdd(&items[kChunks], work[i] * p.kv_heads);
     } else {
-      const int cut = parts_of(work[i], beside, counts[kDecoded], p);
-      parts[rank] = cut > 1 ? cut << 16 | cut : 1;
+      segment.first_item = rank * p.kv_heads;
+      segment.items = parts_of(work[i], beside, counts[kDecoded], p);
+      parts[rank] = segment.items > 1 ? segment.items << 16 | segment.items : 1;
     }
+    atomicAdd(&items[queue], segment.items * p.kv_heads);
     sorted[(queue == kChunks ? 0 : segments) + rank] = segment;
   }
   __syncthreads();
-  const int decoded = counts[kDecoded];
-  scan(parts, decoded, of_warps, [](int a, int b) { return a + b; });
-#pragma unroll 1
-  for (int rank = first; rank < decoded; rank += threads) {
-    const int before = rank > 0 ? parts[rank - 1] : 0, with = parts[rank];
-    Segment& segment = sorted[segments + rank];
-    segment.first_item = (before & 0xffff) * p.kv_heads;
-    segment.items = (with & 0xffff) - (before & 0xffff);
-    segment.slot = before >> 16;
-  }
-  const int all = decoded > 0 ? parts[decoded - 1] : 0;
-#pragma unroll 1
-  for (int i = first; i < (all >> 16) * p.kv_heads; i += threads) arrived[i] = 0;
   if (first < 2) {
     plan->next[first] = p.blocks;
-    plan->items[first] = first == kChunks ? items[kChunks] : (all & 0xffff) * p.kv_heads;
+    plan->items[first] = items[first];
     plan->segments[first] = counts[first];
   }
-}
-
-static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cum, const int* lengths, PlanSizes p,
-                                                                   int lane_bits, Plan* plan, int* arrived) {
-  extern __shared__ __align__(16) int memory[];
-  make_plan(cum, lengths, p, lane_bits, memory, plan, arrived);
+  const int decoded = counts[kDecoded];
+  if (items[kDecoded] == decoded * p.kv_heads) return;  // none is cut
+  scan(parts, decoded, of_warps, [](int a, int b) { return a + b; });
+#pragma unroll 1
+  for (int rank = first + 1; rank < decoded; rank += threads) {
+    sorted[segments + rank].first_item = (parts[rank - 1] & 0xffff) * p.kv_heads;
+    sorted[segments + rank].slot = parts[rank - 1] >> 16;
+  }
+#pragma unroll 1
+  for (int i = first; i < (parts[decoded - 1] >> 16) * p.kv_heads; i += threads) arrived[i] = 0;
 }
 
 }  // namespace tilewright::paged
