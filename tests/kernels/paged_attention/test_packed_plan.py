@@ -193,7 +193,7 @@ def test_few_long_ones_are_cut(program: Path):
 @pytest.mark.parametrize("ratio", [1.0, 0.995, 0.98, 0.9, 0.5])
 def test_there_is_room_for_all_parts(program: Path, ratio: float):
     """Counters behind the room for them are found written by the program."""
-    lengths = np.maximum((1 << 29) * ratio ** np.arange(2000.0), 700).astype(np.int32)
-    for kv_heads in (1, 8):
-        sizes = Sizes(2000, 2000, kv_heads, 1 << 29, 2, 32, 160)
-        check(program, [Call(sizes, np.arange(2001, dtype=np.int32), lengths)])
+    for sequences, kv_heads in ((2000, 1), (2000, 8), (130, 1)):  # of 130 the parts are the smallest
+        lengths = np.maximum((1 << 29) * ratio ** np.arange(float(sequences)), 700).astype(np.int32)
+        sizes = Sizes(sequences, sequences, kv_heads, 1 << 29, 2, 32, 160)
+        check(program, [Call(sizes, np.arange(sequences + 1, dtype=np.int32), lengths)])
