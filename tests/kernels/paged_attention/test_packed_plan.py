@@ -182,12 +182,10 @@ def test_boundaries_and_lengths_may_be_anything(program: Path):
 def test_few_long_ones_are_cut(program: Path):
     """So that as many items as there are multiprocessors have about the same share of the keys."""
     sizes = Sizes(1, 1, 8, 1 << 17, 2, 32, 132)
-    (plan,) = plans(program, [Call(sizes, np.array([0, 1], np.int32), np.array([1 << 17], np.int32))])
-    assert (plan.items, plan.arrived) == ([0, 128], 128)
-    (plan,) = plans(
-        program, [Call(sizes._replace(left=64 * 20), np.array([0, 1], np.int32), np.array([1 << 17], np.int32))]
-    )
-    assert (plan.items, plan.arrived) == ([0, 24], 24)
+    call = Call(sizes, np.array([0, 1], np.int32), np.array([1 << 17], np.int32))
+    whole, window = plans(program, [call, call._replace(sizes=sizes._replace(left=64 * 20))])
+    assert (whole.items, whole.arrived) == ([0, 128], 128)
+    assert (window.items, window.arrived) == ([0, 24], 24)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.995, 0.98, 0.9, 0.5])

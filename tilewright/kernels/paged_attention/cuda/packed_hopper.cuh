@@ -12,7 +12,7 @@
 // - Two warps of the fourth copy, one for each queue. The others look what comes next and clear values that no row
 //   sees.
 //
-// Sequences are sorted before, in a launch of one block: the longest come first. Keys of one that is decoded are cut to
+// Sequences are sorted by one block of a launch before: the longest come first. Keys of one that is decoded are cut to
 // parts if they are more than a multiprocessor's share of what is left.
 #pragma once
 

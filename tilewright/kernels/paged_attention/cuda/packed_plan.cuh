@@ -30,7 +30,7 @@ struct Plan {
 
 enum Queue { kChunks, kDecoded };
 
-constexpr int kPlanThreads = 1024, kMaxSequences = 4096;
+constexpr int kPlanThreads = 1024;
 // Multiprocessors that work is shared out among: more than any device of this capability has.
 constexpr int kMostBlocks = 144;
 constexpr int kMostParts = 64, kLeastPart = 8;  // of a decoded token's keys; blocks of these that one has at least
@@ -64,7 +64,7 @@ struct PlanSizes {
   int left, right;   // how far a token sees beside itself
 };
 
-// How the block is launched.
+// How the block that plans is launched, and any beside it.
 struct PlanLaunch {
   int threads;
   int lane_bits;  // lanes that share the comparisons of a segment with the others, as a power of two
