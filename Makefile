@@ -1,4 +1,4 @@
-# make test: environment, lint, types, tests.  make demo: train the example model.  make help: the rest.
+# make test: environment, lint, types, tests.  make quick: after every change.  make help: the rest.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,20 +10,24 @@ VENV := .venv
 STAMP := .make/installed
 AOT := .aot/venv
 PYTHON ?= $(VENV)/bin/python
-# The processes of pytest-xdist, and the hypothesis profile of tests/conftest.py: dev, ci or nightly.
+# The processes of pytest-xdist; of tests/conftest.py the suite (quick, test or full) and the hypothesis profile (dev, ci
+# or full).
 JOBS ?= 2
+SUITE ?= test
 PROFILE ?= ci
 PYTEST_ARGS ?=
 
-.PHONY: help install test lint types unit aot test-gpu memcheck demo generate bench table format clean
+.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck demo generate bench table format clean
 
 help:
+	@echo 'make quick     after every change: lint, types, and all tests that cost little'
 	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
+	@echo 'make test-full the same with every combination, and fresh random examples; before a piece of work is done'
 	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
 	@echo 'make generate  serve the model of make demo (which runs first if it has not): continuous batching over pages'
 	@echo 'make lint      ruff check and ruff format --check'
 	@echo 'make types     mypy'
-	@echo 'make unit      the tests alone'
+	@echo 'make unit      the tests alone (SUITE=test)'
 	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
 	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
@@ -51,10 +55,20 @@ $(STAMP): pyproject.toml .python-version
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda]'
 	@mkdir -p $(@D) && touch $@
 
+quick: $(STAMP)
+	@$(MAKE) lint
+	@$(MAKE) types
+	@$(MAKE) unit SUITE=quick
+
 test: install
 	@$(MAKE) lint
 	@$(MAKE) types
 	@$(MAKE) unit
+
+test-full: install
+	@$(MAKE) lint
+	@$(MAKE) types
+	@$(MAKE) unit SUITE=full PROFILE=full
 
 lint: $(STAMP)
 	@$(PYTHON) -m ruff check
@@ -64,11 +78,12 @@ types: $(STAMP)
 	@$(PYTHON) -m mypy
 
 unit: $(STAMP)
-	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest --suite $(SUITE) -n $(JOBS) --dist worksteal \
+	  $(PYTEST_ARGS)
 
 aot: .aot/installed
 	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(AOT)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  -o addopts='-ra --strict-markers --import-mode=importlib' tests/aot $(PYTEST_ARGS)
+	  -o addopts='-ra --strict-markers --import-mode=importlib' --suite full tests/aot $(PYTEST_ARGS)
 
 # An environment of its own: with the CUDA plugin beside it, jax in the other would look for a GPU. The plugin's own
 # requirements are a gigabyte of libraries that only running needs.
@@ -85,13 +100,13 @@ aot: .aot/installed
 test-gpu:
 	@if ! compgen -G 'tests/gpu/test_*.py' >/dev/null; then echo 'there are no tests in tests/gpu yet'; exit 0; fi; \
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} \
-	  TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu $(PYTEST_ARGS)
+	  TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest -o addopts='-ra --strict-markers' --suite full tests/gpu $(PYTEST_ARGS)
 
 # compute-sanitizer 2025.3 itself ends in a segmentation fault now and then, before any test has run: once more.
 memcheck:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
-	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' tests/gpu/test_memory_access.py \
+	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' --suite full tests/gpu/test_memory_access.py \
 	  tests/gpu/test_serving.py -k 'in_bounds or hostile or beyond' $(PYTEST_ARGS)
 
 demo: $(STAMP)
@@ -112,4 +127,4 @@ format: $(STAMP)
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .aot .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

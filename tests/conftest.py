@@ -1,15 +1,33 @@
-"""What must stand before jax is imported, the hypothesis profiles, and a limit to what JAX keeps."""
+"""What must stand before jax is imported, the suites, the hypothesis profiles, and a limit to what JAX keeps."""
 
+import gc
 import itertools
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
-# Eight devices let a CPU run what is sharded; jax reads the flag once, when its backend starts.
-_DEVICES = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+def _environment(full: bool) -> None:
+    """Sets what jax reads once, when it is imported or its backend starts; the processes of xdist inherit it."""
+    flags = ["--xla_force_host_platform_device_count=8"]  # let a CPU run what is sharded
+    if not full:
+        # Most of a test's time is LLVM's, a third of that its optimisations: `make test-full` has them, as users do.
+        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+        # Programs are compiled once for all processes of a run, and not again by the next run: all but those with
+        # callbacks, which are what is interpreted.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".jax_cache"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    given = os.environ.get("XLA_FLAGS", "").split()
+    known = {flag.partition("=")[0] for flag in given}
+    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in flags if flag.partition("=")[0] not in known)])
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # pytest has not parsed its arguments yet.
+    _environment(any("=".join(pair).startswith("--suite=full") for pair in itertools.pairwise([*sys.argv, ""])))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Each process has its own: the user's tuned configs must not decide a test, nor a test write among them. What the user
 # said is for the processes that pytest starts, too.
@@ -20,13 +38,17 @@ for _name in ("TILEWRIGHT_AUTOTUNE", "TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
     os.environ.pop(_name, None)
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+from tests.support.progress import Progress  # noqa: E402
+from tests.support.suites import LEFT_OUT, SUITES  # noqa: E402
 
 # A first example compiles, which is slow for reasons that are not the test's.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("dev", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_COMMON)
-settings.register_profile("nightly", max_examples=500, print_blob=True, **_COMMON)
+settings.register_profile("full", max_examples=100, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("TILEWRIGHT_HYPOTHESIS_PROFILE", "dev"))
 
 
@@ -44,6 +66,50 @@ def pytest_runtest_teardown() -> None:
             full = sum(1 for _ in lines) > _MOST_MAPPINGS
         if full:
             jax.clear_caches()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=SUITES, default="test", help="which tests are run (tests/support/suites.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and config.get_verbosity() <= 0:
+        config.pluginmanager.register(Progress(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = LEFT_OUT[config.getoption("--suite")]
+    parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        parts[left_out.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
+    config.hook.pytest_deselected(items=parts[False])
+    items[:] = _cases_together(parts[True])
+
+
+def _cases_together(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The same order, but a case of a conformance suite comes for all backends at once.
+
+    One process then runs it for all, which compiles its oracle once: the first that meets it keeps it.
+    """
+    first: dict[tuple[str, str, str], int] = {}
+    place = {}
+    for index, item in enumerate(items):
+        function, callspec = getattr(item, "function", None), getattr(item, "callspec", None)
+        place[item] = index
+        if callspec is not None and function is not None:
+            place[item] = first.setdefault((function.__module__, function.__qualname__, callspec.id), index)
+    return sorted(items, key=place.__getitem__)
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage seldom, and never what is imported: a tenth of the time of tests that trace a lot."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or nanobind would report what is left at the interpreter's end
 
 
 def pytest_unconfigure() -> None:

@@ -14,7 +14,8 @@ import pytest
 from tests.support.command_line import invoke
 from tilewright import __version__
 from tilewright.cli import main
-from tilewright.ops import AutotuningResult, PersistentCache
+from tilewright.ops import AutotuningResult, FwdParams, PersistentCache
+from tilewright.ops.execution.journal import unfinished
 
 SHAPE = ["--shape", "1,64,2,16"]
 
@@ -87,6 +88,7 @@ def test_info_names_device_versions_and_backends():
         assert word in text
 
 
+@pytest.mark.slow
 def test_tune_then_the_cache_commands(cache_directory, tmp_path):
     file = tmp_path / "result.json"
     text = invoke("tune", "flash_attention", *SHAPE, "--causal", "--json", str(file))
@@ -117,6 +119,15 @@ def test_tune_then_the_cache_commands(cache_directory, tmp_path):
     assert len(PersistentCache(cache_directory)) == 2
 
 
+def test_clearing_forgets_what_a_killed_tuning_had_measured(cache_directory):
+    cache = PersistentCache(cache_directory)
+    for each in (cache, unfinished(cache)):
+        assert each.put("a key", FwdParams())
+    assert "1 entries deleted" in invoke("cache", "clear", "--yes")
+    assert len(PersistentCache(cache_directory)) == len(unfinished(cache)) == 0
+
+
+@pytest.mark.slow
 def test_explain_before_and_after_tuning(cache_directory):
     arguments = ("flash_attention", *SHAPE, "--no-backward")
     assert "heuristic" in invoke("explain", *arguments)
@@ -124,6 +135,7 @@ def test_explain_before_and_after_tuning(cache_directory):
     assert re.search(r"memory|disk", invoke("explain", *arguments))
 
 
+@pytest.mark.slow
 def test_tuning_into_a_lock(cache_directory, tmp_path, monkeypatch):
     from tilewright.ops import Lock
     from tilewright.ops.config import lockfile
@@ -168,6 +180,7 @@ def test_a_lock_of_elsewhere_is_refused_before_anything_is_measured(cache_direct
     assert len(PersistentCache(cache_directory)) == 0
 
 
+@pytest.mark.slow
 def test_candidates_are_isolated_as_asked(cache_directory, tmp_path):
     arguments = ("flash_attention", *SHAPE, "--no-backward", "--json", str(tmp_path / "found.json"))
     for isolation in ("process", "none"):
@@ -181,6 +194,7 @@ def test_how_to_measure_is_checked_first(option, value):
     assert option in invoke("tune", "flash_attention", *SHAPE, option, value, code=2)
 
 
+@pytest.mark.slow
 def test_bench_compares_with_jax_and_writes_json(tmp_path):
     file = tmp_path / "bench.json"
     text = invoke("bench", "flash_attention", *SHAPE, "--iters", "2", "--json", str(file))
@@ -241,6 +255,7 @@ def test_a_file_that_is_no_export_is_refused(tmp_path, capsys):
     assert "is no export" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_code_2_and_no_traceback():
     done = run_program("tune", "flash_attention", "--shape", "1,64,3,16", "--kv-heads", "2")
     assert done.returncode == 2
@@ -249,6 +264,7 @@ def test_the_program_ends_with_code_2_and_no_traceback():
     assert "query.shape=(1, 64, 3, 16)" in line
 
 
+@pytest.mark.slow
 def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     done = run_program("tune", "waiting:plain", cwd=tmp_path)
@@ -256,6 +272,7 @@ def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
     assert "calls no kernel" in done.stderr
 
 
+@pytest.mark.slow
 def test_interrupting_a_tuning_keeps_what_was_measured(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     folder = tmp_path / "cache"

@@ -234,6 +234,7 @@ def all_texts(text):
 PLAIN = Page(render([all_texts("x")], date=DATE))
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(), min_size=1, max_size=200))
 @example(HOSTILE)
 @example("&#60;script&#62; &amp;")
@@ -323,10 +324,12 @@ class TestOfManyCandidates:
     def text(self, tmp_path):
         return page_of(result_of(*self.FIELDS), tmp_path)
 
+    @pytest.mark.slow
     def test_is_small(self, text):
         assert sum(map(len, self.FIELDS)) == 15_000
         assert len(text) < 800_000
 
+    @pytest.mark.slow
     def test_every_implementation_is_shown_by_its_best(self, text):
         page = Page(text)
         for number, field in enumerate(self.FIELDS):
@@ -342,6 +345,7 @@ class TestOfManyCandidates:
             bars = [e.get("d") for e in page.tree.iter("path") if e.get("class") == "bars"][number]
             assert bars.count("M") == len(rows)
 
+    @pytest.mark.slow
     def test_what_is_left_out_is_counted_and_where_it_is_said(self, text):
         page = Page(text)
         said = ["".join(e.itertext()) for e in page.tree.iter("p") if "Left out" in "".join(e.itertext())]
@@ -421,6 +425,7 @@ def test_a_result_can_be_reported_where_its_kernels_are_not_installed(tmp_path):
     assert "this" not in sys.modules  # a module of the standard library that prints when it is imported
 
 
+@pytest.mark.slow
 def test_without_files_the_disk_cache_is_reported(cache_directory, tmp_path):
     invoke("tune", "flash_attention", "--shape", "1,32,2,16", "--json", str(tmp_path / "result.json"))
     cache = PersistentCache(cache_directory)

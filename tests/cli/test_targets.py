@@ -34,6 +34,12 @@ def test_a_shape_becomes_a_case_with_the_fields_given():
     assert [g.shape for g in gradients[0]] == [(2, 128, 4, 32), (2, 128, 2, 32), (2, 128, 2, 32)]
 
 
+def test_what_is_turned_off_is_given():
+    options = CallOptions(shape="1,64,2,16", causal=False, extra=("sliding_window=0", "dropout_prob=0.0"))
+    assert options.fields() == {"causal": False, "sliding_window": 0, "dropout_prob": 0.0}
+    assert CallOptions(shape="1,64,2,16").fields() == {}
+
+
 def test_without_backward_there_is_only_the_output():
     (call,) = named_calls("flash_attention", CallOptions(shape="1,64,2,16", backward=False))
     assert jax.eval_shape(call.function, *call.args).shape == (1, 64, 2, 16)

@@ -15,6 +15,8 @@ import serving
 import train_demo
 from serving import Request, Server, ServerConfig
 
+from tests.support.command_line import one_device
+
 MODEL = bt.ModelConfig(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=6, ngram_buckets=64)
 CONFIG = ServerConfig(slots=3, page_size=4, num_pages=24, longest=40, chunk=16)
 
@@ -32,6 +34,7 @@ def requests(seed: int = 0, count: int = 7) -> list[Request]:
     return [Request(i, draw.integers(0, 256, n).tolist(), m) for i, (n, m) in enumerate(sizes)]
 
 
+@pytest.mark.slow
 def test_answers_are_those_without_a_cache(parameters: Any):
     server = Server(parameters, MODEL, CONFIG)
     submitted = requests()
@@ -69,6 +72,7 @@ def test_a_request_that_cannot_fit_is_refused(parameters: Any):
         ServerConfig(slots=3, chunk=2)
 
 
+@pytest.mark.full
 def test_the_program_serves_what_the_demo_saved(tmp_path: Path):
     file = tmp_path / "parameters.npz"
     with pytest.raises(FileNotFoundError, match="make demo"):
@@ -79,7 +83,7 @@ def test_the_program_serves_what_the_demo_saved(tmp_path: Path):
     sizes = ["--requests", "4", "--slots", "2", "--longest-prompt", "20", "--longest-answer", "6", "--check", "1"]
     done = subprocess.run(
         [sys.executable, generate.__file__, "--parameters", str(file), *sizes],
-        env={**os.environ, "COLUMNS": "200", "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "COLUMNS": "200", "XLA_FLAGS": one_device()}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "4 requests in " in done.stdout

@@ -12,6 +12,8 @@ import pytest
 import train_demo
 from train_plot import Comparison
 
+from tests.support.command_line import one_device
+
 DEMO = Path(__file__).parent.parent.parent / "examples" / "train_demo.py"
 
 
@@ -19,22 +21,27 @@ def run_demo(folder: Path) -> str:
     arguments = ["--steps", "3", "--batch", "1", "--length", "64", "--compare-every", "2", "--out", str(folder / "out")]
     done = subprocess.run(
         [sys.executable, str(DEMO), *arguments],
-        env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder / "cache"), "COLUMNS": "200", "XLA_FLAGS": ""},
+        env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder / "cache"), "COLUMNS": "200", "XLA_FLAGS": one_device()},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_two_runs(tmp_path):
-    first = run_demo(tmp_path)
-    assert "4 of 4 calls measured" in first
-    assert "medians of 2 steps" in first
-    assert "validation loss after 3 steps" in first
+@pytest.mark.full
+def test_a_second_run_finds_the_configs_of_the_first(tmp_path):
+    run_demo(tmp_path)
     second = run_demo(tmp_path)
     assert "configs for 4 calls found on disk" in second
     assert "nothing measured" in second
 
+
+@pytest.mark.slow
+def test_a_run_tunes_trains_and_saves(tmp_path):
+    said = run_demo(tmp_path)
+    assert "4 of 4 calls measured" in said
+    assert "medians of 2 steps" in said
+    assert "validation loss after 3 steps" in said
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     with np.load(tmp_path / "out" / "parameters.npz") as saved:
         wanted = jax.eval_shape(lambda: bt.initial_parameters(bt.ModelConfig(), jax.random.key(0)))
@@ -53,6 +60,7 @@ def test_a_disagreement_of_the_two_attentions_ends_the_demo():
             train_demo.check(comparison, loss)
 
 
+@pytest.mark.slow
 def test_the_gradient_difference_is_relative_to_the_gradient():
     state = bt.initial_state(bt.ModelConfig(layers=1, width=8, hidden=8, ngram_buckets=4), jax.random.key(0))
     zeros = jax.tree.map(np.zeros_like, state.mean)

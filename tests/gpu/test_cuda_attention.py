@@ -21,8 +21,6 @@ from tests.gpu.real_lengths import (
 from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
-    ConformanceCase,
-    describe,
     inputs_of,
     run_and_judge,
 )
@@ -56,18 +54,12 @@ def exact_products() -> Iterator[None]:
 class TestCuda(Conformance):
     backend: ClassVar[Implementation] = BACKEND
     deterministic: ClassVar[bool] = False
-
-    @pytest.mark.parametrize("conformance_case", CASES[::2], ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = CASES[::2]
 
 
 class TestCudaDeterministic(Conformance):
     backend: ClassVar[Implementation] = BACKEND
-
-    @pytest.mark.parametrize("conformance_case", CASES[1::2], ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = CASES[1::2]
 
     def params(self, problem: AttentionProblem, direction: Direction) -> CudaForwardParams | CudaBackwardParams:
         return CudaForwardParams() if direction == "forward" else CudaBackwardParams(None, True)

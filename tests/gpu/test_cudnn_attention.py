@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.real_lengths import check_at_real_lengths, check_in_a_command_buffer, check_on_every_device, long_case
-from tests.kernels.flash_attention.conformance import Conformance, ConformanceCase, cotangents, describe, judge, oracles
+from tests.kernels.flash_attention.conformance import Conformance, cotangents, judge, oracles
 from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda import CudaFlashAttention
@@ -41,10 +41,7 @@ def exact_products() -> Iterator[None]:
 class TestCudnn(Conformance):
     backend: ClassVar[Implementation] = BACKEND
     deterministic: ClassVar[bool] = False
-
-    @pytest.mark.parametrize("conformance_case", PAIRWISE, ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = PAIRWISE
 
 
 def skip_unless_served(inputs: AttentionInputs) -> None:

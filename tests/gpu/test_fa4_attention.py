@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.real_lengths import check_on_every_device, differences, long_case
-from tests.kernels.flash_attention.conformance import Conformance, ConformanceCase, cotangents, describe, judge, oracles
+from tests.kernels.flash_attention.conformance import Conformance, cotangents, judge, oracles
 from tests.kernels.flash_attention.cudnn_cases import case_of, check_residuals, inputs_for
 from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
 from tilewright.kernels.flash_attention.cases import AttentionCase
@@ -43,10 +43,7 @@ def exact_products() -> Iterator[None]:
 class TestFa4(Conformance):
     backend: ClassVar[Implementation] = BACKEND
     deterministic: ClassVar[bool] = False
-
-    @pytest.mark.parametrize("conformance_case", PAIRWISE, ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = PAIRWISE
 
 
 def skip_unless_served(inputs: AttentionInputs, backend: Implementation = BACKEND) -> AttentionProblem:

@@ -12,8 +12,6 @@ from tests.gpu.real_lengths import check_at_real_lengths, long_case
 from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
-    ConformanceCase,
-    describe,
 )
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
@@ -32,11 +30,8 @@ BACKEND = PallasGpuFlashAttention()
 
 class TestPallasOnHopper(Conformance):
     backend: ClassVar[Implementation] = BACKEND
-
     # A third of them, for the time that compilation takes: all run in the interpreter.
-    @pytest.mark.parametrize("conformance_case", CASES[::3], ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = CASES[::3]
 
 
 # The first four are run with every config of their head dims.

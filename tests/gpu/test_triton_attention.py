@@ -17,11 +17,8 @@ from tests.gpu.real_lengths import (
     long_case,
 )
 from tests.kernels.flash_attention.conformance import (
-    CASES,
     Conformance,
-    ConformanceCase,
     cotangents,
-    describe,
     inputs_of,
     judge,
     oracles,
@@ -53,10 +50,6 @@ def exact_products() -> Iterator[None]:
 
 class TestTriton(Conformance):
     backend: ClassVar[Implementation] = BACKEND
-
-    @pytest.mark.parametrize("conformance_case", CASES, ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -1,7 +1,8 @@
 """Fixtures of all tests of kernels."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,17 @@ from tilewright.ops.utils import device as devices
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, fingerprint="gpu:NVIDIA A100-SXM4-80GB:8.0", present=False)
+
+
+def nvcc_marks(missing: list[str]) -> list[pytest.MarkDecorator]:
+    """The marks of tests of what nvcc compiles, in half a minute or more; ``missing`` is what this machine lacks."""
+    reason = "; ".join(missing)
+    return [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing), reason=reason)]
+
+
+def needs_nvcc(missing: list[str]) -> Callable[[Any], Any]:
+    """The same as a decorator of one test."""
+    return lambda test: functools.reduce(lambda marked, mark: mark(marked), nvcc_marks(missing), test)
 
 
 def abstract_arguments(case: AttentionCase) -> tuple[tuple[Any, ...], dict[str, Any]]:

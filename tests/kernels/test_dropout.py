@@ -71,6 +71,7 @@ def test_keep_rate(prob):
     assert abs((kept[..., ::2] & kept[..., 1::2]).mean() - (1 - prob) ** 2) <= 5 / np.sqrt(kept.size / 2)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     seeds = jnp.stack([SEED, SEED + 1])
     mapped = jax.vmap(lambda seed: keep_mask(seed, 1, 2, 4, 4, 0.5))(seeds)

@@ -134,6 +134,7 @@ def test_definitions_by_hand():
     np.testing.assert_array_equal(whole(packed, q_length, kv_length)[0, 0], j <= np.array([4, 5, 6, 0, 1])[:, None] + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(grids(), offsets, sides, sides)
 def test_static_bands_are_exact(grid, offset, left, right):
@@ -154,6 +155,7 @@ def test_lengths_are_exact(grid, seed, rows, columns):
     check_classes(mask, grid, exact=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), grids())
 def test_classification_is_sound(data, grid):
@@ -164,6 +166,7 @@ def test_classification_is_sound(data, grid):
     check_classes(mask, grid, exact=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data(), grids())
 def test_tiles_are_slices(data, grid):
@@ -192,6 +195,14 @@ def test_segments_of_whole_blocks_are_full():
     ids = jnp.array([[0, 0, 1, 1]])
     classes = SegmentMask(ids, ids).classify(TileGrid(4, 4, 2, 2))
     np.testing.assert_array_equal(classes[0, 0], [[TileClass.FULL, TileClass.EMPTY], [TileClass.EMPTY, TileClass.FULL]])
+
+
+def test_a_tile_of_several_segments_is_partial():
+    """On either side, whichever segment it begins with."""
+    q_ids, kv_ids = jnp.array([[0, 0, 0, 1]]), jnp.array([[0, 1, 0, 0]])
+    classes = SegmentMask(q_ids, kv_ids).classify(TileGrid(4, 4, 2, 2))
+    partial, full = TileClass.PARTIAL, TileClass.FULL
+    np.testing.assert_array_equal(classes[0, 0], [[partial, full], [partial, partial]])
 
 
 def test_no_keys():

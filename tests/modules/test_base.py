@@ -85,6 +85,11 @@ def test_create_default_executor_warns_and_works(tmp_path: object) -> None:
     query = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
     out = executor(FlashAttention(), query, query, query, causal=True)
     np.testing.assert_allclose(out, jax.nn.dot_product_attention(query, query, query, is_causal=True), atol=1e-6)
+    assert len(executor.chooser.persistent) == 0  # nothing was measured
+    with pytest.warns(DeprecationWarning, match="Executor"):
+        tuning = base.create_default_executor(str(tmp_path), timing_iterations=1)
+    tuning(FlashAttention(), query, query, query, causal=True)
+    assert len(executor.chooser.persistent) == 1
 
 
 def test_block_sizes_in_common_terms_reach_the_backend() -> None:

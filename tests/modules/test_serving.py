@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
+from tests.support.suites import sampled
 from tilewright import modules
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
@@ -71,6 +72,7 @@ def test_names_of_kernels_and_functions():
         assert isinstance(kernel(name), getattr(modules, kind))
 
 
+@pytest.mark.slow
 def test_one_problem_in_all_layouts():
     options: dict[str, Any] = {"sliding_window": 20, "softmax_aux": jnp.ones(4), "return_lse": True}
     want = page_attention(*CALL, **options)
@@ -96,6 +98,69 @@ def test_one_problem_in_all_layouts():
             np.testing.assert_array_equal(ours, before)
 
 
+def by_hand(q_lengths: tuple[int, ...], **options: Any) -> np.ndarray:
+    """What packed queries give, row by row in float64; options as `ragged_page_attention` has them."""
+    causal, window = options.get("causal", True), options.get("sliding_window", (None, None))
+    scale, cap = options.get("softmax_scale", 0.25), options.get("logits_soft_cap")
+    slopes, sinks = (np.asarray(options.get(name, np.zeros((4, 0)))) for name in ("alibi_slopes", "softmax_aux"))
+    token, results = 0, []
+    for sequence, count in enumerate(q_lengths):
+        length = int(LENGTHS[sequence])
+        keys, values = (
+            np.asarray(pages, np.float64)[np.asarray(TABLE[sequence])].reshape(-1, 2, 16)[:length]
+            for pages in (KEY_PAGES, VALUE_PAGES)
+        )
+        for position in range(length - count, length):
+            ahead = np.arange(length) - position
+            seen = (ahead <= 0) if causal else np.ones(length, bool)
+            seen &= (window[0] is None or -ahead <= window[0]) & (window[1] is None or ahead <= window[1])
+            for head in range(4):
+                logits = scale * keys[:, head // 2] @ np.asarray(PACKED[token, head], np.float64)
+                logits = logits + (slopes[head] * ahead if slopes.ndim == 1 else 0)
+                logits = np.where(seen, logits if cap is None else cap * np.tanh(logits / cap), -np.inf)
+                weights = np.exp(logits)
+                results.append(weights @ values[:, head // 2] / (weights.sum() + np.exp(sinks[head]).sum()))
+            token += 1
+    return np.stack(results).reshape(token, 4, 16)
+
+
+PACKED = draw(8, 4, 16, seed=6)
+PACKED_OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "not causal": {"causal": False},
+    "window": {"sliding_window": (3, 0)},
+    "window on both sides": {"causal": False, "sliding_window": (3, 2)},
+    "scale": {"softmax_scale": -0.7},
+    "cap": {"logits_soft_cap": 0.5},
+    "sinks": {"softmax_aux": draw(4, 2, seed=7)},
+    "slopes": {"alibi_slopes": jnp.asarray([0.5, -0.1, 0.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("name", PACKED_OPTIONS)
+def test_every_option_reaches_the_kernel(name: str):
+    """Written out here: backends and their oracle are both told what prepare makes of a call."""
+    got = ragged_page_attention(PACKED, *CALL[1:], jnp.asarray([0, 2, 7, 8]), **PACKED_OPTIONS[name])
+    np.testing.assert_allclose(got, by_hand((2, 5, 1), **PACKED_OPTIONS[name]), atol=1e-5)
+
+
+def test_tokens_of_no_sequence_see_nothing_and_are_not_written():
+    """Before the first boundary and behind the last one."""
+    cum = jnp.asarray([2, 4, 6, 7])
+    out, lse = ragged_page_attention(PACKED, *CALL[1:], cum, return_lse=True)
+    want = ragged_page_attention(PACKED[2:7], *CALL[1:], cum - 2)
+    np.testing.assert_allclose(out[2:7], want, atol=1e-6)
+    for outside in (slice(0, 2), slice(7, 8)):
+        assert not np.any(out[outside])
+        assert np.all(np.isneginf(lse[outside]))
+    new = draw(8, 2, 16, seed=8)
+    ours = update_pages(*CALL[1:3], new, new, TABLE, LENGTHS, cum)
+    theirs = update_pages(*CALL[1:3], new[2:7], new[2:7], TABLE, LENGTHS, cum - 2)
+    for got, wanted in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.slow
 def test_latents_are_keys_whose_first_part_is_the_value():
     latents, query = draw(12, 8, 24, seed=4), draw(3, 2, 4, 24, seed=5)
     got = mla_decode(query, latents, TABLE, LENGTHS, kv_lora_rank=20, softmax_scale=0.2)
@@ -165,6 +230,7 @@ def test_a_gradient_is_refused_by_name():
         jax.jit(jax.grad(lambda p: update_pages(p, VALUE_PAGES, *new, TABLE, LENGTHS)[0].sum()))(KEY_PAGES)
 
 
+@pytest.mark.slow
 def test_vmap_over_anything():
     queries, lengths = jnp.stack([QUERY, -QUERY]), jnp.stack([LENGTHS, LENGTHS // 2])
     got = jax.jit(jax.vmap(page_attention, in_axes=(0, None, None, None, 0)))(queries, *CALL[1:4], lengths)
@@ -176,6 +242,7 @@ def test_vmap_over_anything():
     np.testing.assert_allclose(both[1], page_attention(QUERY, caches[1], *CALL[2:]), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [False, True])
 def test_heads_over_an_explicit_mesh(writes: bool):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
@@ -205,14 +272,14 @@ def test_explain_and_strict_platforms():
         page_attention(*CALL, platform="cuda")
 
 
-@pytest.mark.parametrize(
-    ("op", "case"),
-    [
-        ("decode_attention", DecodeCase("", kv_length=40, heads=4, head_dim=16, kv_dtype="int8", scale="token")),
-        ("ragged_page_attention", RaggedPageCase("", kv_length=40, heads=4, head_dim=16, write=True, q_lengths=(1, 5))),
-        ("mla_decode", MlaCase("", kv_length=40, heads=4, head_dim=24, value_dim=16, dtype="bfloat16")),
-    ],
-)  # fmt: skip
+TUNED = [
+    ("decode_attention", DecodeCase("", kv_length=40, heads=4, head_dim=16, kv_dtype="int8", scale="token")),
+    ("ragged_page_attention", RaggedPageCase("", kv_length=40, heads=4, head_dim=16, write=True, q_lengths=(1, 5))),
+    ("mla_decode", MlaCase("", kv_length=40, heads=4, head_dim=24, value_dim=16, dtype="bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("op", "case"), sampled(TUNED, test=["ragged_page_attention"], key=lambda row: row[0]))
 def test_tuning_checks_every_candidate(op: str, case: Any):
     positional, keywords = case.arguments()
     chain = ConfigSelectorChain()
@@ -222,6 +289,7 @@ def test_tuning_checks_every_candidate(op: str, case: Any):
     assert from_json(to_json(call.winner.config.params), FwdParams) == call.winner.config.params
 
 
+@pytest.mark.slow
 def test_tuning_without_values_draws_valid_ones():
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in CALL]
     chain = ConfigSelectorChain()

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.ops.core.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
+from tests.support.suites import crossed
 from tilewright.ops import (
     ConfigCache,
     ConfigSelectorChain,
@@ -118,9 +119,7 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("autotune", [False, True], ids=["heuristic", "tuned"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "form", "autotune"), crossed(TRANSFORMS, FORMS, [False, True], quick=12))
 def test_results(name, form, autotune):
     transform, arguments = TRANSFORMS[name]
     kernel, watched = form(), Watched(autotune=autotune)
@@ -130,8 +129,9 @@ def test_results(name, form, autotune):
     assert bool(watched.tuned) == autotune
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["jit", "jit of grad", "jit of vmap", "grad of scan", "shard_map"])
+@pytest.mark.parametrize(
+    ("name", "form"), crossed(["jit", "jit of grad", "jit of vmap", "grad of scan", "shard_map"], FORMS)
+)
 def test_no_tracer_leaks(name, form):
     transform, arguments = TRANSFORMS[name]
     for autotune in (False, True):
@@ -149,8 +149,9 @@ class TestTheTracedProgram:
         jaxpr = jax.make_jaxpr(lambda a, b: Executor(ConfigSelectorChain())(form(), a, b))(A, B)
         assert len(jaxpr.eqns) == 1
 
-    @pytest.mark.parametrize("name", ["eager", "vmap", "jit of grad", "scan", "remat"])
-    @pytest.mark.parametrize("form", [Recomputing, Pair])
+    @pytest.mark.parametrize(
+        ("name", "form"), crossed(["eager", "vmap", "jit of grad", "scan", "remat"], [Recomputing, Pair], quick=2)
+    )
     def test_does_not_depend_on_tuning(self, name, form):
         transform, arguments = TRANSFORMS[name]
         kernel = form()
@@ -259,9 +260,10 @@ class TestSharding:
         compiled = jax.jit(function).lower(*arguments).compile()
         return compiled(*arguments), [name for name in COLLECTIVES if name in compiled.as_text()]
 
-    @pytest.mark.parametrize("autotune", [False, True])
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize(
+        ("kind", "form", "autotune"),
+        crossed([AxisType.Auto, AxisType.Explicit], FORMS, [False, True], times=2, quick=2),
+    )
     def test_adds_no_collective(self, kind, form, autotune):
         watched, kernel, mesh = Watched(autotune=autotune), form(), self.mesh(kind)
         (a,) = operands((16, 5))
@@ -330,9 +332,10 @@ class TestSharding:
 
 
 class TestExport:
-    @pytest.mark.parametrize("platforms", [None, ["cpu", "cuda"], ["cuda", "tpu", "cpu"]])
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("autotune", [False, True])
+    @pytest.mark.parametrize(
+        ("form", "platforms", "autotune"),
+        crossed(FORMS, [None, ["cpu", "cuda"], ["cuda", "tpu", "cpu"]], [False, True], quick=1),
+    )
     def test_round_trip(self, form, platforms, autotune):
         kernel, watched = form(), Watched(autotune=autotune)
         function = jax.jit(lambda a, b: watched.run(kernel, a, b))
@@ -374,8 +377,10 @@ class TestExport:
 
 
 class TestLabels:
-    @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in ("linearize", "eager")])
-    @pytest.mark.parametrize("form", [Recomputing, Pair])
+    @pytest.mark.parametrize(
+        ("name", "form"),
+        crossed([name for name in TRANSFORMS if name not in ("linearize", "eager")], [Recomputing, Pair], quick=8),
+    )
     def test_are_in_the_program(self, name, form):
         transform, arguments = TRANSFORMS[name]
         watched, kernel = Watched(), form()
@@ -385,6 +390,7 @@ class TestLabels:
         assert {"backward" in label for label in labels} >= ({True} if "grad" in name or name == "jacrev" else {False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_precision_and_x64_reach_the_kernel(form):
     executor = Executor(ConfigSelectorChain(autotune=True))

@@ -1,5 +1,7 @@
 """Commands in this process."""
 
+import os
+
 from typer.testing import CliRunner
 
 from tilewright.cli.app import app
@@ -9,3 +11,8 @@ def invoke(*arguments, code=0, **options):
     result = CliRunner().invoke(app, arguments, **options)
     assert result.exit_code == code, result.output
     return result.output
+
+
+def one_device() -> str:
+    """The ``XLA_FLAGS`` of this process, but for the number of its devices: for programs that a user starts."""
+    return " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)

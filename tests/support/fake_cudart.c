@@ -1,6 +1,7 @@
-/* A stand-in for the CUDA runtime with two devices: it logs what it is asked to do and does nothing.
+/* A stand-in for the CUDA runtime with three devices: it logs what it is asked to do and does nothing.
 
-   Device 0 is an H100. Device 1 has less shared memory. A launch on it fails if FAKE_CUDA_FAIL is set. */
+   Device 0 is an H100. Device 1 has less shared memory. A launch on it fails if FAKE_CUDA_FAIL is set. Device 2 is of
+   compute capability 7.0. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,14 +36,14 @@ void __cudaRegisterFunction(void** binary, const char* host, char* device, const
 Error cudaGetDevice(int* device) { *device = current; return 0; }
 Error cudaSetDevice(int device) {
   printf("set_device %d\n", device);
-  if (device > 1) return 101;
+  if (device > 2) return 101;
   current = device;
   return 0;
 }
 Error cudaDeviceGetAttribute(int* value, int attribute, int device) {
   printf("get_attribute %d of device %d\n", attribute, device);
   switch (attribute) {
-    case 75: *value = 9; return 0;
+    case 75: *value = device == 2 ? 7 : 9; return 0;
     case 76: *value = 0; return 0;
     case 97: *value = device == 0 ? 232448 : 64 * 1024 - 1; return 0;
     case 16: *value = 132; return 0;

@@ -164,10 +164,11 @@ def test_a_folder_of_somebody_else_is_refused(nvcc, cache, table, monkeypatch):
             use()
 
 
-def test_a_folder_that_others_may_write_is_refused(nvcc, cache, table):
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702], ids=oct)
+def test_a_folder_that_others_may_write_is_refused(nvcc, cache, table, mode):
     group = Group(table, "fast", 90)
     build([group], cache=cache)
-    os.chmod(cache.path, 0o777)
+    os.chmod(cache.path, mode)
     with pytest.raises(BuildError, match="writable by others"):
         find(group, cache)
     os.chmod(cache.path, 0o755)  # only readable: that is mended
@@ -202,6 +203,7 @@ def test_a_cache_that_cannot_be_made_is_an_error_of_the_build(nvcc, table, tmp_p
         build(groups_of(table, 90), cache=BuildCache(tmp_path / "file" / "cuda"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_nothing(nvcc, cache, table, tmp_path):
     process = start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="100")
     wait_for(nvcc.compilations, process)
@@ -227,6 +229,7 @@ def test_what_a_killed_build_left_is_never_used_and_removed(nvcc, cache, table, 
     assert left_behind(cache) == []
 
 
+@pytest.mark.slow
 def test_the_files_of_a_running_build_are_left_alone(nvcc, cache, table, tmp_path):
     process = start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="2")
     wait_for(nvcc.compilations, process)
@@ -236,6 +239,7 @@ def test_the_files_of_a_running_build_are_left_alone(nvcc, cache, table, tmp_pat
     assert Path(output.strip()) == find(Group(table, "fast", 90), cache)
 
 
+@pytest.mark.slow
 def test_processes_that_build_the_same_group_at_once(nvcc, cache, table, tmp_path):
     processes = [start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="2") for _ in range(2)]
     outputs = [process.communicate(timeout=60) for process in processes]
@@ -245,6 +249,7 @@ def test_processes_that_build_the_same_group_at_once(nvcc, cache, table, tmp_pat
     assert left_behind(cache) == []
 
 
+@pytest.mark.slow
 def test_without_locks_both_build_and_the_last_one_stays(nvcc, cache, table, tmp_path, monkeypatch):
     def flock(*arguments):
         raise OSError(95, "Operation not supported")

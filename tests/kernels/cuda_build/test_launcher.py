@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.conftest import nvcc_marks
 from tests.support import fake_nvcc
 from tests.support.row_sum import row_sum_table
 from tilewright.kernels.cuda_build import BuildCache, Group, build
@@ -13,7 +14,7 @@ from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 
 ROOT = Path(__file__).parents[3]
 REASONS = missing(90)
-pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+pytestmark = nvcc_marks(REASONS)
 
 # In a process of its own, whose CUDA runtime is the stand-in. Says of each call what was done, and its error.
 PROGRAM = """
@@ -55,6 +56,7 @@ row_sum("no offset", "shared1024", offset=None)
 row_sum("offset of another type", "shared1024", offset=np.float32(5))
 row_sum("workspace too small", "shared1024", workspace=7)
 row_sum("no such device", "shared1024", ordinal=9)
+row_sum("another capability", "shared1024", ordinal=2)
 os.environ["FAKE_CUDA_FAIL"] = "1"
 row_sum("a launch that fails", "shared1024", ordinal=1)
 del os.environ["FAKE_CUDA_FAIL"]
@@ -113,6 +115,8 @@ def test_requirements_are_checked_again(calls):
     assert calls["too wide"] == [
         "error: tilewright: shared1024: width must be at most 256 (rows=2, width=300)",
     ]
+    (*_, error) = calls["another capability"]
+    assert "shared1024 is not for compute capability 7.0" in error
     (*others, error) = calls["too much for the other device"]
     assert others == ["set_device 1", "set_device 0"]
     assert "shared65536: shared_bytes must be at most shared_memory" in error

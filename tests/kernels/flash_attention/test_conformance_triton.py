@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kernels.flash_attention.conformance import CASES, Conformance, ConformanceCase, describe, run_and_judge
+from tests.kernels.flash_attention.conformance import Conformance, chosen, run_and_judge
+from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton import (
@@ -37,11 +38,7 @@ def interpreted() -> Iterator[None]:
 
 class TestConformance(Conformance):
     backend: ClassVar[Implementation] = BACKEND
-
-    # The interpreter takes seconds for each: the rest is for the card.
-    @pytest.mark.parametrize("conformance_case", CASES[::4], ids=describe)
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        super().test_pairwise(conformance_case)
+    cases = chosen(quick=2)
 
     def params(self, problem: AttentionProblem, direction: Direction) -> Any:
         return FORWARD if direction == "forward" else BACKWARD
@@ -54,44 +51,51 @@ def case(**options: Any) -> AttentionCase:
     return AttentionCase("", **{"batch": 1, "q_length": 100, "heads": 2, "head_dim": 16, "dtype": "bfloat16"} | options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"causal": True, "kv_length": 70, "causal_alignment": "bottom_right"},
-        {"causal": True, "q_length": 40, "kv_length": 130, "causal_alignment": "bottom_right"},
-        {"sliding_window": (20, 5)},
-        {"sliding_window": (None, 10)},
-        {"sliding_window": (40, None), "q_length": 90, "kv_length": 96},
-        {"causal": True, "batch": 2, "heads": 4, "kv_heads": 2},
-        {"q_length": 96, "kv_length": 64, "head_dim": 24, "value_dim": 40},
-    ],
-    ids=str,
-)
+BANDS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": True, "kv_length": 70, "causal_alignment": "bottom_right"},
+    {"causal": True, "q_length": 40, "kv_length": 130, "causal_alignment": "bottom_right"},
+    {"sliding_window": (20, 5)},
+    {"sliding_window": (None, 10)},
+    {"sliding_window": (40, None), "q_length": 90, "kv_length": 96},
+    {"causal": True, "batch": 2, "heads": 4, "kv_heads": 2},
+    {"q_length": 96, "kv_length": 64, "head_dim": 24, "value_dim": 40},
+    {"sliding_window": (20, 1)},
+]
+
+
+@pytest.mark.parametrize("options", sampled(BANDS, test=[BANDS[1], BANDS[5], BANDS[-1]]), ids=str)
 def test_bands(options: dict[str, Any]):
     """Of several tiles each: some without anything to see, some that see all, and some between."""
     run(case(**options), TritonForwardParams(Tiles(16, 32)), TritonBackwardParams(Tiles(32, 16), Tiles(16, 32)))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "kv_length": 70}, {"head_dim": 24, "kv_heads": 1, "lengths": True}], ids=str
-)
+TMA: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "kv_length": 70},
+    {"head_dim": 24, "kv_heads": 1, "lengths": True},
+]
+
+
+@pytest.mark.parametrize("options", sampled(TMA, test=TMA[2:]), ids=str)
 def test_loaded_by_tma(options: dict[str, Any]):
     tiles, transposed = Tiles(32, 16, tma=True), Tiles(16, 32, tma=True)
     run(case(**options), TritonForwardParams(tiles), TritonBackwardParams(transposed, tiles))
 
 
+ON_THE_WAY: list[tuple[dict[str, Any], bool]] = [
+    ({"causal": True, "kv_length": 70, "causal_alignment": "bottom_right"}, True),
+    ({"sliding_window": (20, 5), "q_length": 99}, False),
+    ({"causal": True, "batch": 2, "heads": 4, "kv_heads": 2, "sinks": 1}, True),
+    ({"q_length": 99, "kv_length": 65, "head_dim": 24, "value_dim": 40, "bias": "hqk"}, True),
+    ({"lengths": True, "batch": 2, "heads": 4, "kv_heads": 1, "dropout_prob": 0.2}, False),
+    ({"mask": "hqk", "heads": 4, "kv_heads": 2, "logits_soft_cap": 20.0, "dtype": "float32"}, True),
+    ({"q_length": 96, "kv_length": 70}, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "tma"),
-    [
-        ({"causal": True, "kv_length": 70, "causal_alignment": "bottom_right"}, True),
-        ({"sliding_window": (20, 5), "q_length": 99}, False),
-        ({"causal": True, "batch": 2, "heads": 4, "kv_heads": 2, "sinks": 1}, True),
-        ({"q_length": 99, "kv_length": 65, "head_dim": 24, "value_dim": 40, "bias": "hqk"}, True),
-        ({"lengths": True, "batch": 2, "heads": 4, "kv_heads": 1, "dropout_prob": 0.2}, False),
-        ({"mask": "hqk", "heads": 4, "kv_heads": 2, "logits_soft_cap": 20.0, "dtype": "float32"}, True),
-    ],
-    ids=str,
+    ("options", "tma"), sampled(ON_THE_WAY, test=[ON_THE_WAY[1], ON_THE_WAY[3], ON_THE_WAY[-1]]), ids=str
 )
 def test_gradients_of_queries_on_the_way(options: dict[str, Any], tma: bool):
     backward = TritonBackwardParams(Tiles(16, 32, tma=tma), deterministic=False)

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kernels.flash_attention.conformance import CASES, Conformance, describe
+from tests.kernels.flash_attention.conformance import CASES, Conformance, chosen, describe
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla import XlaFlashAttention
@@ -19,6 +19,7 @@ TILES = {16: (16, 32), 24: (13, 9), 5: (32, 16)}
 
 class TestXla(Conformance):
     backend: ClassVar[Implementation] = XlaFlashAttention()
+    cases = chosen(quick=3)
 
     def params(self, problem: AttentionProblem, direction: Direction) -> FwdParams | BwdParams:
         kind = FwdParams if direction == "forward" else BwdParams

@@ -1,5 +1,6 @@
 """The oracle of a part of a call: what the whole one says of it, and what a tuning finds with it."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.suites import sampled
 from tilewright.kernels.flash_attention import op
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -71,22 +73,36 @@ def check_finds_errors(inv: Invocation[Any, Any], *, rows_axis: int = 1) -> None
     assert any("not numbers" in said for said in work.check([results[0].at[..., 1, 0].set(jnp.nan), *results[1:]]))
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    sampled(
+        itertools.product(CASES, ["forward", "backward"]),
+        test=[
+            ("causal, lse is not wanted", "backward"),
+            ("dropout and segments", "forward"),
+            ("lengths whose last rows are aligned", "forward"),
+            ("packed, other keys", "backward"),
+        ],
+        quick=[("bias shared by the batch", "backward")],
+    ),
+)
 def test_what_is_right_is_and_an_error_in_a_part_is_found(name: str, direction: Any, small: None):
     inv = invocation(CASES[name], direction)
     assert len(inv.kernel.oracle_parts(inv)) == (1 if "dropout" in name else 2)
     check_finds_errors(inv)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", sampled(["forward", "backward"], test=["backward"]))
 def test_without_a_batch_dimension(direction: Any, small: None):
     inv = without_batch(direction)
     assert len(inv.kernel.oracle_parts(inv)) == 2
     check_finds_errors(inv, rows_axis=0 if direction == "forward" else 1)
 
 
-@pytest.mark.parametrize("name", ["plain", *(name for name in list(CASES)[7:] if "dropout" not in name)])
+WITH_PARTS = ["plain", *(name for name in list(CASES)[7:] if "dropout" not in name)]
+
+
+@pytest.mark.parametrize("name", sampled(WITH_PARTS, test=["plain", "packed", "mask of every head"]))
 def test_the_last_part_is_of_the_last_element_and_heads(name: str, small: None):
     inv = invocation(CASES[name], "forward")
     work = Workload(inv, ConfigSelectorChain())
@@ -97,7 +113,9 @@ def test_the_last_part_is_of_the_last_element_and_heads(name: str, small: None):
     assert bool(work.check([results[0].at[(*elsewhere, 0)].add(0.5)])) == checked
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", sampled(CASES, test=["segments", "lengths", "packed, other keys", "bias of every head"])
+)
 def test_the_oracle_of_a_part_is_that_of_the_whole(name: str, small: None):
     arrays, given = CASES[name].arguments(seed=3)
     kernel = FlashAttention()
@@ -113,6 +131,7 @@ def test_the_oracle_of_a_part_is_that_of_the_whole(name: str, small: None):
             np.testing.assert_allclose(np.float32(said), np.float32(wanted), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_masks_of_any_make(small: None):
     """A user's own, with positions of queries and keys, and alternatives."""
     case = CASES["plain"]
@@ -129,7 +148,7 @@ def test_the_whole_is_checked_where_it_fits():
     assert inv.kernel.oracle_parts(inv) == []
 
 
-@pytest.mark.parametrize("name", ["bias shared by the batch", "segments"])
+@pytest.mark.parametrize("name", sampled(["bias shared by the batch", "segments"], test=["segments"]))
 def test_a_tuning_by_parts(name: str, small: None):
     inv = invocation(CASES[name], "backward")
     (call,) = Autotuner(Tuner(0, 1), chooser=ConfigSelectorChain()).tune(inv)

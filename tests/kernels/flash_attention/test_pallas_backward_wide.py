@@ -1,5 +1,6 @@
 """The backward kernels for wide heads, interpreted on the CPU, against the oracle."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.kernels.flash_attention.conformance import ConformanceCase, cotangents, inputs_of, judge_gradients, oracle
 from tests.support.mosaic_interpret import interpret_mosaic
+from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
@@ -20,6 +22,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
     WideBackwardPlan,
     wide_key_value_kernel,
 )
+from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY
 
 DETERMINISTIC = WideBackwardParams()
@@ -89,16 +92,18 @@ CASES: dict[str, tuple[AttentionCase, tuple[WideBackwardParams, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, test=["causal_d256", "everything"]))
 def test_gradients(name: str):
     case, configs = CASES[name]
     run(case, *configs)
 
 
+@pytest.mark.full
 def test_mask_algebra():
     run(wide(batch=2), DETERMINISTIC, mask_object=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "options"),
     [(DETERMINISTIC, {"causal": True}), (FUSED, {"logits_soft_cap": 2.0, "dropout_prob": 0.2})],
@@ -109,6 +114,7 @@ def test_races(params: WideBackwardParams, options: dict[str, Any]):
         run(wide(130, 70, **options), params)
 
 
+@pytest.mark.slow
 def test_keys_that_no_query_sees_have_zeros():
     inputs = inputs_of(wide(40, 130, heads=1, causal=True))
     d_out, d_lse = cotangents(inputs)
@@ -146,6 +152,15 @@ def test_plans():
     assert WideBackwardPlan(WideBackwardParams(False), 256, 256, jnp.bfloat16).shared_bytes > SHARED_MEMORY
     assert "32 columns" in WideBackwardPlan(FUSED, 96, 256, jnp.bfloat16).reason
     assert WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16).d_query_split == 128
+
+
+def test_the_gradient_of_a_shared_bias_takes_shared_memory():
+    """A float32 tile of 64 by 64, until it is added to what heads share; what none shares is stored directly."""
+    shape = (2, 3, 100, 200)
+    plain = WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16)
+    for bias_shape, size in (((1, 3, 100, 200), BLOCK * BLOCK * 4), (shape, 0)):
+        gradient = BiasGradient(bias_shape, jnp.bfloat16, shape, False)
+        assert dataclasses.replace(plain, bias_gradient=gradient).shared_bytes == plain.shared_bytes + size
 
 
 def test_a_place_for_d_query_belongs_to_sums():

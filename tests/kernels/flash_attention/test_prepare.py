@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.suites import crossed
 from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import AndMask, CausalMask, ExplicitMask, LengthMask, SegmentMask, WindowMask
@@ -311,8 +312,7 @@ def test_traceable_with_every_array():
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("inside_jit", [False, True])
+@pytest.mark.parametrize(("inside_jit", "packed"), crossed([False, True], [False, True]))
 def test_sampled_inputs_fit_and_are_not_degenerate(packed: bool, inside_jit: bool):
     arrays, kwargs = everything()
     if packed:

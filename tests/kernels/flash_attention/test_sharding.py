@@ -1,5 +1,6 @@
 """Attention split over eight devices: right, split as its inputs are, and without communication nobody asked for."""
 
+import itertools
 import re
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.suites import sampled
 from tilewright.modules import flash_attention
 
 COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 96, 8, 4, 16
+
+BY_BATCH, BY_HEADS, BY_BOTH = P("x"), P(None, None, "y"), P("x", None, "y")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -40,9 +44,20 @@ def gradients(query: Any, key: Any, value: Any, cotangent: Any, options: Any) ->
     return out, *pull(cotangent)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y")], ids=["batch", "heads", "both"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "kind", "spec"),
+    sampled(
+        itertools.product(OPTIONS, [AxisType.Auto, AxisType.Explicit], [BY_BATCH, BY_HEADS, BY_BOTH]),
+        test=[
+            ("dropout", AxisType.Auto, BY_BOTH),
+            ("causal", AxisType.Explicit, BY_HEADS),
+            ("window and soft cap", AxisType.Auto, BY_BATCH),
+            ("lengths", AxisType.Explicit, BY_BATCH),
+            ("bias and sinks", AxisType.Auto, BY_BOTH),
+        ],
+        quick=[("segments", AxisType.Auto, BY_BATCH), ("dropout", AxisType.Explicit, BY_BOTH)],
+    ),
+)
 def test_split_by_batch_and_heads_without_communication(name: str, kind: AxisType, spec: P) -> None:
     options, whole = OPTIONS[name], operands()
     expected = gradients(*whole, options)

@@ -15,6 +15,7 @@ from tests.kernels.kv_buffer.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
+from tests.support.suites import crossed, sampled
 from tilewright.kernels.mla_decode.cases import GPU_CASES
 from tilewright.kernels.paged_attention import pallas_gpu
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
@@ -48,7 +49,7 @@ def hostile_inputs(**fields: Any) -> PagedInputs:
     return dataclasses.replace(inputs, page_table=table, kv_lengths=jnp.asarray([250, 3], jnp.int32))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", sampled([1, 2], test=[2]))
 def test_races(splits: int):
     inputs = hostile_inputs()
     with interpret_mosaic(detect_races=True):
@@ -56,8 +57,7 @@ def test_races(splits: int):
     check(got, inputs)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("lengths", [[1000, 3], [640, 0], [65, 64]])
+@pytest.mark.parametrize(("lengths", "splits"), crossed([[1000, 3], [640, 0], [65, 64]], [1, 2]))
 def test_barriers(lengths: list[int], splits: int):
     """More tiles than stages; the checker follows known lengths and tables."""
     inputs = dataclasses.replace(hostile_inputs(kv_length=640), kv_lengths=jnp.asarray(lengths, jnp.int32))

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of, problem_of
+from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, problem_of
+from tests.support.suites import crossed
 from tilewright.kernels import kernel
 from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
@@ -36,6 +37,7 @@ BACKEND = TritonPagedAttention()
 
 class TestTriton(PagedConformance):
     backend: ClassVar[Implementation] = BACKEND
+    cases = chosen()
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_triton)
 
     def params(self, problem: PagedProblem) -> Any:
@@ -47,6 +49,7 @@ class TestTriton(PagedConformance):
         )
 
 
+@pytest.mark.slow
 def test_a_latent_of_512_and_64():
     from tilewright.kernels.mla_decode.cases import MlaCase
 
@@ -58,8 +61,7 @@ def test_a_latent_of_512_and_64():
     check(got, inputs)
 
 
-@pytest.mark.parametrize("size", [2.0**-60, 2.0**20])
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("kv_dtype", "size"), crossed(["int8", "float8_e4m3fn", "float8_e5m2"], [2.0**-60, 2.0**20]))
 def test_one_byte_elements_of_any_scale(kv_dtype: str, size: float):
     """Products in float16 must not show: queries, and scales of keys and of values beyond its exponents."""
     sizes = {"sequences": 3, "kv_length": 50, "heads": 4, "kv_heads": 2, "head_dim": 32, "page_size": 8}

@@ -1,11 +1,23 @@
 """Conformance of the XLA backend of attention over a cache."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.kernels.paged_attention.conformance import PAGED, QUICK, PagedConformance, check, inputs_of, problem_of
+from tests.kernels.paged_attention.conformance import (
+    PAGED,
+    QUICK,
+    PagedConformance,
+    check,
+    chosen,
+    inputs_of,
+    problem_of,
+)
+from tests.support.suites import crossed
+from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.xla import XlaPagedAttention
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
@@ -19,24 +31,33 @@ GPU = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, "gpu:NVIDIA H100 80GB 
 
 class TestXla(PagedConformance):
     backend: ClassVar[Implementation] = XlaPagedAttention()
+    cases = chosen(quick=3)
 
     def params(self, problem: PagedProblem) -> Any:
         return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * problem.heads)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        FwdParams(q_blocksize=1, kv_blocksize=8, blocksize_heads=1),
-        FwdParams(q_blocksize=128, kv_blocksize=1024, blocksize_heads=1024),
-        FwdParams(q_blocksize=5, kv_blocksize=7, blocksize_heads=12),
-        FwdParams(),
-    ],
-)
-@pytest.mark.parametrize("q_lengths", [(1,), (4, 0, 11)])
+PARAMS = [
+    FwdParams(q_blocksize=1, kv_blocksize=8, blocksize_heads=1),
+    FwdParams(q_blocksize=128, kv_blocksize=1024, blocksize_heads=1024),
+    FwdParams(q_blocksize=5, kv_blocksize=7, blocksize_heads=12),
+    FwdParams(),
+]
+
+
+@pytest.mark.parametrize(("params", "q_lengths"), crossed(PARAMS, [(1,), (4, 0, 11)]))
 def test_any_params_give_the_same(params: FwdParams, q_lengths: tuple[int, ...]):
     inputs = inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=q_lengths, sliding_window=40))
     check(jax.jit(lambda inputs: XlaPagedAttention().forward(inputs, params), compiler_options=QUICK)(inputs), inputs)
+
+
+@pytest.mark.parametrize("capacity", [30, 50])
+def test_a_dense_cache_that_is_no_whole_number_of_blocks(capacity: int):
+    """The last block begins before its own keys: those of the one before count once."""
+    case = DecodeCase("", **PAGED | {"kv_length": capacity}, paged=False)
+    inputs = inputs_of("decode_attention", case)
+    inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([capacity, capacity - 1, 24], jnp.int32))
+    check(XlaPagedAttention().forward(inputs, FwdParams(q_blocksize=1, kv_blocksize=24)), inputs)
 
 
 @pytest.mark.parametrize("device", [current_device(), GPU], ids=["cpu", "gpu"])

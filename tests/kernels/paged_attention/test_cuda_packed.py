@@ -3,16 +3,16 @@
 import collections
 import math
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from tests.kernels import conftest
 from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_problem
+from tests.support.machine_code import instructions
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, toolchain
 from tilewright.kernels.paged_attention import cuda_packed
@@ -31,7 +31,7 @@ from tilewright.ops.utils.serialize import from_json, to_json
 BACKEND = CudaPackedAttention()
 
 MISSING = toolchain.missing(90, TABLE.packages)
-needs_nvcc = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
+needs_nvcc = conftest.needs_nvcc(MISSING)
 
 
 @pytest.fixture
@@ -115,14 +115,13 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
 @needs_nvcc
 def test_products_of_the_machine_code(real_cache: BuildCache):
     """Decoded tokens have products of eight columns, keys or head dims by 64 rows, and no register is spilled."""
-    triton = pytest.importorskip("triton")
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     group = Group(TABLE, "bf16_k128", 90)
-    library = build([group], cache=real_cache)[group]
-    code = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Za-z0-9.]*)", code, re.MULTILINE)
+    names = instructions(build([group], cache=real_cache)[group])
     products = collections.Counter(name for name in names if re.match("[HIQ]G?MMA", name))
     # Of decoded tokens 128 head dims in steps of 16, and 64 keys in steps of 16 for two times 64 head dims. Of chunks
     # 128 head dims and 128 keys in steps of 16, for an item's first and last block and for the others.
     assert products == {"HGMMA.64x8x16.F32.BF16": 8 + 4 * 2, "HGMMA.64x128x16.F32.BF16": 2 * 8 + 2 * 8}
     assert not {name for name in names if name.startswith(("STL", "LDL"))}
+    # Of the barriers one in each place that the source has; of the fences those behind which a part is counted.
+    waits = collections.Counter(name.partition(".")[0] for name in names)
+    assert {name: waits[name] for name in ("BAR", "MEMBAR", "FENCE")} == {"BAR": 17, "MEMBAR": 10, "FENCE": 8}

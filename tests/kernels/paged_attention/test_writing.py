@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.suites import crossed
 from tilewright.modules import UpdatePages, page_attention, ragged_page_attention, update_pages
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 8
@@ -33,8 +34,14 @@ def test_tokens_stand_where_plain_indexing_finds_them():
     np.testing.assert_array_equal(value_pages, want_value)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("scale", [None, (1, 1, 1), (PAGES, 1, HEADS), (PAGES, SIZE, 1), (PAGES, SIZE, HEADS)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "scale"),
+    crossed(
+        ["int8", "float8_e4m3fn", "float8_e5m2", "float32", "bfloat16"],
+        [(PAGES, SIZE, HEADS), (1, 1, 1), (PAGES, 1, HEADS), (PAGES, SIZE, 1), None],
+        quick=1,
+    ),
+)
 def test_against_the_oracle(kv_dtype: str, scale: tuple[int, ...] | None):
     if kv_dtype == "int8" and scale is None:
         pytest.skip("int8 has scales")
@@ -70,6 +77,12 @@ def test_what_has_no_place_is_dropped_and_the_last_of_two_stays():
     want[4, 3], want[2, 1] = KEY[0], KEY[6]
     np.testing.assert_array_equal(got, want)
 
+    # Of fewer positions than there are new tokens the last tokens have one.
+    got, _ = update_pages(KEY_PAGES, VALUE_PAGES, KEY, VALUE, TABLE, jnp.asarray([0, 1]), jnp.asarray([0, 6, 8]))
+    want = np.array(KEY_PAGES)
+    want[2, 0] = KEY[7]
+    np.testing.assert_array_equal(got, want)
+
     twice = jnp.asarray([[4, 1], [4, 1]])
     got, values = update_pages(KEY_PAGES, VALUE_PAGES, KEY, VALUE, twice, jnp.asarray([4, 4]), jnp.asarray([0, 4, 8]))
     np.testing.assert_array_equal(got[4], KEY[4:])
@@ -97,6 +110,7 @@ def test_donated_pages_are_written_in_place():
     assert step(pages, KEY[:2]).unsafe_buffer_pointer() == address
 
 
+@pytest.mark.slow
 def test_a_scan_that_writes_and_attends():
     """Token after token through the cache is causal attention over all at once."""
     tokens, heads = 11, 4

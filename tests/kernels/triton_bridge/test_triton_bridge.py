@@ -112,6 +112,7 @@ def test_on_several_devices():
     assert np.array_equal(got, 2 * x)
 
 
+@pytest.mark.slow
 def test_a_kernel_compiles_beside_an_interpreted_one():
     with interpret_triton(), recorded_launches() as launches:
         scale(jnp.ones((20,)))
@@ -159,6 +160,16 @@ def test_lowering(given: list[Any]):
     assert (program[0], program[1], program[6], grid) == ("append", 4, 90, [1, 1, 1])
     assert ".target sm_90a" in program[4]
     assert parameters == [(0, 16), (0, 16), (2, "i32"), (0, 16)]
+
+
+def test_a_scalar_of_one_is_a_constant(given: list[Any]):
+    """Triton compiles it into the kernel, which then has no parameter for it."""
+    run = jax.jit(lambda values, cache: append(values, cache, 1))
+    run.trace(jnp.ones((8,)), jnp.ones((3, 8))).lower(lowering_platforms=("cuda",))
+    ((program, *_, parameters),) = given
+    assert parameters == [(0, 16), (0, 16), (0, 16)]
+    (entry,) = re.findall(r"\.entry append\((.*?)\)", program[4], re.DOTALL)
+    assert entry.count(".param") >= len(parameters)
 
 
 def test_scratch_memory_is_a_result(given: list[Any]):

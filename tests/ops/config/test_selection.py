@@ -289,6 +289,8 @@ class TestPolicy:
         monkeypatch.setenv("TILEWRIGHT_AUTOTUNE", "1")
         with policy_override(autotune=False):
             assert chain.choose(inv).step == "heuristic"
+        with policy_override(verify=False):  # says nothing of tuning
+            assert ConfigSelectorChain(tuner=QUICK).choose(inv).step == "autotune"
         assert chain.choose(inv).step == "autotune"
         monkeypatch.setenv("TILEWRIGHT_AUTOTUNE", "0")
         assert ConfigSelectorChain(tuner=QUICK).choose(inv).step == "heuristic"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.ops.core.samples import Config, Product
 from tilewright.ops import AutotuningResult, Candidate, ConfigSelectorChain, Executor, Invocation, TunedCall
-from tilewright.ops.config.tables import load_tables
+from tilewright.ops.config.tables import add_to_table, load_tables
 
 KERNEL = Product("tests.tables")
 INV = Invocation(KERNEL, (jnp.ones((2, 3)), jnp.ones((3, 2))))
@@ -75,3 +75,11 @@ def test_explain_tells_what_a_table_measured(tmp_path, capsys):
     choice = executor.explain(KERNEL, *INV.args).forward
     assert (choice.step, choice.config, choice.time_ms) == ("shipped", Config(2), 1.0)
     assert "shipped (1" in capsys.readouterr().out
+
+
+def test_a_tuning_stands_in_place_of_what_a_table_said_of_the_call(tmp_path):
+    for cfg, key in ((Config(1), INV.key), (Config(2), "another"), (Config(3), INV.key)):
+        add_to_table(tmp_path / "a.json", AutotuningResult.from_json(text(cfg, key=key)), f"tune {cfg.block}")
+    assert configs("cpu:test", tmp_path) == {INV.key: (Config(3),), "another": (Config(2),)}
+    with pytest.raises(ValueError, match=r"a\.json is of 'cpu:test', not of 'gpu:other'"):
+        add_to_table(tmp_path / "a.json", AutotuningResult.from_json(text(Config(4), device="gpu:other")), "")

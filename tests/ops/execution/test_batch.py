@@ -47,6 +47,20 @@ class TestVmap:
         close(jax.grad(lambda a: mapped(a, BS).sum())(AS), jnp.ones((3, 6, 4)) @ BS.transpose(0, 2, 1))
         close(jax.vmap(mapped)(AS[None], BS[None]), (AS @ BS)[None])
 
+    def test_the_gradient_has_the_config_of_its_own_direction(self, form, executor, keys):
+        if form is Product:
+            pytest.skip("JAX differentiates what runs")
+        kernel = form("tests.batch")
+        forward = Invocation(kernel, (A, B))
+        executor.chooser.cache.put(forward.key, Config(5))
+        executor.chooser.cache.put(forward.backward().key, Config(7))
+        mapped = vmap_with_config(kernel, executor=executor)
+        with watching() as seen:
+            jax.grad(lambda a: mapped(a, BS).sum())(AS)
+        assert set(keys) == {forward.key, forward.backward().key}
+        assert Config(7) in {s.cfg for s in seen if s.stage == "backward"}
+        assert Config(7) not in {s.cfg for s in seen if s.stage != "backward"}
+
     def test_an_explicit_config(self, form, executor):
         with watching() as seen:
             vmap_with_config(form("tests.batch"), executor=executor, cfg=Config(9))(AS, BS)

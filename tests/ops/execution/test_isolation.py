@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.support.hostile import SIZE, Halting, Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
-from tilewright.ops.execution import isolation
+from tilewright.ops.execution import isolation, worker
 from tilewright.ops.execution.tuning import CandidateFailed
 
 X = jnp.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE)
@@ -27,7 +28,28 @@ def errors(call: Any) -> dict[str, str]:
     return {candidate.config.name: candidate.error for candidate in call.candidates}
 
 
-def test_everything_that_a_candidate_may_not_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[isolation.Worker]:
+    """Every worker that is started."""
+    made: list[isolation.Worker] = []
+
+    class Counted(isolation.Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(isolation, "Worker", Counted)
+    return made
+
+
+def have_ended(workers: list[isolation.Worker]) -> bool:
+    return all(each._process.poll() is not None for each in workers)
+
+
+@pytest.mark.slow
+def test_everything_that_a_candidate_may_not_do(
+    workers: list[isolation.Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(isolation, "LEAK_LIMIT", 200 << 20)
     events: list[Any] = []
     ways = ("right", "leak", "abort", "nan", "sleep", "wrong in one tile", "exit", "raise", "also right")
@@ -46,10 +68,13 @@ def test_everything_that_a_candidate_may_not_do(monkeypatch: pytest.MonkeyPatch,
     assert not call.winner.error
     assert "is replaced" in caplog.text
     assert [e.config.name for e in events if isinstance(e, CandidateFailed)] == [n for n in ways if said[n]]
+    assert len(workers) > 3
+    assert have_ended(workers)  # what hung, too
     # This process has not noticed anything.
     assert float((X + 1).sum()) == pytest.approx(float(X.sum()) + SIZE * SIZE)
 
 
+@pytest.mark.full
 def test_what_leaks_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "LEAK_LIMIT", 200 << 20)
     call = tuned(Hostile("leak", "raise"))  # the heuristic is never dropped, however slow
@@ -58,6 +83,7 @@ def test_what_leaks_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch):
     assert not call.winner.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lose", "lose later"])
 def test_a_lost_device_is_the_fault_of_one_alone(way: str, caplog: pytest.LogCaptureFixture):
     tuner = dataclasses.replace(ISOLATED, iters=6, timer=Halting())
@@ -69,25 +95,25 @@ def test_a_lost_device_is_the_fault_of_one_alone(way: str, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("last", "processes"), [("right", 1), ("abort", 2), ("lose", 2)])
-def test_calls_share_a_process_as_long_as_it_is_well(last: str, processes: int, monkeypatch: pytest.MonkeyPatch):
-    made: list[isolation.Worker] = []
-
-    class Counted(isolation.Worker):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(isolation, "Worker", Counted)
+def test_calls_share_a_process_as_long_as_it_is_well(last: str, processes: int, workers: list[isolation.Worker]):
     kernel = Hostile("right", "also right", last)
     calls = [Invocation(kernel, (X[:rows],)) for rows in (64, 32, 16)]
     tuner = dataclasses.replace(ISOLATED, timer=Halting())
     result = Autotuner(tuner, chooser=ConfigSelectorChain()).tune(*calls[: 3 if processes == 1 else 1], calls[0])
     for call in result:
         assert errors(call)["right"] == errors(call)["also right"] == ""
-    assert len(made) == processes
-    assert all(worker._process.poll() is not None for worker in made)  # none outlives the tuning
+    assert len(workers) == processes
+    assert have_ended(workers)  # none outlives the tuning
 
 
+def test_memory_is_counted_in_bytes():
+    before = worker.held_bytes()
+    held = np.ones(64 << 20, np.uint8)
+    assert worker.held_bytes() - before > 60 << 20
+    del held
+
+
+@pytest.mark.slow
 def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "why_not_sent", lambda task: "")
     monkeypatch.setattr(isolation.pickle, "dumps", lambda task: b"nonsense")
@@ -95,6 +121,7 @@ def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: p
         tuned(Hostile("right"))
 
 
+@pytest.mark.slow
 def test_every_candidate_may_fail():
     with pytest.raises(ExceptionGroup) as caught:
         tuned(Hostile("exit", "raise"))
@@ -109,12 +136,14 @@ def test_a_broken_clock_measures_nothing(said_ms: float):
     assert all("the clock is broken" in str(error) for error in caught.value.exceptions)
 
 
+@pytest.mark.slow
 def test_a_timer_is_taken_along():
     call = tuned(Hostile("right", "also right"), dataclasses.replace(ISOLATED, timer=Halting(3.0)))
     assert [candidate.time_ms for candidate in call.candidates] == [3.0, 3.0]
     assert call.winner.config == Way("right")
 
 
+@pytest.mark.slow
 def test_arrays_and_the_results_are_those_of_this_process(tmp_path: Any):
     chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
     call = tuned(Hostile("right", "nan"), chooser=chain)

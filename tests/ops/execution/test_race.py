@@ -22,7 +22,10 @@ class Said(Bench):
     """Samples by candidate: a number, or an iterator whose exceptions are the candidate's."""
 
     def __init__(
-        self, times: Sequence[Any], rechecks: dict[int, list[str]] | None = None, repeats_to: float = Timer.repeats_to
+        self,
+        times: Sequence[Any],
+        rechecks: dict[int, list[str] | str] | None = None,
+        repeats_to: float = Timer.repeats_to,
     ):
         self._samples = [itertools.repeat(t) if isinstance(t, int | float) else iter(t) for t in times]
         self._rechecks = rechecks or {}
@@ -48,7 +51,10 @@ class Said(Bench):
         return said
 
     def recheck(self, index: int) -> list[str]:
-        return self._rechecks.get(index, [])
+        said = self._rechecks.get(index, [])
+        if isinstance(said, str):
+            raise CandidateError(said)
+        return said
 
     def close(self) -> None:
         pass
@@ -83,6 +89,13 @@ def noisy(generator: np.random.Generator, true_ms: float, spread: float = 0.01) 
 def test_the_heuristic_stays_within_what_the_clock_repeats_to(repeats_to: float, winner: int):
     chosen, _, _ = race(Said([1.0, 0.985], repeats_to=repeats_to), 2)
     assert chosen == winner
+
+
+@pytest.mark.parametrize("said", [["an element is NaN"], "an illegal address"], ids=["wrong", "crashes"])
+def test_what_does_not_stand_over_poisoned_memory_does_not_win(said: Any):
+    chosen, found, _ = race(Said([2.0, 1.0, 1.5], {1: said}), 3)
+    assert chosen == 2
+    assert found[1].error == "over poisoned memory: " + (said if isinstance(said, str) else said[0])
 
 
 def test_the_fastest_wins():

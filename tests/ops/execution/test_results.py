@@ -31,6 +31,14 @@ def call(key, cfg, **kwargs):
     return TunedCall("op", "forward", key, "shapes", candidates, 1, **kwargs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A config of an implementation."""
+
+    implementation: str
+    block: int
+
+
 @pytest.fixture(scope="module")
 def tuned():
     inv = Invocation(Pair("tests.results"), (A, B))
@@ -46,6 +54,18 @@ class TestValues:
         assert Candidate(Config(1)).time_ms is None
         assert not Candidate(Config(1)).eligible
         assert not Candidate(Config(1), (1.0,), error="x").eligible
+
+    def test_its_essence_has_the_fastest_of_every_implementation(self):
+        """And the heuristic, however slow; whatever is wrong, or was not measured, is left out."""
+        found = [("xla", 2.0), ("xla", 1.5), ("triton", 4.0), ("triton", 3.0), ("cuda", 0.5), ("xla", 1.0)]
+        candidates = [
+            Candidate(Named(name, block), (ms,), "failed" if name == "cuda" else "passed", heuristic=block == 0)
+            for block, (name, ms) in enumerate(found)
+        ]
+        candidates[4] = dataclasses.replace(candidates[4], error="wrong")
+        essence = TunedCall("op", "forward", "k", "shapes", (*candidates, Candidate(Named("fa4", 9))), 5).essence()
+        assert [candidate.config.block for candidate in essence.candidates] == [0, 3, 5]
+        assert essence.winner.config == Named("xla", 5)
 
     def test_regret_is_over_the_fastest_that_is_right(self):
         wrong, broken = Candidate(Config(2), (0.5,), "failed", "wrong"), Candidate(Config(3), (float("nan"),))
