@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml .python-version
 	fi; \
 	[ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV); \
 	echo "installing tilewright into $(VENV) ($$($(VENV)/bin/python --version))"; \
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda,mutants]'
 	@mkdir -p $(@D) && touch $@
 
 quick: $(STAMP)

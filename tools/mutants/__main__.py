@@ -1,6 +1,6 @@
 """Which suite of tests catches which defect.
 
-`record` runs a suite once under coverage (`pip install coverage`) and notes which lines each test executes. `run`
+`record` runs the tests of `make test` once under coverage and notes which lines each test executes. `run`
 plants each defect in a copy of the code, and runs the tests that touch it until one fails, then, if none does, all
 others; what has a verdict is left out, so that an interrupted run goes on where it was. `table` shows the verdicts.
 """
