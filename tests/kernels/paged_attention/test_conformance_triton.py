@@ -49,7 +49,7 @@ class TestTriton(PagedConformance):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_latent_of_512_and_64():
     from tilewright.kernels.mla_decode.cases import MlaCase
 
