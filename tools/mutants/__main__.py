@@ -15,6 +15,7 @@ import rich
 import rich.table
 import typer
 
+from tests.support.suites import SUITES
 from tools.mutants.contexts import Contexts
 from tools.mutants.contexts import record as record_tests
 from tools.mutants.defects import ROOT, Defect, load
@@ -22,7 +23,6 @@ from tools.mutants.plant import Copy
 from tools.mutants.verdicts import Verdict, Verdicts, fingerprint
 
 RECORDED = ROOT / ".mutants"
-SUITES = ("quick", "test", "full")
 
 
 class Reach(enum.StrEnum):
@@ -51,7 +51,7 @@ def record(
 @app.command()
 def run(
     only: Annotated[
-        list[str] | None, typer.Argument(help="defects; all that have no verdict yet if none is named")
+        list[str] | None, typer.Argument(help="defects; if none is named, all without a valid verdict")
     ] = None,
     reach: Annotated[Reach, typer.Option(help="which tests are run before a defect counts as not caught")] = Reach.full,
     gpu_tests: Annotated[str, typer.Option(help="of `--reach gpu`: a file or folder of tests")] = "tests/gpu",
@@ -66,12 +66,12 @@ def run(
         raise typer.BadParameter(f"there is no defect {', '.join(sorted(unknown))}")
 
     def is_open(defect: Defect) -> bool:
-        """Without a verdict, or its test is no more in the suite that the verdict says."""
+        """Without a verdict, or its test is gone, or in a larger suite than the verdict says."""
         verdict = verdicts.of(defect)
         if verdict is None or contexts is None or verdict.caught_by not in SUITES:
             return verdict is None
-        now = contexts.suites.get(verdict.test, "full")
-        return SUITES.index(now) > SUITES.index(verdict.caught_by)
+        now = contexts.suites.get(verdict.test)
+        return now is None or SUITES.index(now) > SUITES.index(verdict.caught_by)
 
     wanted = [defects[id] for id in only] if only else [d for d in defects.values() if again or is_open(d)]
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ def run(
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         begun = {pool.submit(judged, defect): defect for defect in wanted}
         for done, future in enumerate(concurrent.futures.as_completed(begun), 1):
-            verdict, says = future.result(), "not caught by what touches it, so without a verdict"
+            verdict, says = future.result(), "not caught by what was run: without a verdict"
             if verdict is not None:
                 verdicts.put(begun[future], verdict)
                 says = f"{verdict.caught_by}: {verdict.test}" if verdict.caught_by else "nothing catches it"
@@ -108,7 +108,10 @@ def run(
 
 
 def judge(defect: Defect, copy: Copy, contexts: Contexts, reach: Reach) -> Verdict | None:
-    """Runs what touches a defect, suite by suite, and then all others, up to the first failure."""
+    """Runs what touches a defect, suite by suite, and then all others, up to the first failure.
+
+    Without one there is a verdict only if everything was run.
+    """
     seconds = 0.0
     lists = [contexts.order(defect, [each]) for each in ("quick", "test")]
     stages = [near for near, *_ in lists] + [[test for _, beside, _ in lists for test in beside]]
@@ -120,15 +123,14 @@ def judge(defect: Defect, copy: Copy, contexts: Contexts, reach: Reach) -> Verdi
         if outcome.failed:
             known = contexts.tests.get(outcome.failed)
             return _verdict(defect, known.suite if known else "test", outcome.failed, seconds)
-    if reach is Reach.near:
+    if reach is not Reach.full:
         return None
-    if reach is Reach.full:
-        near = {contexts.tests[test].file for tests in stages[:2] for test in tests}
-        for files in filter(None, (sorted(near), ["tests"])):
-            outcome = copy.run_files(files, "full")
-            seconds += outcome.seconds
-            if outcome.failed:
-                return _verdict(defect, "full", outcome.failed, seconds)
+    near = {contexts.tests[test].file for tests in stages[:2] for test in tests}
+    for files in filter(None, (sorted(near), ["tests"])):
+        outcome = copy.run_files(files, "full")
+        seconds += outcome.seconds
+        if outcome.failed:
+            return _verdict(defect, "full", outcome.failed, seconds)
     return _verdict(defect, "", "", seconds)
 
 

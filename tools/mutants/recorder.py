@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.suites import LEFT_OUT, SUITES
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -48,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def suite_of(item: pytest.Item) -> str:
     """The smallest suite that has a test."""
     marks = {mark.name for mark in item.iter_markers()}
-    return "full" if "full" in marks else "test" if "slow" in marks else "quick"
+    return next(suite for suite in SUITES if LEFT_OUT[suite].isdisjoint(marks))
 
 
 class Failures:
