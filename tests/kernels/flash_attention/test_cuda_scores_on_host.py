@@ -47,8 +47,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(found))
 
 
-def call_of(mask: Mask | None = None, **fields: Any) -> tuple[Call, list[np.ndarray]]:
-    """What a kernel is told of a call with a mask, and the arrays that it points to."""
+def call_of(mask: Mask | None = None, **fields: Any) -> Call:
+    """What a kernel is told of a call with a mask; keeps the arrays that it points to."""
     parts = MaskParts.of(mask)
     q_rows, kv_rows = parts.rows(LENGTH, LENGTH) if parts.has_rows else (None, None)
     matrix = None if parts.matrix is None else parts.matrix.materialise(LENGTH, LENGTH).astype(jnp.uint8)
@@ -70,7 +70,9 @@ def call_of(mask: Mask | None = None, **fields: Any) -> tuple[Call, list[np.ndar
         "q_rows_batch": 0 if q_rows is None or len(q_rows) == 1 else 2 * LENGTH,
         "kv_rows_batch": 0 if kv_rows is None or len(kv_rows) == 1 else 2 * LENGTH,
     }  # fmt: skip
-    return Call(**numbers | strides | fields, **{n: a.ctypes.data for n, a in kept.items()}), list(kept.values())
+    call = Call(**numbers | strides | fields, **{n: a.ctypes.data for n, a in kept.items()})
+    call.kept = kept
+    return call
 
 
 def elements(library: ctypes.CDLL, products: np.ndarray, call: Call) -> tuple[np.ndarray, ...]:
@@ -92,7 +94,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_visible_elements_are_those_of_the_mask(library: ctypes.CDLL, name: str):
-    call, arrays = call_of(MASKS[name])
+    call = call_of(MASKS[name])
     visible, *_ = elements(library, np.zeros((BATCH, HEADS, LENGTH, LENGTH), np.float32), call)
     want = np.broadcast_to(np.asarray(MASKS[name].materialise(LENGTH, LENGTH)), visible.shape)
     np.testing.assert_array_equal(visible != 0, want)
@@ -112,7 +114,6 @@ def test_visible_elements_are_those_of_the_mask(library: ctypes.CDLL, name: str)
             if name in ("causal", "window"):
                 visited = np.flatnonzero(seen[0, 0])
                 assert (first[0, 0, 0], last[0, 0, 0]) == (visited[0] // block * block, visited[-1] + 1)
-    del arrays
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
@@ -122,7 +123,7 @@ def test_logits_and_the_slope_of_the_cap(library: ctypes.CDLL, biased: bool, sof
     shape = (BATCH, HEADS, LENGTH, LENGTH)
     products, bias = (draw.standard_normal(shape).astype(np.float32) * 4 for _ in range(2))
     fields: dict[str, Any] = {"bias": bias} if biased else {}
-    call, arrays = call_of(scale=0.3, soft_cap=soft_cap, **fields)
+    call = call_of(scale=0.3, soft_cap=soft_cap, **fields)
     _, logits, slopes, *_ = elements(library, products, call)
     want = 0.3 * products.astype(np.float64) + (bias if biased else 0)
     slope = np.ones_like(want)
@@ -131,16 +132,14 @@ def test_logits_and_the_slope_of_the_cap(library: ctypes.CDLL, biased: bool, sof
         want = soft_cap * np.tanh(want / soft_cap)
     np.testing.assert_allclose(logits * np.log(2), want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(slopes, slope, rtol=1e-4, atol=1e-5)
-    del arrays
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.5])
 def test_what_is_dropped_is_what_every_backend_drops(library: ctypes.CDLL, probability: float):
     seed = jnp.asarray([3, 1 << 31], jnp.uint32)
     keys = jnp.stack(head_keys(seed, jnp.arange(BATCH)[:, None], jnp.arange(HEADS)[None, :]), axis=-1)
-    call, arrays = call_of(keys=keys, keep_threshold=keep_threshold(probability))
+    call = call_of(keys=keys, keep_threshold=keep_threshold(probability))
     *_, kept, pairs = elements(library, np.zeros((BATCH, HEADS, LENGTH, LENGTH), np.float32), call)
     want = np.asarray(keep_mask(seed, BATCH, HEADS, LENGTH, LENGTH, probability))
     np.testing.assert_array_equal(kept != 0, want)
     np.testing.assert_array_equal(pairs != 0, want)
-    del arrays
