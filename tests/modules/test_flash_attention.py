@@ -36,9 +36,10 @@ def close(got: Any, want: Any, atol: float = 1e-5) -> None:
 
 def test_signature_is_that_of_prepare():
     _, *wanted = inspect.signature(FlashAttention.prepare).parameters.values()
-    *ours, cfg = inspect.signature(flash_attention).parameters.values()
+    *ours, cfg, refused_of_flax = inspect.signature(flash_attention).parameters.values()
     assert ours == wanted
     assert (cfg.name, cfg.kind, cfg.default) == ("cfg", inspect.Parameter.KEYWORD_ONLY, None)
+    assert refused_of_flax.name == "dropout_rng"
 
 
 def test_every_argument_is_documented():

@@ -68,8 +68,10 @@ _CALLBACKS = {"lose": _lose, "lose later": _lose_later, "abort": _abort, "sleep"
 class Hostile(Kernel[Way, jax.Array]):
     """``2 * x``; the first of its ways is the heuristic."""
 
+    op_name = "tests.hostile"
+
     def __init__(self, *ways: str) -> None:
-        super().__init__("tests.hostile")
+        super().__init__(self.op_name)
         self.ways = ways or ("right",)
 
     def run(self, x: jax.Array, *, cfg: Way) -> jax.Array:

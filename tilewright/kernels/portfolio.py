@@ -83,6 +83,9 @@ class LazyImplementation:
             self.load()
         except (ImportError, OSError) as error:
             return f"cannot be loaded: {error}"
+        # Exception: a package of an unexpected version raises anything; the other backends run without it.
+        except Exception as error:
+            return f"cannot be loaded: {one_line(error)}"
         return ""
 
     @property
@@ -100,6 +103,12 @@ def lazy(where: str) -> LazyImplementation:
 def _load(where: str) -> Implementation:
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)()
+
+
+def one_line(error: Exception) -> str:
+    """An exception's type and message in one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 class Portfolio(Kernel[Choice, Any], abc.ABC):
@@ -274,7 +283,11 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
                 continue
             each = lazy_implementation.load()
             name = implementation_name(each.platform, each.algorithm)
-            found[name] = each.not_supported_reasons(problem, inv.target, inv.direction)
+            try:
+                found[name] = each.not_supported_reasons(problem, inv.target, inv.direction)
+            # Exception: a probe asks drivers and libraries, which raise anything; the other backends run without them.
+            except Exception as error:
+                found[name] = [f"its probe failed: {one_line(error)}"]
         return found
 
     def _problem(self, inv: Invocation[Choice, Any]) -> Any:

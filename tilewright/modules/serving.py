@@ -34,7 +34,7 @@ def decode_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
       key_scale: what stored keys are multiplied by: a number, or broadcastable to ``[num_pages, page_size, kv_heads]``
         (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: likewise, of the values.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``.
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes (Gemma 2, arXiv 2408.00118).
@@ -76,7 +76,7 @@ def page_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
       key_scale: what stored keys are multiplied by: a number, or broadcastable to ``[num_pages, page_size, kv_heads]``
         (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: likewise, of the values.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``.
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes (Gemma 2, arXiv 2408.00118).
@@ -116,7 +116,7 @@ def ragged_decode_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
       key_scale: what stored keys are multiplied by: a number, or broadcastable to ``[num_pages, page_size, kv_heads]``
         (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: likewise, of the values.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``.
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes (Gemma 2, arXiv 2408.00118).
@@ -161,7 +161,7 @@ def ragged_page_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: likewise, of the values.
       causal: a query sees the keys up to its own position.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``, and ``(w, w)`` without ``causal``.
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes (Gemma 2, arXiv 2408.00118).
@@ -200,7 +200,7 @@ def unified_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
       cu_seqlens_q: ``[sequences + 1]`` integers: where the sequences' tokens begin and end.
       seqused_k: ``[sequences]`` integers: tokens in the cache, the new ones included.
       block_table: ``[sequences, blocks_per_sequence]`` integers; a block that does not exist holds nothing.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       causal: a query sees the keys up to its own position.
       window_size: (left, right), both ends inclusive, −1 for no bound.
       softcap: ``c · tanh(logits / c)`` after scale and slopes; 0 for none.
@@ -245,7 +245,7 @@ def chunked_prefill_paged_decode(*args: Any, cfg: Any = None, **kwargs: Any) -> 
       key_scale: what stored keys are multiplied by: a number, or broadcastable to ``[num_pages, page_size, kv_heads]``
         (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: likewise, of the values.
-      softmax_scale: 1/√head_dim by default.
+      softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``.
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes (Gemma 2, arXiv 2408.00118).

@@ -167,7 +167,7 @@ def test_what_cannot_be_sent_is_said():
         tuned(Hidden())
 
     class Local(Hostile):
-        pass
+        op_name = "tests.local"
 
     with pytest.raises(ValueError, match="Local cannot be imported there"):
         tuned(Local("right"))

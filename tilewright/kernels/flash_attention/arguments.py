@@ -53,6 +53,10 @@ def is_integer(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
+def _is_real(dtype: DTypeLike) -> bool:
+    return is_floating(dtype) or is_integer(dtype)
+
+
 def query_key_value(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, bool]:
     """The three arrays with a batch dimension, and whether it had to be added."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
@@ -130,10 +134,10 @@ def integer_array(name: str, array: Any, shape: tuple[int, ...], unbatched: bool
 
 
 def number(name: str, value: Any) -> float:
-    """A finite Python float from any concrete real number."""
+    """A finite Python float from a number of Python's or NumPy's."""
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, known while tracing, got {value}")
-    scalar = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
+        raise TypeError(f"{name} must be a number, got {value}; {_static_hint(name, 'float')}")
+    scalar = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == () and _is_real(value.dtype)
     if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     result = float(value)
@@ -143,9 +147,19 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be True or False, got {value}; {_static_hint(name, 'bool')}")
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, known while tracing, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def _static_hint(name: str, kind: str) -> str:
+    """What to do about a traced option: a call's JAX arrays are its operands, traced in eager calls too."""
+    return (
+        f"it must be known while tracing: pass {kind}(...) of a concrete array, or make it a static argument of your "
+        f"function (static_argnames={name!r})"
+    )
 
 
 def soft_cap(logits_soft_cap: Any) -> float | None:
@@ -157,14 +171,33 @@ def soft_cap(logits_soft_cap: Any) -> float | None:
     return result
 
 
-def scale(softmax_scale: Any, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
+def scaled(query: Any, softmax_scale: Any) -> tuple[Any, float]:
+    """The query and the scale of its products with the keys, 1/√head_dim by default.
+
+    A scale that is a JAX array is an operand, traced or not: it is multiplied into the query, and rounded with it.
+    """
+    if softmax_scale is None:
+        return query, 1.0 / math.sqrt(query.shape[-1])
+    if not isinstance(softmax_scale, jax.Array | jax.ShapeDtypeStruct):
+        return query, number("softmax_scale", softmax_scale)
+    if softmax_scale.shape != () or not _is_real(softmax_scale.dtype):
+        raise TypeError(
+            f"softmax_scale must be a number or a real scalar array, got {softmax_scale.shape=}, {softmax_scale.dtype=}"
+        )
+    return apply(_scaled, query, softmax_scale), 1.0
+
+
+def _scaled(query: Any, scale: Any) -> Any:
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
 
 
 def window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
     """(left, right), both inclusive and None where unbounded; causality is folded into ``right``."""
     message = f"sliding_window must be an int or (left, right) of ints or None, got {sliding_window=}"
     sides = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    if any(isinstance(side, jax.core.Tracer) for side in sides):
+        raise TypeError(f"{message}; {_static_hint('sliding_window', 'int')}")
     if len(sides) != 2 or any(isinstance(side, bool | np.bool_) for side in sides):
         raise TypeError(message)
     try:

@@ -88,8 +88,9 @@ class FlashAttention(PortfolioKernel):
         those without a batch dimension get one, which ``outputs`` takes away again.
         """
         queries, keys, values, unbatched = arguments.query_key_value(query, key, value)
-        batch, q_length, heads, head_dim = queries.shape
+        batch, q_length, heads, _ = queries.shape
         shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
+        queries, scale = arguments.scaled(queries, softmax_scale)
         prob, seed = arguments.dropout(dropout_prob, dropout_seed)
         combined = masking.call_mask(
             shape,
@@ -111,7 +112,7 @@ class FlashAttention(PortfolioKernel):
         )
         return args, {
             "dropout_seed": seed,
-            "softmax_scale": arguments.scale(softmax_scale, head_dim),
+            "softmax_scale": scale,
             "logits_soft_cap": arguments.soft_cap(logits_soft_cap),
             "dropout_prob": prob,
             "precision": arguments.matmul_precision(precision),

@@ -1,6 +1,5 @@
 """Checks of the arguments that the serving ops share; only types, shapes and dtypes are looked at."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from tilewright.kernels.flash_attention.arguments import (
     as_array,
     is_floating,
     is_integer,
-    number,
     reshape,
     window,
 )
@@ -122,10 +120,6 @@ def slopes_array(alibi_slopes: Any, heads: int) -> Any:
 def window_sides(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
     left, right = window(sliding_window, causal)
     return (None if left is None else min(left, FAR)), (None if right is None else min(right, FAR))
-
-
-def scale_number(softmax_scale: Any, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
 
 
 def new_tokens(key: Any, value: Any, pages: Any, value_pages: Any, tokens: int | None) -> tuple[Any, Any]:

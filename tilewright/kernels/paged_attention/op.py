@@ -16,6 +16,7 @@ from tilewright.kernels.flash_attention.arguments import (
     flag,
     platforms,
     reshape,
+    scaled,
     sinks_array,
     soft_cap,
 )
@@ -119,6 +120,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
         """
         arguments.check_heads(query, key)
         *leading, heads, head_dim = query.shape
+        query, scale = scaled(query, softmax_scale)
         packed = reshape(query, (math.prod(leading), heads, head_dim))
         left, right = arguments.window_sides(sliding_window, flag("causal", causal))
         new_key, new_value = (None, None)
@@ -153,7 +155,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             new_value,
         )
         return args, {
-            "softmax_scale": arguments.scale_number(softmax_scale, head_dim),
+            "softmax_scale": scale,
             "left": left,
             "right": right,
             "logits_soft_cap": soft_cap(logits_soft_cap),

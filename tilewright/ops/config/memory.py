@@ -1,7 +1,7 @@
 """Configs remembered in memory."""
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 
@@ -48,6 +48,14 @@ class ConfigCache:
             if self._entries:
                 self._entries.clear()
                 self._version += 1
+
+    def discard(self, keys: Iterable[Hashable]) -> None:
+        """Forgets some keys, whether they are there or not."""
+        with self._lock:
+            present = [key for key in keys if key in self._entries]
+            for key in present:
+                del self._entries[key]
+            self._version += bool(present)
 
     def items(self) -> list[tuple[Hashable, Any]]:
         """The keys and configs at this moment."""

@@ -14,7 +14,14 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
-from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
+from tilewright.ops.core.kernel import (
+    Invocation,
+    Kernel,
+    RemembersConfigs,
+    key_is_of,
+    optional_method,
+    remembers_configs,
+)
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
@@ -78,7 +85,7 @@ Event = Callable[[Any], None]
 _GUESSES = ("nearest", "heuristic")
 
 
-class ConfigSelectorChain(ConfigChooser):
+class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     """The first answer counts.
 
     Explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
@@ -138,6 +145,10 @@ class ConfigSelectorChain(ConfigChooser):
             ("disk", self._disk),
             ("shipped", self._shipped_table),
         )
+        remembers_configs(self)
+
+    def forget(self, name: str, version: str) -> None:
+        self.cache.discard([key for key in self.cache if key_is_of(key, name, version)])
 
     @property
     def version(self) -> int:

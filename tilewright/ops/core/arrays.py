@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+"""What is an operand of a call. A NumPy scalar is static, as Python's numbers are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -19,8 +20,8 @@ class StaticLeaf:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
             return False
-        if type(self.value) is float:
-            return repr(self.value) == repr(other.value)  # 0.0 and -0.0 are not the same constant
+        if isinstance(self.value, float | np.inexact):
+            return repr(self.value) == repr(other.value)  # 0.0 and -0.0 are not the same constant, and NaN is one
         return self.value is other.value or bool(self.value == other.value)
 
     def __hash__(self) -> int:

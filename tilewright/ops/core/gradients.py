@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tilewright.ops.core.arrays import ARRAY_TYPES, Structure, explicit_sharding, split
@@ -70,7 +71,7 @@ def _checked(kernel: Kernel[Any, Any], name: str, gradient: Any, array: Any) -> 
             f"{kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
             f"use jax.lax.stop_gradient({name}) if it should be a constant"
         )
-    if not isinstance(gradient, ARRAY_TYPES):
+    if not isinstance(gradient, (*ARRAY_TYPES, np.generic)):
         raise TypeError(f"{kernel!r} returned {gradient!r} as the gradient for {name!r}, which is no array")
     if gradient.shape != array.shape:
         raise TypeError(f"{kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic
@@ -17,6 +18,10 @@ from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import canonical_json, tagged
 
 _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakref.WeakValueDictionary()
+# The class that has a name and version, and what holds configs by them. A name stays taken when its kernels are gone:
+# their configs are still there.
+_OWNERS: "dict[tuple[str, str], tuple[str, weakref.ref[type]]]" = {}
+_MEMORIES: "weakref.WeakSet[RemembersConfigs]" = weakref.WeakSet()
 
 PLATFORMS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("triton", "cuda", "pallas", "xla"),
@@ -56,9 +61,16 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     the derivative is not seen. The shapes of outputs and residuals must not depend on the config, and ``run`` must be
     traceable by ``jax.jit``.
 
+    All kernels of one class and name share their configs. What else tells two of them apart, such as a number given to
+    ``__init__`` on which the best config depends, belongs into the name.
+
     Attributes:
       name: stands for the kernel in cache keys and in the labels of lowered programs.
       version: a new one makes every cached config miss.
+
+    Raises:
+      ValueError: another class has the name and version. A class that was defined again, as when a notebook's cell runs
+        twice, takes the place of the one before, whose configs in memory are forgotten.
     """
 
     def __init__(self, name: str | None = None, *, version: str = "0"):
@@ -66,6 +78,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
             raise TypeError(f"{name=} and {version=} of a kernel must be strings")
         self.name = name or f"{type(self).__module__}.{type(self).__qualname__}"
         self.version = version
+        _claim(self.name, version, type(self))
         _LIVE[self.name, version] = self
 
     @abc.abstractmethod
@@ -102,6 +115,48 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, version={self.version!r})"
+
+
+class RemembersConfigs(abc.ABC):
+    """Something that holds configs in memory by the keys of invocations."""
+
+    @abc.abstractmethod
+    def forget(self, name: str, version: str) -> None:
+        """Drops the configs of the kernels of that name and version."""
+
+
+def remembers_configs(memory: RemembersConfigs) -> None:
+    """Has an object told, as long as it lives, when a kernel's class is replaced."""
+    _MEMORIES.add(memory)
+
+
+def key_is_of(key: Any, name: str, version: str) -> bool:
+    """Whether a key is that of an invocation of a kernel of that name and version."""
+    try:
+        described = json.loads(key)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(described, dict) and (described.get("op"), described.get("version")) == (name, version)
+
+
+def _claim(name: str, version: str, kind: type) -> None:
+    """Makes a class the owner of a name and version.
+
+    Raises:
+      ValueError: a class of another qualified name is.
+    """
+    qualified = f"{kind.__module__}:{kind.__qualname__}"
+    owner, known = _OWNERS.get((name, version), (qualified, None))
+    if owner != qualified:
+        raise ValueError(
+            f"the kernel {qualified} has the {name=} and {version=} of {owner}, whose configs it would share; "
+            "give it another name or version"
+        )
+    if known is None or known() is not kind:
+        _OWNERS[name, version] = (qualified, weakref.ref(kind))
+    if known is not None and known() is not kind:
+        for memory in list(_MEMORIES):
+            memory.forget(name, version)
 
 
 def random_array(key: jax.Array, leaf: Any) -> Any:

@@ -130,8 +130,18 @@ class Executor(Generic[Cfg, Out]):
 def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
     """Prepares a call and binds it."""
     check_kernel(kernel)
-    args, kwargs = kernel.prepare(*args, **kwargs)
+    args, kwargs = prepare(kernel, args, kwargs)
     return apply(kernel, selector, tuple(args), dict(kwargs), known_shardings)
+
+
+def prepare(kernel: Kernel[Any, Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
+    try:
+        return kernel.prepare(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(kernel.name):
+            error.args = (f"{kernel.name}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _static(cfg: Any) -> StaticLeaf | None:
@@ -153,7 +163,7 @@ def prepared(
 
     def look(traced: list[Any]) -> None:
         known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
-        again = kernel.prepare(*structure.join(traced)[0], **structure.join(traced)[1])
+        again = prepare(kernel, *structure.join(traced))
         seen.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), again))
 
     jax.eval_shape(look, [abstract(a) for a in arrays])
@@ -161,7 +171,7 @@ def prepared(
     inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))
     if not concrete:
         return inv, None
-    real_args, real_kwargs = kernel.prepare(*args, **kwargs)
+    real_args, real_kwargs = prepare(kernel, args, kwargs)
     return inv, (tuple(real_args), dict(real_kwargs))
 
 

@@ -67,7 +67,11 @@ def tune(
 
     Raises:
       ExceptionGroup: every candidate of a call failed.
+      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
     """
     invocations = find_invocations(fn, *args, **kwargs)
     autotuner = Autotuner(tuner, chooser=chooser, budget_s=budget_s, verify=verify, on_event=on_event)
-    return autotuner.tune(*invocations, reuse=reuse)
+    result = autotuner.tune(*invocations, reuse=reuse)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result

@@ -352,7 +352,14 @@ def current_overrides_verify() -> bool:
 def autotune_recorded(
     invocations: Iterable[Invocation[Any, Any]], *, tuner: Tuner | None = None, on_event: Event | None = None
 ) -> AutotuningResult:
-    """Tunes recorded invocations on sampled inputs and stores the winners."""
+    """Tunes recorded invocations on sampled inputs and stores the winners.
+
+    Raises:
+      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
+    """
     if not isinstance(invocations, Iterable):
         raise TypeError(f"{invocations=} must be invocations, such as get_invocations returns")
-    return Autotuner(tuner, on_event=on_event).tune(*invocations)
+    result = Autotuner(tuner, on_event=on_event).tune(*invocations)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
