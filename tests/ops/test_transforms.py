@@ -145,9 +145,12 @@ class TestTheTracedProgram:
         return re.sub(r"0x[0-9a-f]+|selector=Selector\(.*?overrides=Overrides\([^)]*\)\)", "", str(jaxpr))
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_is_one_equation(self, form):
+    def test_is_one_equation_and_a_name(self, form):
         jaxpr = jax.make_jaxpr(lambda a, b: Executor(ConfigSelectorChain())(form(), a, b))(A, B)
-        assert len(jaxpr.eqns) == 1
+        call, *names = jaxpr.eqns
+        assert call.primitive.name == "tilewright_call"
+        assert {eqn.primitive.name for eqn in names} <= {"name"}
+        assert len(names) == (form is Product)  # the others are named where they are differentiated
 
     @pytest.mark.parametrize(
         ("name", "form"), crossed(["eager", "vmap", "jit of grad", "scan", "remat"], [Recomputing, Pair], quick=2)

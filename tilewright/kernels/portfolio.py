@@ -9,14 +9,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
-from tilewright.ops.core.arrays import split
 from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.core.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -352,6 +349,21 @@ class PortfolioKernel(Portfolio, abc.ABC):
     def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """The cotangents of an implementation's results from those of ``outputs``."""
 
+    def forward_mode_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
+        """The best config whose code JAX can differentiate in forward mode.
+
+        Raises:
+          TypeError: the caller's platforms have none.
+        """
+        for choice in self._supported(inv):
+            if self._implementation(choice).forward_mode:
+                return choice
+        raise TypeError(
+            f"{self.name} has no forward-mode derivative (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian) on "
+            f"platform={inv.abstract_kwargs.get('platform')}; use platform='xla' or None, or reverse mode (jax.grad, "
+            "jax.vjp, jax.jacrev)"
+        )
+
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
 
@@ -374,19 +386,12 @@ class InferenceKernel(Portfolio, abc.ABC):
     """A portfolio without gradients: to differentiate it is a ``TypeError``."""
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
-        arrays, structure = split((args, kwargs))
+        inputs = self.inputs(*args, **kwargs)
+        return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
 
-        def call(*arrays: Any) -> Any:
-            args, kwargs = structure.join(list(arrays))
-            inputs = self.inputs(*args, **kwargs)
-            return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
-
-        def refuse(*_: Any) -> Any:
-            raise TypeError(f"{self.name} is for inference and has no gradient; see flash_attention for training")
-
-        guarded = jax.custom_vjp(call)
-        guarded.defvjp(refuse, refuse)
-        return guarded(*arrays)
+    def no_gradient(self) -> str:
+        """Why a call cannot be differentiated."""
+        return f"{self.name} is for inference and has no gradient; see flash_attention for training"
 
 
 def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:

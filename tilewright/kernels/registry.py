@@ -74,12 +74,14 @@ class Implementation(abc.ABC):
       algorithm: tells several implementations on one platform apart.
       forward_params: type of the params of ``forward``.
       backward_params: type of the params of ``backward``.
+      forward_mode: whether JAX can differentiate ``forward`` in forward mode.
     """
 
     platform: ClassVar[Platform]
     algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = FwdParams
     backward_params: ClassVar[type] = BwdParams
+    forward_mode: ClassVar[bool] = False
 
     @abc.abstractmethod
     def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:

@@ -53,6 +53,7 @@ class XlaFlashAttention(Implementation):
     """
 
     platform: ClassVar[Platform] = Platform.XLA
+    forward_mode = True
     algorithm: ClassVar[str | None] = None
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:

@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import core as jax_core
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.core.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
-from tilewright.ops.core.gradients import manual_axes_of, materialise, select_gradients
+from tilewright.ops.core.gradients import select_gradients
 from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, optional_method, platform_hook
-from tilewright.ops.core.programs import MOST_PROGRAMS, Programs, record
+from tilewright.ops.core.programs import Programs, record
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
 from tilewright.ops.utils.device import current_device, device_for_platform
@@ -54,6 +55,7 @@ class Call:
       shardings: for each array of the call, what an eager caller knew of its sharding and the trace does not show.
       extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
       wanted: backward only: for each array of the call, whether its gradient is asked for.
+      returned: forward only: which of the stage's flat results the call returns; all of them if empty.
     """
 
     kernel: Kernel[Any, Any]
@@ -63,6 +65,7 @@ class Call:
     stage: str = "run"
     extra: Structure | None = None
     wanted: tuple[bool, ...] = ()
+    returned: tuple[int, ...] = ()
     # Traces of this very call, so that learning the shapes of its results and lowering it share one. Only one call's
     # own: another call with equal fields may stand under another mesh or precision.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False, init=False)
@@ -89,6 +92,11 @@ class Call:
     def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
         """The stage with a chosen config as a function of the flat operands."""
         return map_axes(functools.partial(_STAGES[self.stage], self, cfg, device), mapped)
+
+    def leaves(self, results: Any) -> list[Any]:
+        """The flat results that the call returns."""
+        leaves = jax.tree.leaves(results)
+        return [leaves[i] for i in self.returned] if self.returned else leaves
 
 
 def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Callable[..., Any]:
@@ -153,9 +161,9 @@ def traced(call: Call, cfg: Any, avals: tuple[Any, ...], mapped: tuple[MappedAxi
         tree: list[Any] = []
 
         def flat(*operands: Any) -> list[Any]:
-            results, structure = jax.tree.flatten(call.function(cfg, mapped, device)(*operands))
-            tree.append(structure)
-            return results
+            results = call.function(cfg, mapped, device)(*operands)
+            tree.append(jax.tree.structure(results))
+            return call.leaves(results)
 
         known = ((cfg, device), without_references(jax.make_jaxpr(flat)(*avals)), tree[0])
         call.traces[mapped, avals] = known
@@ -208,15 +216,18 @@ def _impl(*operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
 call_p.def_impl(_impl)
 
 
-def _batching_rule(operands: Sequence[Any], dims: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+def batching_rule(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], mapped: tuple[MappedAxis, ...], **params: Any
+) -> tuple[list[Any], list[int]]:
+    """Binds a primitive with one more mapped axis; all its results are mapped along axis 0."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = [x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     axis = MappedAxis(size, tuple(d is not None for d in dims))
-    out = call_p.bind(*_mapped_alike(moved, axis), call=call, mapped=(axis, *mapped))
+    out = primitive.bind(*_mapped_alike(moved, axis), mapped=(axis, *mapped), **params)
     return out, [0] * len(out)
 
 
-batching.primitive_batchers[call_p] = _batching_rule
+batching.primitive_batchers[call_p] = functools.partial(batching_rule, call_p)
 
 
 def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
@@ -238,39 +249,6 @@ def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
     return alike
 
 
-def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
-    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself,
-    # so the choice cannot wait; a vmap that follows is not seen.
-    avals = [jax.typeof(x) for x in primals]
-    device = current_device()
-    selection, name = decide(call, avals, mapped, device)
-    chosen = _to_differentiate(call, StaticLeaf(selection.config), mapped, device, name)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def along(*values: Any) -> list[Any]:
-        operands = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            operands[i] = value
-        return chosen(*operands)
-
-    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
-
-
-ad.primitive_jvps[call_p] = _jvp_rule
-
-
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _to_differentiate(
-    call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
-) -> Callable[..., Any]:
-    """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
-
-    def labelled(*operands: Any) -> list[Any]:
-        return jax.tree.leaves(call.function(cfg.value, mapped, device)(*operands))
-
-    return _named(labelled, name)
-
-
 def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
     """Chooses the config of a call; returns it with the label that names the call in the program."""
     inv = call.invocation(avals, mapped, device)
@@ -288,10 +266,10 @@ def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
     def labelled(*operands: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*operands)
 
-    return _named(labelled, name)
+    return labelled_as(labelled, name)
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     # The name of a jitted function shows in the text of lowered programs and of compiled ones, with and without
     # debug information; a name scope shows only with it.
     function.__name__ = function.__qualname__ = name
@@ -333,13 +311,15 @@ def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, 
     shardings = tuple(known_shardings.get(id(array)) for array in arrays)
     call = Call(kernel, selector, structure, shardings)
     tree = results_tree(call, arrays)
-    form = gradient_form(kernel)
-    if form is None:
-        return tree.unflatten(call_p.bind(*arrays, call=call, mapped=()))
-    flat = _differentiable(call, form, tree)
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        flat = jax.jit(flat, inline=True)  # a shard_map that is not jitted cannot evaluate such a custom_vjp itself
-    return tree.unflatten(flat(*arrays))
+    results = call_p.bind(*arrays, call=call, mapped=())
+    if gradient_form(kernel) is None:  # else they are named where the call is differentiated
+        results = [named(x, f"{kernel.name}_out") for x in results]
+    return tree.unflatten(results)
+
+
+def named(array: Any, name: str) -> Any:
+    """The array under a ``checkpoint_name``, by which a policy of ``jax.checkpoint`` can save it."""
+    return array if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else checkpoint_name(array, name)
 
 
 def results_tree(call: Call, arrays: Sequence[Any]) -> Any:
@@ -347,50 +327,3 @@ def results_tree(call: Call, arrays: Sequence[Any]) -> Any:
     device = current_device()
     avals = tuple(jax.typeof(x) for x in arrays)
     return traced(call, shape_config(call, avals, (), device), avals, (), device)[1]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays", "residuals"], meta_fields=["perturbed", "tree"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """What the forward pass keeps for the backward pass."""
-
-    arrays: tuple[Any, ...]
-    residuals: tuple[Any, ...]
-    perturbed: tuple[bool, ...]
-    tree: Any
-
-
-def _differentiable(call: Call, form: str, tree: Any) -> Callable[..., list[Any]]:
-    """The flat call with the kernel's gradients attached."""
-
-    @jax.custom_vjp
-    def flat(*arrays: Any) -> list[Any]:
-        return call_p.bind(*arrays, call=call, mapped=())
-
-    def forward(*primals: Any) -> tuple[list[Any], _Saved]:
-        arrays = tuple(p.value for p in primals)
-        perturbed = tuple(p.perturbed for p in primals)
-        if form == "recomputing":
-            results = call_p.bind(*arrays, call=call, mapped=())
-            return results, _Saved(arrays, (), perturbed, jax.tree.structure(()))
-        step = dataclasses.replace(call, stage="forward")
-        kept = results_tree(step, arrays).children()[1]
-        results = call_p.bind(*arrays, call=step, mapped=())
-        residuals = tuple(results[tree.num_leaves :])
-        return results[: tree.num_leaves], _Saved(arrays, residuals, perturbed, kept)
-
-    def backward(saved: _Saved, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        outputs = tree.unflatten([materialise(c) for c in cotangents])
-        per_output = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
-        rest, extra = split((saved.tree.unflatten(saved.residuals), per_output))
-        step = dataclasses.replace(call, stage="backward", extra=extra, wanted=saved.perturbed)
-        gradients = iter(call_p.bind(*saved.arrays, *rest, call=step, mapped=()))
-        return tuple(
-            manual_axes_of(next(gradients), array) if wanted else None
-            for array, wanted in zip(saved.arrays, saved.perturbed, strict=True)
-        )
-
-    flat.defvjp(forward, backward, symbolic_zeros=True)
-    return flat

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from tilewright.ops.core.arrays import ARRAY_TYPES, Structure, explicit_sharding, split
+from tilewright.ops.core.arrays import ARRAY_TYPES, Structure, split
 from tilewright.ops.core.kernel import Kernel, argument_names
 
 
@@ -78,23 +77,14 @@ def _checked(kernel: Kernel[Any, Any], name: str, gradient: Any, array: Any) -> 
     return jnp.asarray(gradient, array.dtype)
 
 
-def manual_axes_of(gradient: Any, array: Any) -> Any:
-    """A gradient that varies over the axes of a ``shard_map`` along which its argument does.
+def with_manual_axes(gradient: Any, aval: Any) -> Any:
+    """A gradient that varies over the axes of a ``shard_map`` along which its argument, of type ``aval``, does.
 
     An argument that all devices share has the sum of their gradients.
     """
-    given, wanted = (jax.typeof(x).manual_axis_type.varying for x in (gradient, array))
+    given, wanted = (x.manual_axis_type.varying for x in (jax.typeof(gradient), aval))
     if given - wanted:
         gradient = jax.lax.psum(gradient, tuple(given - wanted))
     if wanted - given:
         gradient = jax.lax.pcast(gradient, tuple(wanted - given), to="varying")
     return gradient
-
-
-def materialise(cotangent: Any) -> Any:
-    """A cotangent as an array; ``None`` for an output that has no derivative."""
-    if cotangent.dtype == jax.dtypes.float0:
-        return None
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    return jnp.zeros(cotangent.shape, cotangent.dtype, device=explicit_sharding(cotangent.aval))

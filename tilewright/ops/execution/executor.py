@@ -11,6 +11,7 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, current_overrides, synchronise
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
+from tilewright.ops.core import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.core.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
 from tilewright.ops.core.call import Selector, apply
 from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, optional_method
