@@ -168,16 +168,15 @@ def _sources(jaxpr: Any) -> list[tuple[int, Any]]:
         first.setdefault(id(variable), i)
     reshapes = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("reshape", "squeeze")}
 
-    def source(variable: Any) -> tuple[int, Any]:
+    def origin(variable: Any) -> Any:
         eqn = reshapes.get(id(variable))
-        if (
-            eqn is not None
-            and len(eqn.invars) == 1
-            and id(eqn.invars[0]) in first
-            and id(eqn.invars[0]) not in reshapes
-        ):
-            return first[id(eqn.invars[0])], eqn
-        return first[id(variable)], None
+        return eqn.invars[0] if eqn is not None and len(eqn.invars) == 1 and id(eqn.invars[0]) in first else None
+
+    def source(variable: Any) -> tuple[int, Any]:
+        made_of = origin(variable)
+        if made_of is None or origin(made_of) is not None:
+            return first[id(variable)], None
+        return first[id(made_of)], reshapes[id(variable)]
 
     return [source(variable) for variable in jaxpr.outvars]
 
