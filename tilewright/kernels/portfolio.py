@@ -1,13 +1,19 @@
 """A kernel made of several implementations: its config says which one runs and with which params."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
@@ -108,6 +114,17 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def without_x64(*operands: Any) -> AbstractContextManager[None]:
+    """A context without ``jax_enable_x64``, unless an operand has a dtype of 64 bits.
+
+    With it indices become int64, which GPU kernels cannot lower and which are slower elsewhere. Whether it is on, an
+    implementation is the same program.
+    """
+    dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands))
+    wide = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
+    return contextlib.nullcontext() if wide else jax.enable_x64(False)
+
+
 class Portfolio(Kernel[Choice, Any], abc.ABC):
     """A kernel whose config is a ``Choice`` among implementations: ``PortfolioKernel`` or ``InferenceKernel``.
 
@@ -163,7 +180,8 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     def forward_results(self, inputs: Any, cfg: Choice) -> Any:
         """What the chosen implementation computes, on each device's part where the types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
-        return forward_locally(forward, self.partitioning(inputs), inputs)
+        with without_x64(inputs):
+            return forward_locally(forward, self.partitioning(inputs), inputs)
 
     # What the framework asks of a kernel.
 
@@ -378,7 +396,8 @@ class PortfolioKernel(Portfolio, abc.ABC):
         inputs = self.inputs(*args, **kwargs)
         wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
         backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-        gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
+        with without_x64(inputs, residuals, wanted):
+            gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
