@@ -89,7 +89,7 @@ def audit(event, arguments):
     if event in ("open", "os.mkdir", "os.rename", "os.remove", "socket.connect", "subprocess.Popen"):
         opened.append(f"{event} {arguments[0]}")
 sys.addaudithook(audit)
-import tilewright
+import tilewright.ops
 print(*(line for line in opened if not line.endswith((".py", ".pyc", ".so"))), sep="\\n")
 """
     folder = tmp_path / "cache"
@@ -117,7 +117,7 @@ def test_importing_loads_nothing_heavy():
 import sys
 import jax
 before = set(sys.modules)
-import tilewright
+import tilewright.ops
 print([name for name in {heavy} if name in sys.modules and name not in before])
 """
     assert run_alone(program).strip() == "[]"

@@ -4,19 +4,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilewright import errors as errors
-from tilewright import ops as ops
 from tilewright._version import __version__ as __version__
 from tilewright.errors import LockError as LockError
 from tilewright.errors import NoConfigError as NoConfigError
 from tilewright.errors import UnsupportedError as UnsupportedError
-from tilewright.ops import tune as tune
 
 if TYPE_CHECKING:
     from tilewright import modules as modules
+    from tilewright import ops as ops
+    from tilewright.ops import tune as tune
 
 
 def __getattr__(name: str) -> Any:
-    # The ops load on first use: a program that imports the framework alone need not wait for them.
-    if name == "modules":
-        return importlib.import_module("tilewright.modules")
+    # On first use: a program that imports the framework alone need not wait for the ops, and the shell that asks the
+    # command line for completions, at every press of a key, not for JAX.
+    if name in ("modules", "ops"):
+        return importlib.import_module(f"tilewright.{name}")
+    if name == "tune":
+        globals()["tune"] = found = importlib.import_module("tilewright.ops").tune
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "modules", "ops", "tune"})
