@@ -478,7 +478,7 @@ def exits_with_one_line(arguments, capsys):
     [
         (b"", "Expecting value"),
         (b"\x00\xff\xfe", "result.json"),
-        (b"[]", "AutotuningResult"),
+        (b"[]", "not list"),
         (b'{"schema": 2, "entries": []}', "schema"),
         (b'{"schema": 1, "device": "", "toolchain": {}, "interrupted": false, "entries": []}', "no call"),
         (b'{"schema": 1, "entries": [{"op": "x"}]}', "AutotuningResult"),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import typer
 
+from tilewright.cli.functions import parse_arrays
 from tilewright.cli.options import CallOptions, parse_setting, parse_sizes
-from tilewright.cli.targets import flat_call, named_calls, parse_arrays
+from tilewright.cli.targets import flat_call, named_calls
 
 
 def make_scaled():
@@ -17,6 +18,10 @@ def make_scaled():
 
 def refuse(x):
     raise ValueError(f"{x.shape=} is refused\nsecond line")
+
+
+def nothing():
+    return None
 
 
 def dots(query, key):
@@ -80,12 +85,20 @@ def test_wrong_options_are_usage_errors_that_name_the_value(options, message):
     ("target", "options", "message"),
     [
         ("flash_atention", CallOptions(), "did you mean flash_attention"),
-        ("nonesuch_module_xyz:f", CallOptions(), "cannot import"),
+        ("nonesuch_module_xyz:f", CallOptions(), "no module 'nonesuch_module_xyz'"),
         ("math:nonesuch", CallOptions(), "no function"),
         ("math:", CallOptions(), "module:function"),
         (f"{__name__}:make_scaled", CallOptions(kv_heads=2), "takes --shapes"),
         (f"{__name__}:refuse", CallOptions(shapes="float32[3]"), "x.shape=(3,)"),
-        (f"{__name__}:dots", CallOptions(), "dots()"),
+        (f"{__name__}:dots", CallOptions(), "dots takes (query, key): give its arrays with --shapes"),
+        (f"{__name__}:dots", CallOptions(shapes="float32[3]"), "got 1 array"),
+        (f"{__name__}:dotz", CallOptions(shapes="float32[3]"), "did you mean dots?"),
+        (f"{__name__}:NOTHING", CallOptions(), "no function 'NOTHING'"),
+        (f"{__name__}:nothing", CallOptions(), "returned None, neither arrays nor (function, arguments)"),
+        (f"{__name__}:__name__", CallOptions(), "cannot be called"),
+        ("./nonesuch.py:f", CallOptions(), "no file 'nonesuch.py'"),
+        ("no-module:f", CallOptions(), "neither a module's name nor a file"),
+        ("flash_attention:f", CallOptions(), "no module 'flash_attention'"),
         (f"{__name__}:dots", CallOptions(shapes="float32[3"), "is not arrays"),
         (f"{__name__}:dots", CallOptions(shapes="flat32[3]"), "no dtype"),
     ],

@@ -1,4 +1,4 @@
-"""The commands of ``tilewright`` and how their errors end: one line on stderr, exit code 2."""
+"""The commands of ``tilewright`` and how they end: what went wrong is one line on stderr."""
 
 import sys
 from collections.abc import Sequence
@@ -8,14 +8,16 @@ import typer
 
 from tilewright._version import __version__
 from tilewright.cli import bench, build, cache, explain, info, report, tune
-from tilewright.cli.output import INTERRUPTED, USAGE, complain
-from tilewright.errors import TilewrightError
+from tilewright.cli.output import FAILED, INTERRUPTED, USAGE, Failure, Interrupted, complain
+from tilewright.errors import LockError, TilewrightError, UnsupportedError
+
+NAME = "tilewright"
 
 app = typer.Typer(
-    name="tilewright",
+    name=NAME,
     help="JAX kernels that choose their own configuration, correctly.",
     no_args_is_help=True,
-    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -46,18 +48,26 @@ app.add_typer(cache.app, name="cache")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process.
 
-    What a user can get wrong is one line and exit code 2: bad arguments, a function that cannot be imported, a call
-    that an op refuses. Anything else keeps its traceback, for it is ours.
+    Exit code 2: the arguments are wrong, or name what an op refuses. 1: they are right, and it could not be done.
+    130: Ctrl-C. Each with one line on stderr. Anything else keeps its traceback, for it is ours.
     """
     try:
-        code = app(None if arguments is None else list(arguments), standalone_mode=False)
-    except (typer.TyperException, TilewrightError) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        code = app(None if arguments is None else list(arguments), prog_name=NAME, standalone_mode=False)
+    except (Failure, Interrupted) as ended:
+        complain(ended.message)
+        sys.exit(ended.exit_code)
+    except typer.TyperException as error:
+        message = error.format_message()
         # A group called without a command has printed its help and has nothing to add.
         if message.strip() and len(sys.argv if arguments is None else ["", *arguments]) > 1:
             complain(message)
         sys.exit(USAGE)
+    except TilewrightError as error:
+        complain(str(error))
+        sys.exit(USAGE if isinstance(error, UnsupportedError | LockError) else FAILED)
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
         sys.exit(INTERRUPTED)
+    if code == INTERRUPTED:  # typer made it of a KeyboardInterrupt that no command had something to say to
+        complain("interrupted")
     sys.exit(code if isinstance(code, int) else 0)

@@ -4,26 +4,37 @@ import dataclasses
 import functools
 import json
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import typer
+from rich.text import Text
 
 from tilewright import __version__
+from tilewright.cli.device import here
+from tilewright.cli.files import check_new_file, writing
+from tilewright.cli.mistakes import first_line, user_code, user_mistakes
 from tilewright.cli.options import CallOptions
-from tilewright.cli.output import milliseconds, stderr, stdout, table
+from tilewright.cli.output import Failure, Interrupted, counted, stderr, stdout, table
 from tilewright.cli.peers import PEERS
-from tilewright.cli.targets import find_op, flat_call, op_cases, op_function, user_mistakes
-from tilewright.errors import UnsupportedError
+from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases, op_function
+from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.kernels import kernel
+from tilewright.ops.core.kernel import random_array
 from tilewright.ops.execution.executor import prepared
 from tilewright.ops.execution.timing import Timing, time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.progress import is_watched, milliseconds
 
 WARMUP = 2
+
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TilewrightError)
+"""What compiling or running one implementation may raise where the others can go on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,16 +43,18 @@ class Measurement:
 
     Attributes:
       stage: "forward" or "forward+backward".
-      timing: ``None`` if it cannot do the case; ``remark`` says why.
-      flops: of the case's matrix products, both directions if both were run.
+      timing: ``None`` if it cannot do the case, or failed; ``remark`` says why.
+      flops: of the case's matrix products, both directions if both were run; ``None`` where they are not known.
+      failed: whether it should have been able to.
     """
 
     case: str
     stage: str
     implementation: str
     timing: Timing | None
-    flops: float
+    flops: float | None
     remark: str = ""
+    failed: bool = False
 
     @property
     def time_ms(self) -> float | None:
@@ -49,21 +62,82 @@ class Measurement:
 
 
 def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file: Path | None) -> None:
-    """Measures, prints the table, writes the file."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {str(json_file.parent)!r}", param_hint="--json")
-    op = find_op(target)
+    """Measures, prints the table, writes the file.
+
+    Raises:
+      Failure: something failed that should have run, after all the rest was measured and shown.
+      Interrupted: by Ctrl-C, after what was measured so far was shown and written.
+    """
+    check_new_file(json_file, "--json")
+    here()
     found: list[Measurement] = []
-    cases = op_cases(target, options)
-    with stderr().status("") as status:
-        for case in cases:
-            for backward in (False, True) if options.backward and op.gradients else (False,):
-                status.update(f"{target} {case.name}" + (" with gradients" if backward else ""))
-                found += measure(target, case, backward=backward, iters=iters)
-    stdout().print(measurements_table(target, found))
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(target, found), indent=1) + "\n")
+    interrupted = False
+    try:
+        with stderr().status("") as status:
+            if not is_watched(sys.stderr):
+                status.stop()
+            for what, measured in _measurements(target, options, iters):
+                status.update(Text(what))
+                found += measured()
+    except KeyboardInterrupt:
+        interrupted = True
+    if found:
+        stdout().print(measurements_table(target, found))
+    if json_file is not None and found:
+        with writing(json_file, "--json"):
+            json_file.write_text(json.dumps(as_json(target, found), indent=1) + "\n")
         typer.echo(f"written to {json_file}")
+    if interrupted:
+        place = f" and written to {json_file}" if json_file is not None and found else ""
+        shown = f"the {counted(len(found), 'measurement')} so far {'is' if len(found) == 1 else 'are'} shown{place}"
+        raise Interrupted(f"interrupted; {shown if found else 'nothing was measured to its end'}")
+    failed = [m for m in found if m.failed]
+    if failed:
+        raise Failure(f"{failed[0].implementation} failed on {failed[0].case}: {failed[0].remark}")
+
+
+def _measurements(
+    target: str, options: CallOptions, iters: int
+) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
+    """What there is to measure, in words and as something to call."""
+    if is_function(target):
+        for call in named_calls(target, options):
+            yield call.name, functools.partial(measure_function, call, iters=iters)
+        return
+    op = find_op(target)
+    for case in op_cases(target, options):
+        for backward in (False, True) if options.backward and op.gradients else (False,):
+            what = f"{target} {case.name}" + (" with gradients" if backward else "")
+            yield what, functools.partial(measure, target, case, backward=backward, iters=iters)
+
+
+def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
+    """Times a user's function, compiled as a whole, on its own arrays or on random ones of their shapes."""
+    keys = iter(jax.random.split(jax.random.key(0), max(1, len(jax.tree.leaves(call.args)))))
+    args = jax.tree.map(lambda leaf: random_array(next(keys), leaf), call.args)
+    with user_code(call.name):
+        call_of_arrays, arrays = _of_arrays(call.function, args)
+        compiled = jax.jit(call_of_arrays).lower(*arrays).compile()
+        (timing,) = time_interleaved([functools.partial(compiled, *arrays)], (), warmup=WARMUP, iters=iters)
+    return [Measurement(_shapes(args), "forward", call.name, timing, None)]
+
+
+def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    """A call as a function of its arrays alone; what else it takes stays as it is, a Python number too."""
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+    def call(*arrays: Any) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        return function(*jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+    return call, [leaves[i] for i in places]
+
+
+def _shapes(args: tuple[Any, ...]) -> str:
+    """The arrays as ``--shapes`` takes them."""
+    arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array | np.ndarray)]
+    return " ".join(f"{array.dtype}[{','.join(map(str, array.shape))}]" for array in arrays) or "no arrays"
 
 
 def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measurement]:
@@ -77,17 +151,30 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     for name, peer in PEERS.get(target, {}).items():
         answer = peer(case)
         contenders[name] = answer if isinstance(answer, str) else (answer[0], _renamed(keywords, answer[1], case))
-    runnable = {
-        name: _bound(function, positional, given, backward)
-        for name, (function, given) in ((n, c) for n, c in contenders.items() if not isinstance(c, str))
-    }
+    remarks = {name: contender for name, contender in contenders.items() if isinstance(contender, str)}
+    runnable: dict[str, Callable[[], Any]] = {}
+    failures: dict[str, str] = {}
+    for name, contender in contenders.items():
+        if not isinstance(contender, str):
+            try:
+                runnable[name] = _bound(contender[0], positional, contender[1], backward)
+            except FAILURES as error:
+                failures[name] = f"{type(error).__name__}: {first_line(error)}"
     timings = dict(
         zip(runnable, time_interleaved(list(runnable.values()), (), warmup=WARMUP, iters=iters), strict=True)
     )
     stage = "forward+backward" if backward else "forward"
     return [
-        Measurement(case.name, stage, name, timings.get(name), flops, contender if isinstance(contender, str) else "")
-        for name, contender in contenders.items()
+        Measurement(
+            case.name,
+            stage,
+            name,
+            timings.get(name),
+            flops,
+            failures.get(name, remarks.get(name, "")),
+            name in failures,
+        )
+        for name in contenders
     ]
 
 
@@ -121,18 +208,21 @@ def _bound(
     function: Callable[..., Any], positional: tuple[Any, ...], keywords: dict[str, Any], backward: bool
 ) -> Callable[[], Any]:
     call, args = flat_call(function, positional, keywords, backward)
-    compiled = jax.jit(call).lower(*args).compile()
-    return functools.partial(compiled, *args)
+    compiled = functools.partial(jax.jit(call).lower(*args).compile(), *args)
+    jax.block_until_ready(compiled())  # what cannot run fails here, beside the others
+    return compiled
 
 
 def measurements_table(target: str, found: list[Measurement]) -> Any:
     """One row for each measurement; ratios are to the peer's time on the same case."""
     peers = tuple(PEERS.get(target, {}))
-    made = table(
-        f"{target} on {current_device().name}",
-        "case", "stage", "implementation", "time", "± ms", "of JAX's", "GFLOP/s", "remark",
-        right=("time", "± ms", "of JAX's", "GFLOP/s"),
-    )  # fmt: skip
+    title, figures = f"{target} on {current_device().name}", ("time", "± ms", "of JAX's", "GFLOP/s")
+    if is_function(target):
+        made = table(title, "arrays", "time", "± ms", right=figures)
+        for m in found:
+            made.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
+        return made
+    made = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
     by_peer = {(m.case, m.stage): m.time_ms for m in found if m.implementation in peers}
     for m in found:
         peer_ms = by_peer.get((m.case, m.stage))
@@ -143,7 +233,7 @@ def measurements_table(target: str, found: list[Measurement]) -> Any:
             milliseconds(m.time_ms),
             f"{m.timing.noise_ms:.2g}" if m.timing else "",
             f"{m.time_ms / peer_ms:.2f}×" if m.time_ms and peer_ms and m.implementation not in peers else "",
-            f"{m.flops / m.time_ms / 1e6:.0f}" if m.time_ms else "",
+            f"{m.flops / m.time_ms / 1e6:.0f}" if m.time_ms and m.flops else "",
             m.remark,
         )
     return made
@@ -170,6 +260,7 @@ def as_json(target: str, found: list[Measurement]) -> dict[str, Any]:
                 "samples_ms": list(m.timing.samples_ms) if m.timing else [],
                 "flops": m.flops,
                 "remark": m.remark,
+                "failed": m.failed,
             }
             for m in found
         ],

@@ -1,7 +1,6 @@
 """What ``tilewright build`` does once its arguments are read."""
 
 import contextlib
-import difflib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.output import INTERRUPTED, complain, stderr, stdout, table
-from tilewright.cli.progress import EventProgress
-from tilewright.cli.targets import import_named
+from tilewright.cli.choices import meant, one_of
+from tilewright.cli.device import here
+from tilewright.cli.functions import import_named
+from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
 from tilewright.errors import BuildError
 from tilewright.kernels import CUDA_TABLES
 from tilewright.kernels.cuda_build import (
@@ -29,12 +29,10 @@ from tilewright.kernels.cuda_build import (
 )
 from tilewright.kernels.cuda_build.devices import capability_of, parse_architecture
 from tilewright.kernels.cuda_build.toolchain import missing
-from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.progress import event_bar, is_watched
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-FAILED = 1
 
 
 def named_tables(names: Sequence[str]) -> list[VariantTable]:
@@ -58,20 +56,18 @@ def named_groups(tables: Sequence[VariantTable], architectures: Sequence[str], n
     capabilities = _capabilities(architectures)
     known = {group for each in tables for group in each.groups}
     for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"no group {name!r}; there are {', '.join(sorted(known))}", param_hint="--group")
+        one_of(name, sorted(known), "group", "--group")
     groups = [group for each in tables for capability in capabilities for group in groups_of(each, capability)]
     chosen = [group for group in groups if not names or group.name in names]
     if not chosen:
-        raise typer.BadParameter(
-            f"none of these groups has anything for {', '.join(architectures)}", param_hint="--arch"
-        )
+        wanted = ", ".join(architectures) or "this GPU"
+        raise typer.BadParameter(f"none of these groups has anything for {wanted}", param_hint="--arch")
     return list(dict.fromkeys(chosen))
 
 
 def _capabilities(architectures: Sequence[str]) -> list[int]:
     if not architectures:
-        capability = capability_of(current_device())
+        capability = capability_of(here())
         if capability is None:
             raise typer.BadParameter("there is no NVIDIA GPU here to build for; name one: 90a", param_hint="--arch")
         return [capability]
@@ -83,8 +79,7 @@ def _capabilities(architectures: Sequence[str]) -> list[int]:
 
 def _find_table(name: str) -> VariantTable:
     if ":" not in name and name not in CUDA_TABLES:
-        close = difflib.get_close_matches(name, CUDA_TABLES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {[*CUDA_TABLES]}; one of yours is module:NAME"
+        hint = f"{meant(name, CUDA_TABLES)}there are {', '.join(CUDA_TABLES)}; one of yours is module:NAME"
         raise typer.BadParameter(f"no table {name!r}; {hint}", param_hint="--table")
     found = import_named(CUDA_TABLES.get(name, name), "NAME")
     if not isinstance(found, VariantTable):
@@ -92,18 +87,19 @@ def _find_table(name: str) -> VariantTable:
     return found
 
 
-class BuildProgress(EventProgress):
-    """Of ``build``; keeps what was finished.
+class BuildProgress:
+    """Shows the events of a build, and keeps what was finished.
 
     Attributes:
       done: what was finished so far.
     """
 
     def __init__(self, console: "Console", total: int):
-        super().__init__(console, "[dim]{task.fields[running]}")
+        self.bar = event_bar(console, "{task.fields[running]}")
+        self.bar.disable = not is_watched(sys.stderr)
         self.done: dict[Group, GroupDone] = {}
         self._running: list[Group] = []
-        self._task = self._bar.add_task("building", total=total, running="")
+        self._task = self.bar.add_task("building", total=total, running="")
 
     def on_event(self, event: Any) -> None:
         """Shows one event of a build."""
@@ -115,28 +111,37 @@ class BuildProgress(EventProgress):
                 if event.group in self._running:
                     self._running.remove(event.group)
         running = ", ".join(map(str, self._running))
-        self._bar.update(self._task, completed=len(self.done), running=running)
+        self.bar.update(self._task, completed=len(self.done), running=running)
 
 
 def build_and_report(groups: Sequence[Group], jobs: int | None) -> int:
-    """Builds, prints what was built, and returns the exit code."""
-    code, trouble = 0, ""
-    with _terminated_as_interrupted(), BuildProgress(stderr(), len(groups)) as progress:
+    """Builds, prints what was built, and returns the exit code.
+
+    Raises:
+      Interrupted: by Ctrl-C or SIGTERM.
+    """
+    trouble, interrupted = "", False
+    progress = BuildProgress(stderr(), len(groups))
+    with _terminated_as_interrupted(), progress.bar:
         try:
             build(groups, jobs=jobs, on_event=progress.on_event)
         except BuildError as error:
-            code, trouble = FAILED, error.message
+            trouble = error.message
             if error.output:
                 print(error.output, file=sys.stderr)
         except KeyboardInterrupt:
-            code, trouble = INTERRUPTED, "interrupted; what was finished is kept"
+            interrupted = True
     if progress.done:
         _print_groups(groups, {group: _took(done) for group, done in progress.done.items()})
     fresh = sum(1 for done in progress.done.values() if done.seconds)
     typer.echo(f"{fresh} of {len(groups)} built now, {len(progress.done) - fresh} were there, in {BuildCache().path}")
+    if interrupted:
+        kept = counted(len(progress.done), "finished group")
+        raise Interrupted(f"interrupted; {kept} of {len(groups)} {'is' if len(progress.done) == 1 else 'are'} kept")
     if trouble:
         complain(trouble)
-    return code
+        return FAILED
+    return 0
 
 
 def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
@@ -150,7 +155,7 @@ def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
                 (place / name).write_text(text)
         except OSError as error:
             raise typer.BadParameter(f"cannot write to {str(place)!r}: {error.strerror}") from error
-        typer.echo(f"{len(files)} files of {each.name} written to {place}")
+        typer.echo(f"{counted(len(files), 'file')} of {each.name} written to {place}")
 
 
 def list_builds(groups: Sequence[Group]) -> int:

@@ -1,91 +1,103 @@
 """``tilewright cache``: what earlier tunings left on disk."""
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from tilewright.ops.config.persistent import Entry, PersistentCache
+from tilewright.cli import completion
+from tilewright.cli.output import FAILED, Failure, complain, counted
 
-app = typer.Typer(help="The tuned configs on disk: list, show, export, import, clear.", no_args_is_help=True)
+app = typer.Typer(help="The tuned configs on disk: list, show, remove, export, import, clear.", no_args_is_help=True)
 
 Folder = Annotated[
     Path | None, typer.Option("--path", help="The folder of another cache than the user's.", show_default=False)
 ]
 
 
-def _cache(folder: Path | None) -> "PersistentCache":
-    import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
-    from tilewright.ops.config.persistent import PersistentCache
-
-    if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{str(folder)!r} is no directory", param_hint="--path")
-    return PersistentCache(folder)
-
-
 @app.command("list")
 def list_(path: Folder = None) -> None:
-    """One line for each entry: the call, its config, its time."""
-    from tilewright.cli.entries import entries_table
+    """One row for each entry: its id, the call, its config, its time."""
+    from tilewright.cli.entries import entries_table, open_cache
     from tilewright.cli.output import stdout
 
-    cache = _cache(path)
+    cache = open_cache(path)
     entries = cache.entries()
     if entries:
         stdout().print(entries_table(entries))
-    typer.echo(f"{len(entries)} entries in {cache.path}")
+    typer.echo(f"{counted(len(entries), 'entry', 'entries')} in {cache.path}")
 
 
 @app.command()
 def show(
-    entry: Annotated[str, typer.Argument(help="The id that 'cache list' shows, or its beginning.")], path: Folder = None
+    entry: Annotated[
+        str,
+        typer.Argument(help="The id that 'cache list' shows, or its beginning.", autocompletion=completion.entry_ids),
+    ],
+    path: Folder = None,
 ) -> None:
     """Everything about one entry: key, config, toolchain, and every candidate that was measured."""
-    from tilewright.cli.entries import entry_text
+    from tilewright.cli.entries import entry_text, find_entry, open_cache
 
-    typer.echo(entry_text(_find(_cache(path), entry)))
+    cache = open_cache(path)
+    typer.echo(entry_text(find_entry(cache.entries(), entry, str(cache.path))))
 
 
-def _find(cache: "PersistentCache", wanted: str) -> "Entry":
-    from tilewright.cli.entries import entry_id
+@app.command()
+def remove(
+    entries: Annotated[
+        list[str],
+        typer.Argument(help="Ids that 'cache list' shows, or their beginnings.", autocompletion=completion.entry_ids),
+    ],
+    path: Folder = None,
+) -> None:
+    """Forget single entries: the next tuning measures their calls anew."""
+    from tilewright.cli.entries import find_entry, open_cache
 
-    found = [entry for entry in cache.entries() if entry_id(entry).startswith(wanted.lower())]
-    if not wanted or len(found) != 1:
-        how_many = "no entry" if not found or not wanted else f"{len(found)} entries"
-        raise typer.BadParameter(f"{how_many} of {cache.path} begins with {wanted!r}", param_hint="entry")
-    return found[0]
+    cache = open_cache(path)
+    known = cache.entries()
+    found = {each.key: each for each in (find_entry(known, entry, str(cache.path)) for entry in entries)}
+    removed = sum(cache.remove(key) for key in found)
+    typer.echo(f"{counted(removed, 'entry', 'entries')} removed from {cache.path}")
+    if removed < len(found):
+        raise Failure(f"{counted(len(found) - removed, 'entry', 'entries')} could not be removed")
 
 
 @app.command()
 def export(
-    file: Annotated[Path, typer.Argument(help="The JSON file to write.")],
-    path: Folder = None,
+    file: Annotated[Path, typer.Argument(help="The file to write; an existing one is replaced.")], path: Folder = None
 ) -> None:
-    """Write all entries into one file."""
-    cache = _cache(path)
-    try:
+    """Write all entries into one file, which 'cache import' and 'report' read."""
+    from tilewright.cli.entries import open_cache
+    from tilewright.cli.files import check_new_file, writing
+
+    check_new_file(file, "file")
+    cache = open_cache(path)
+    with writing(file, "file"):
         count = cache.export(file)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {str(file)!r}: {error.strerror}") from error
-    typer.echo(f"{count} entries written to {file}")
+    typer.echo(f"{counted(count, 'entry', 'entries')} written to {file}")
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="What 'cache export' wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that 'cache export' wrote.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace newer entries too.")] = False,
     path: Folder = None,
 ) -> None:
     """Take over the entries of an exported file that are newer than those here."""
-    cache = _cache(path)
+    from tilewright.cli.documents import Kind, document_of, kind_of
+    from tilewright.cli.entries import open_cache
+
     try:
+        kind = kind_of(document_of(file))
+        if kind is not None and kind is not Kind.EXPORT:
+            raise typer.BadParameter(f"{str(file)!r} is no export: it is {kind.value}")
+        cache = open_cache(path)
         count = cache.import_(file, overwrite=overwrite)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror}") from error
     except ValueError as error:
         raise typer.BadParameter(f"{str(file)!r} is no export: {error}") from error
-    typer.echo(f"{count} entries taken over into {cache.path}")
+    typer.echo(f"{counted(count, 'entry', 'entries')} taken over into {cache.path}")
 
 
 @app.command()
@@ -94,11 +106,24 @@ def clear(
     path: Folder = None,
 ) -> None:
     """Delete all entries, and what unfinished tunings have measured."""
+    from tilewright.cli.entries import open_cache
     from tilewright.ops.execution.journal import unfinished
 
-    cache = _cache(path)
-    count = len(cache)
-    if not yes:
-        typer.confirm(f"Delete {count} entries of {cache.path}?", abort=True)
+    cache = open_cache(path)
+    if not yes and not _confirmed(f"Delete {counted(len(cache), 'entry', 'entries')} of {cache.path}?"):
+        complain("nothing was deleted")
+        raise typer.Exit(FAILED)
     unfinished(cache).clear()
-    typer.echo(f"{cache.clear()} entries deleted from {cache.path}")
+    typer.echo(f"{counted(cache.clear(), 'entry', 'entries')} deleted from {cache.path}")
+    if left := len(cache):
+        raise Failure(f"{counted(left, 'entry', 'entries')} could not be deleted")
+
+
+def _confirmed(question: str) -> bool:
+    """Whether the user says yes; an answer that cannot be given is a usage error."""
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        print(file=sys.stderr)
+        raise typer.BadParameter("there is nobody to ask; --yes deletes without asking")
+    return answer.strip().lower() in ("y", "yes")

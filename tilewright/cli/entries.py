@@ -2,37 +2,112 @@
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.output import milliseconds, table
-from tilewright.ops.config.persistent import Entry
+import typer
+
+from tilewright.cli.output import Failure, lines, table
+from tilewright.ops.config.persistent import Entry, PersistentCache
 from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.progress import milliseconds
+from tilewright.ops.utils.serialize import canonical_json, tagged
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
+ID_DIGITS = 8
+
+
+def open_cache(folder: Path | None = None) -> PersistentCache:
+    """A cache, the user's by default, whose folder can be listed or is not there yet.
+
+    Raises:
+      typer.BadParameter: the folder that was given is no such.
+      Failure: the user's cannot be read.
+    """
+    import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
+
+    # A config of a kernel that is not loaded is shown by its words; a warning for each would only frighten.
+    logging.getLogger(PersistentCache.__module__).addFilter(_says_more_than_unloaded)
+    cache = PersistentCache(folder)
+    try:
+        os.listdir(cache.path)
+    except FileNotFoundError as error:
+        if folder is not None:
+            raise typer.BadParameter(f"there is no directory {str(folder)!r}", param_hint="--path") from error
+    except OSError as error:
+        message = f"the cache {str(cache.path)!r} cannot be read: {error.strerror or error}"
+        if folder is not None:
+            raise typer.BadParameter(message, param_hint="--path") from error
+        raise Failure(f"{message}; TILEWRIGHT_CACHE_DIR names another place") from error
+    return cache
+
+
+def _says_more_than_unloaded(record: logging.LogRecord) -> bool:
+    return not record.getMessage().endswith(" is not loaded")
+
+
+def whole_id(entry: Entry) -> str:
+    """The 32 hexadecimal digits at the end of the name of an entry's file; of these, any that are unique stand for it.
+
+    The shell completes them from the names of the files alone.
+    """
+    return hashlib.sha256(canonical_json(tagged(entry.key)).encode()).hexdigest()[:32]
+
+
 def entry_id(entry: Entry) -> str:
-    """Eight hexadecimal digits that stand for an entry on the command line."""
-    return hashlib.sha256(repr(entry.key).encode()).hexdigest()[:8]
+    """As many digits as ``cache list`` shows."""
+    return whole_id(entry)[:ID_DIGITS]
+
+
+def find_entry(entries: Sequence[Entry], beginning: str, place: str) -> Entry:
+    """The one whose id begins so.
+
+    Raises:
+      typer.BadParameter: there is none or, the message names them, more than one.
+    """
+    wanted = beginning.strip().lower()
+    found = [entry for entry in entries if wanted and whole_id(entry).startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise typer.BadParameter(
+            f"no entry of {place} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
+            param_hint="entry",
+        )
+    ids = [whole_id(entry) for entry in found]
+    digits = next(n for n in range(ID_DIGITS, len(ids[0]) + 1) if len({each[:n] for each in ids}) == len(ids))
+    named = [f"{whole_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
+    rest = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    raise typer.BadParameter(
+        f"{beginning!r} is the beginning of {len(found)} ids: {', '.join(named)}{rest}", param_hint="entry"
+    )
+
+
+def _call(entry: Entry) -> str:
+    key = key_fields(entry)
+    return f"{key.get('op', '?')} {key.get('direction', '?')}"
 
 
 def entries_table(entries: Sequence[Entry]) -> "Table":
     """One row for each entry, newest first."""
-    from rich.markup import escape
-
     made = table(
-        "tuned configs", "id", "op", "direction", "arguments", "config", "time", "device", "tuned", right=("time",)
+        "tuned configs", "id", "call, and its config", "time", "device", "tuned", right=("time",), whole=("id",)
     )
     for entry in sorted(entries, key=lambda entry: entry.created, reverse=True):
         key = key_fields(entry)
         made.add_row(
             entry_id(entry),
-            str(key.get("op", "?")),
-            str(key.get("direction", "?")),
-            escape(describe_key(entry.key)),
-            entry.readable if entry.config is None else describe_config(entry.config),
+            lines(
+                (_call(entry), ""),
+                (describe_key(entry.key), "dim"),
+                (f"→ {entry.readable if entry.config is None else describe_config(entry.config)}", "bold"),
+            ),
             milliseconds(entry.metadata.get("time_ms")),
             str(key.get("device", "?")),
             f"{entry.created:%Y-%m-%d %H:%M}" + (" (stale)" if entry.stale else ""),

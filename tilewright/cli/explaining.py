@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from tilewright.cli.device import here
 from tilewright.cli.options import CallOptions
-from tilewright.cli.output import complain, milliseconds, stdout, table
+from tilewright.cli.output import complain, lines, stdout, table
 from tilewright.cli.targets import NamedCall, named_calls
 from tilewright.ops import default_executor, find_invocations
 from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.progress import milliseconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 def explain_and_print(target: str, options: CallOptions) -> None:
     """Prints a table for each call of the target."""
+    here()
     for call in named_calls(target, options):
         made = explanation_table(call)
         if made.row_count:
@@ -24,16 +27,14 @@ def explain_and_print(target: str, options: CallOptions) -> None:
 
 def explanation_table(call: NamedCall) -> "Table":
     """One row for each kernel call of a function, forward and backward."""
-    from rich.markup import escape
-
     made = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
     executor = default_executor()
     for inv in find_invocations(call.function, *call.args):
         choice = executor.explain_choice(inv, None)
         made.add_row(
-            f"{inv.kernel.name} {inv.direction}\n[dim]{escape(describe_key(inv.key))}[/dim]",
+            lines((f"{inv.kernel.name} {inv.direction}", ""), (describe_key(inv.key), "dim")),
             describe_config(choice.config),
-            escape(choice.origin),
+            choice.origin,
             milliseconds(choice.time_ms),
             "\n".join(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()) or "there is no other",
         )

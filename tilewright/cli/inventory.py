@@ -6,49 +6,61 @@ from collections.abc import Iterator
 import jax
 
 from tilewright import __version__
-from tilewright.cli.output import stdout, table
-from tilewright.kernels import OPS, kernel
+from tilewright.cli.device import here
+from tilewright.cli.output import Failure, counted, stdout, table
+from tilewright.cli.probing import ServedBackend, served_backends
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
-from tilewright.kernels.portfolio import implementation_name
 from tilewright.ops import PersistentCache
-from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 
 def print_inventory() -> None:
-    """Prints one table of facts and one of backends."""
+    """Prints one table of facts and one of backends.
+
+    Raises:
+      Failure: JAX finds no device; the rest is shown first.
+    """
     console = stdout()
     facts = table("tilewright", "what", "value")
-    for name, value in inventory():
+    trouble = None
+    try:
+        for name, value in device_facts():
+            facts.add_row(name, value)
+    except Failure as error:
+        trouble = error
+        facts.add_row("device", "none")
+    for name, value in machine_facts():
         facts.add_row(name, value)
     console.print(facts)
-    backends = table("backends", "op", "backend", "can be loaded")
-    for row in backend_rows():
-        backends.add_row(*row)
-    console.print(backends)
+    console.print(backends_table(served_backends()))
+    if trouble is not None:
+        raise trouble
 
 
-def inventory() -> Iterator[tuple[str, str]]:
-    """The device and the versions, by name."""
-    device = current_device()
+def device_facts() -> Iterator[tuple[str, str]]:
+    """The device, by name."""
+    device = here()
     capability = "" if device.capability is None else " (compute capability {}.{})".format(*device.capability)
+    yield "device", f"{device.name}{capability}, {counted(jax.local_device_count(), 'device')} of kind {device.kind}"
+    yield "cache key's device", device.fingerprint
+
+
+def machine_facts() -> Iterator[tuple[str, str]]:
+    """The versions and places, by name."""
     yield "tilewright", __version__
     yield "python", platform.python_version()
-    yield "device", f"{device.name}{capability}, {jax.local_device_count()} of kind {device.kind}"
-    yield "cache key's device", device.fingerprint
     yield from ((f"toolchain: {name}", version) for name, version in toolchain_fingerprint().items())
     compiler = find_compiler()
     yield "CUDA compiler", "; ".join(missing(None)) or (compiler.identity if compiler else "")
     cache = PersistentCache()
-    yield "persistent cache", f"{cache.path} ({len(cache)} entries)"
+    yield "persistent cache", f"{cache.path} ({counted(len(cache), 'entry', 'entries')})"
 
 
-def backend_rows() -> Iterator[tuple[str, str, str]]:
-    """Op, backend, and "yes" or the reason why not."""
-    for name in OPS:
-        for lazy in kernel(name).implementations:
-            if lazy.load_error:
-                yield name, lazy.module_name, f"no: {lazy.load_error}"
-            else:
-                loaded = lazy.load()
-                yield name, implementation_name(loaded.platform, loaded.algorithm), "yes"
+def backends_table(backends: list[ServedBackend]) -> "object":
+    """One row for each backend of each op."""
+    made = table("backends", "op", "backend", "serves", "why it does not", whole=("op", "backend"))
+    shown = ""
+    for each in backends:
+        made.add_row("" if each.op == shown else each.op, each.name, ", ".join(each.devices) or "nothing", each.why)
+        shown = each.op
+    return made

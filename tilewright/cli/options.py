@@ -6,9 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewright.cli import completion
+from tilewright.cli.choices import DTYPES, STORED_DTYPES, dtype_name
+
+# Square brackets with a letter in them would be markup to what prints the help; a test looks for them.
 Target = Annotated[
     str,
-    typer.Argument(help="An op, such as flash_attention, or a Python function: module:function.", show_default=False),
+    typer.Argument(
+        help="An op, such as flash_attention, or a function of yours: module:function or path/to/file.py:function.",
+        show_default=False,
+        autocompletion=completion.targets,
+    ),
 ]
 Shape = Annotated[
     str | None,
@@ -21,7 +29,13 @@ Cases = Annotated[
 KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key/value heads, if fewer.", show_default=False)]
 KvLength = Annotated[int | None, typer.Option("--kv-length", help="Key/value length, if another.", show_default=False)]
 Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Causal attention.", show_default=False)]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.", show_default=False)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help=f"{', '.join(DTYPES)}; or short: f32, bf16, f16, f64.", show_default=False,
+        autocompletion=completion.dtypes,
+    ),
+]  # fmt: skip
 Extra = Annotated[
     list[str] | None,
     typer.Option(
@@ -32,7 +46,7 @@ Extra = Annotated[
 Shapes = Annotated[
     str | None,
     typer.Option(
-        "--shapes", help="Arrays for module:function, as dtype[sizes]: 'float32[1,1024,8,64] int32[16]'.",
+        "--shapes", help="Arrays for a function, each a dtype and sizes: 'float32[1,1024,8,64] int32[16]'.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -59,7 +73,7 @@ class CallOptions:
             "kv_heads": self.kv_heads,
             "kv_length": self.kv_length,
             "causal": self.causal,
-            "dtype": self.dtype,
+            "dtype": None if self.dtype is None else dtype_name(self.dtype, DTYPES, "--dtype"),
             **dict(parse_setting(text) for text in self.extra),
         }
         return {name: value for name, value in given.items() if value is not None}
@@ -69,11 +83,17 @@ class CallOptions:
         return bool(self.shape or self.cases or self.fields())
 
 
+# Fields of cases that hold a dtype's name, and those that they may hold.
+_DTYPE_FIELDS = {"dtype": DTYPES, "kv_dtype": STORED_DTYPES}
+
+
 def parse_setting(text: str) -> tuple[str, Any]:
     """``name=value`` with the value as a Python literal, or as text where it is none."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise typer.BadParameter(f"{text!r} is not of the form name=value", param_hint="--set")
+    if name in _DTYPE_FIELDS:
+        return name, None if value == "None" else dtype_name(value, _DTYPE_FIELDS[name], f"--set {name}")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

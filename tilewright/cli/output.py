@@ -1,14 +1,30 @@
 """What the commands print and how: results on stdout, progress and complaints on stderr."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+
+
+class Failure(typer.TyperException):
+    """What was asked for was asked rightly and could not be done: one line on stderr, exit code 1."""
+
+    exit_code = FAILED
+
+
+class Interrupted(typer.TyperException):
+    """Ctrl-C ended a command, which says in one line what is kept: exit code 130."""
+
+    exit_code = INTERRUPTED
 
 
 def complain(message: str) -> None:
@@ -16,35 +32,48 @@ def complain(message: str) -> None:
     print("tilewright: " + " ".join(message.split()), file=sys.stderr)
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 call", "2 calls"; ``many`` where the plural is not made by an "s"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def stdout() -> "Console":
     """Where results go; as wide as they need when a program reads them, for a cut table cannot be read."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    console = _console(stderr=False)
+    return console if console.is_terminal else _console(stderr=False, width=200)
 
 
 def stderr() -> "Console":
     """Where progress goes."""
-    from rich.console import Console
-
-    return Console(stderr=True)
+    return _console(stderr=True)
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> "Table":
-    """An empty table; the columns named in ``right`` hold figures."""
+def _console(**options: Any) -> "Console":
+    from tilewright.ops.utils.progress import plain_console
+
+    return plain_console(**options)
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> "Table":
+    """An empty table; the columns named in ``right`` hold figures, and neither they nor ``whole`` are broken."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         figures = column in right
-        made.add_column(column, justify="right" if figures else "left", overflow="fold", no_wrap=figures)
+        made.add_column(
+            Text(column),
+            justify="right" if figures else "left",
+            overflow="fold",
+            no_wrap=figures or column in whole,
+        )
     return made
 
 
-def milliseconds(time_ms: float | None) -> str:
-    """A time with three significant digits; a dash where there is none."""
-    if time_ms is None:
-        return "–"
-    return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
+def lines(*parts: tuple[str, str]) -> "Text":
+    """Lines of text, each with its style, such as "dim"; none of them is read as markup."""
+    from rich.text import Text
+
+    return Text("\n").join([Text(text, style=style) for text, style in parts])

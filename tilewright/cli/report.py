@@ -11,8 +11,8 @@ def report(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="What 'tune --json' wrote; where two know a call, the later counts. Without files: everything that "
-            "the disk cache knows of this device.",
+            help="What 'tune --json', 'bench --json' or 'cache export' wrote; where two know a call, the later counts. "
+            "Without files: everything that the disk cache knows of this device.",
             show_default=False,
         ),
     ] = None,

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import json
 import math
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.cli.entries import key_fields
+from tilewright.cli.documents import Kind, document_of, kind_of
+from tilewright.cli.entries import key_fields, open_cache
 from tilewright.ops.config.persistent import Entry, untagged_if_loaded
 from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
 from tilewright.ops.utils.describe import describe_config, describe_key
@@ -106,17 +108,33 @@ def merged(*parts: Iterable[ReportedCall]) -> list[ReportedCall]:
     return list({reported.call.key: reported for part in parts for reported in part}.values())
 
 
-def calls_of_file(file: Path) -> list[ReportedCall]:
-    """The calls of a file that ``tilewright tune --json`` wrote.
+def calls_of_file(file: Path) -> tuple[list[ReportedCall], int]:
+    """The calls of a file that a command wrote, and how many of its entries hold no measurements that can be read.
 
-    Configs become words, so that a file can be read where its kernels are not installed, and makes us import nothing.
+    A file makes us import nothing: its kernels need not be installed.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is something else, of another schema, or holds no call.
+      typer.BadParameter: it cannot be read.
+      ValueError: it is none of these, of another schema, or holds no call.
     """
+    said = document_of(file)
+    match kind_of(said):
+        case Kind.EXPORT:
+            found = _calls_of_export(file)
+        case Kind.BENCH:
+            found = _calls_of_bench(file, said), 0
+        case Kind.LOCK:
+            raise ValueError(f"it is {Kind.LOCK.value}")
+        case _:
+            found = _calls_of_tuning(file, said), 0
+    if not found[0]:
+        raise ValueError("it holds no call" + (" with measurements" if found[1] else ""))
+    return found
+
+
+def _calls_of_tuning(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
+    """Of ``tune --json``. Configs become words, for which nothing has to be loaded."""
     try:
-        said = json.loads(file.read_bytes())
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # of which from_json says more
             for entry in said["entries"]:
                 for candidate in entry["candidates"]:
@@ -124,8 +142,6 @@ def calls_of_file(file: Path) -> list[ReportedCall]:
         result = AutotuningResult.from_json(json.dumps(said))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not result.entries:
-        raise ValueError("it holds no call")
     cut = ("the tuning was interrupted",) if result.interrupted else ()
     return [
         ReportedCall(call, result.device, result.toolchain, f"{file} ({call.step})", (*_remarks(call.complete), *cut))
@@ -133,17 +149,65 @@ def calls_of_file(file: Path) -> list[ReportedCall]:
     ]
 
 
-def calls_of_cache(entries: Iterable[Entry], device: str) -> tuple[list[ReportedCall], int]:
-    """The calls that a disk cache has measurements of on one kind of device, and how many of its entries it lacks."""
-    wanted = [entry for entry in entries if key_fields(entry).get("device") == device]
-    found = [_call_of_entry(entry, device) for entry in wanted]
+def _calls_of_export(file: Path) -> tuple[list[ReportedCall], int]:
+    """Of ``cache export``; entries of all devices."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = open_cache(Path(folder))
+        cache.import_(file)
+        entries = cache.entries()
+    devices = sorted({str(key_fields(entry).get("device", "?")) for entry in entries})
+    parts = [calls_of_cache(entries, device, str(file)) for device in devices]
+    return [reported for calls, _ in parts for reported in calls], sum(left_out for _, left_out in parts)
+
+
+def _calls_of_bench(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
+    """Of ``bench --json``: each case in each direction is a call, and each implementation a candidate."""
+    try:
+        environment, op = said["environment"], str(said["op"])
+        fields: dict[tuple[str, str], list[Candidate]] = {}
+        for each in said["measurements"]:
+            candidate = Candidate(
+                str(each["implementation"]),
+                tuple(map(float, each["samples_ms"])),
+                "unchecked" if each["samples_ms"] else "failed" if each.get("failed") else "dropped",
+                str(each["remark"]) if not each["samples_ms"] else "",
+            )
+            fields.setdefault((str(each["case"]), str(each["stage"])), []).append(candidate)
+        return [
+            ReportedCall(
+                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_first_able(candidates), "bench"),
+                str(environment["fingerprint"]),
+                dict(environment["toolchain"]),
+                f"{file} (bench)",
+                ("measured side by side, nothing was tuned: chosen is what runs where nothing else is asked for",),
+            )
+            for (case, stage), candidates in fields.items()
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the JSON of a bench: {error!r}") from error
+
+
+def _first_able(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
+    """The candidates and the index of the first that was measured, which is marked as the default."""
+    first = next((i for i, each in enumerate(candidates) if each.samples_ms), 0)
+    return tuple(dataclasses.replace(each, heuristic=i == first) for i, each in enumerate(candidates)), first
+
+
+def calls_of_cache(entries: Iterable[Entry], device: str, place: str = "disk cache") -> tuple[list[ReportedCall], int]:
+    """The calls that a disk cache has measurements of on one kind of device, and how many of its entries have none.
+
+    Args:
+      place: what the entries are of, in words.
+    """
+    wanted = [entry for entry in entries if str(key_fields(entry).get("device", "?")) == device]
+    found = [_call_of_entry(entry, device, place) for entry in wanted]
     calls = [reported for reported in found if reported is not None]
     return sorted(calls, key=lambda r: (r.call.op, r.call.shapes, r.call.direction != "forward")), len(found) - len(
         calls
     )
 
 
-def _call_of_entry(entry: Entry, device: str) -> ReportedCall | None:
+def _call_of_entry(entry: Entry, device: str, place: str) -> ReportedCall | None:
     try:
         candidates = tuple(_candidate(said) for said in entry.measurements)
         key = key_fields(entry)
@@ -162,7 +226,7 @@ def _call_of_entry(entry: Entry, device: str) -> ReportedCall | None:
     remarks = _remarks(call.complete)
     if entry.stale:
         remarks = (*remarks, "stale: measured with other versions than those installed now, so not in use")
-    return ReportedCall(call, device, entry.toolchain, f"disk cache, {entry.created:%Y-%m-%d %H:%M}", remarks)
+    return ReportedCall(call, device, entry.toolchain, f"{place}, {entry.created:%Y-%m-%d %H:%M}", remarks)
 
 
 def _candidate(said: Mapping[str, Any]) -> Candidate:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from tilewright._version import __version__
 from tilewright.cli.markup import Markup, element, joined, word
-from tilewright.cli.output import milliseconds
+from tilewright.cli.output import counted
 from tilewright.cli.report_calls import ReportedCall, geometric_mean, sound, time_of
 from tilewright.cli.report_plot import FieldPlot
 from tilewright.cli.report_shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
 from tilewright.cli.report_style import STYLE
 from tilewright.ops.execution.results import Candidate
+from tilewright.ops.utils.progress import milliseconds
 
 # Characters of all failures' messages together, and of one: the longest that compilers print without a dump.
 ALL_MESSAGES = 1_000_000
@@ -25,7 +26,7 @@ MOST_NAMES = 12
 
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     """The page; the same calls and date give the same text."""
-    title = f"Tuning report: {_count(len(calls), 'call')} on {_listed(c.device for c in calls)}"
+    title = f"Tuning report: {counted(len(calls), 'call')} on {_listed(c.device for c in calls)}"
     best = of_each_implementation(calls)
     sections = []
     all_groups = [_groups(reported, everything=best is None) for reported in calls]
@@ -182,7 +183,7 @@ def _figure(reported: ReportedCall, shown: Shown, name: str, *, tooltips: bool) 
     if any(not c.eligible for c in shown.candidates):
         said += " A cross is the median of one that failed."
     if reported.unmeasured:
-        said += f" Not drawn for want of a time: {_count(len(reported.unmeasured), 'candidate')}."
+        said += f" Not drawn for want of a time: {counted(len(reported.unmeasured), 'candidate')}."
     plot = FieldPlot(reported, shown.candidates, f"{name}-plot", tooltips=tooltips).markup()
     return element(
         "figure",
@@ -196,7 +197,7 @@ def _candidates_table(reported: ReportedCall, shown: Shown, groups: Sequence["_G
     columns = ("no.", "config", "median", "noise", "samples", "of chosen", "check", "remarks")
     ranked = [*shown.ranked, *((None, c) for c in shown.unmeasured)]
     rows = [_candidate_row(reported, c, rank, name, group.get(id(c))) for rank, c in ranked]
-    count = _count(len(rows), "candidate") + ("" if shown.complete else f" of {len(reported.call.candidates)}")
+    count = counted(len(rows), "candidate") + ("" if shown.complete else f" of {len(reported.call.candidates)}")
     return _table("field", f"{count}, fastest first. Noise is half the distance between the quartiles.", columns, rows)
 
 
@@ -284,14 +285,14 @@ def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], 
         ("reason", "Not measured", len(reported.dropped)),
     ):
         mine = [group for group in groups if group.kind == kind]
-        made += [element("h3", f"{title}: {_count(total, 'candidate')}")] if mine else []
+        made += [element("h3", f"{title}: {counted(total, 'candidate')}")] if mine else []
         for group in mine:
             if group.shown:
                 made += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
         hidden = [group for group in mine if not group.shown]
         if hidden:
-            whose = _count(sum(len(group.candidates) for group in hidden), "candidate")
-            said = f"Left out: {_count(len(hidden), 'further message')}, of {whose}. All are in "
+            whose = counted(sum(len(group.candidates) for group in hidden), "candidate")
+            said = f"Left out: {counted(len(hidden), 'further message')}, of {whose}. All are in "
             made.append(element("p", said, element("code", word(reported.origin)), ".", class_="soft"))
     return joined(*made)
 
@@ -303,7 +304,7 @@ def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> lis
     if numbers_differ and len({str(c.error) for c in candidates}) > 1:
         more += "; their numbers differ, these are of the first"
     check = f", check {word(candidates[0].check, 40)}" if group.kind == "failure" else ""
-    head = f"{group.kind.capitalize()} {group.number}, {_count(len(candidates), 'candidate')}{check}: "
+    head = f"{group.kind.capitalize()} {group.number}, {counted(len(candidates), 'candidate')}{check}: "
     said = element("p", element("strong", head), names, more, id=group.id_of(name))
     return [said, _message(str(candidates[0].error), limit)]
 
@@ -368,7 +369,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             said.append([number])
     return ", ".join("–".join(map(str, span)) for span in said)
-
-
-def _count(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count != 1)}"

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from tilewright.cli.markup import Markup, element, word
-from tilewright.cli.output import milliseconds
+from tilewright.cli.output import counted
 from tilewright.cli.report_calls import ReportedCall, sound, time_of
 from tilewright.ops.execution.results import Candidate
+from tilewright.ops.utils.progress import milliseconds
 
 # In units of the picture, which are about half a pixel: paths of whole numbers are short.
 WIDTH, HEIGHT = 1920, 640
@@ -98,7 +99,7 @@ class FieldPlot:
 
     def _description(self) -> str:
         first, last = time_of(self.field[0]), time_of(self.field[-1])
-        said = [f"{len(self.field)} candidates, medians from {milliseconds(first)} to {milliseconds(last)}"]
+        said = [f"{counted(len(self.field), 'candidate')}, medians from {milliseconds(first)} to {milliseconds(last)}"]
         for what, candidate in (("chosen", self.reported.chosen), ("default", self.reported.default)):
             rank = candidate and self._place(candidate)
             if candidate and rank:

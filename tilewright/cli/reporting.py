@@ -7,7 +7,9 @@ from pathlib import Path
 
 import typer
 
-from tilewright.cli.output import complain
+from tilewright.cli.device import here
+from tilewright.cli.entries import open_cache
+from tilewright.cli.output import complain, counted
 from tilewright.cli.report_calls import ReportedCall, calls_of_cache, calls_of_file, merged
 from tilewright.cli.report_page import render
 from tilewright.ops.utils.folders import absolute, replace_file
@@ -27,7 +29,7 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
         replace_file(absolute(out), page)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(out)!r}: {error.strerror}", param_hint="--out") from error
-    return f"{len(calls)} calls, {len(page) / 1024:.0f} KiB written to {out}"
+    return f"{counted(len(calls), 'call')}, {len(page) / 1024:.0f} KiB written to {out}"
 
 
 def _check_place(out: Path, files: Sequence[Path]) -> None:
@@ -40,25 +42,32 @@ def _check_place(out: Path, files: Sequence[Path]) -> None:
 
 
 def _read(file: Path) -> list[ReportedCall]:
+    """What a file that a command wrote has measurements of."""
     try:
-        return calls_of_file(file)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror}") from error
+        calls, left_out = calls_of_file(file)
     except ValueError as error:
-        message = f"{str(file)!r} is no result of 'tilewright tune --json' that can be reported: {error}"
-        raise typer.BadParameter(message) from error
+        wanted = "what 'tune --json', 'bench --json' or 'cache export' writes"
+        raise typer.BadParameter(f"{str(file)!r} cannot be reported, which takes {wanted}: {error}") from error
+    if left_out:
+        _complain_of(left_out, str(file))
+    return calls
+
+
+def _complain_of(left_out: int, place: str) -> None:
+    said = "holds" if left_out == 1 else "hold"
+    complain(f"{counted(left_out, 'entry', 'entries')} of {place} {said} no measurements that can be read: left out")
 
 
 def _known_here() -> list[ReportedCall]:
     """What the user's disk cache has measurements of on the present device."""
-    import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
-    from tilewright.ops.config.persistent import PersistentCache
-    from tilewright.ops.utils.device import current_device
 
-    cache, device = PersistentCache(), current_device().fingerprint
+    cache, device = open_cache(), here().fingerprint
     calls, left_out = calls_of_cache(cache.entries(), device)
     if not calls:
-        raise typer.BadParameter(f"{cache.path} holds no measurements of {device}; tune something, or name files")
+        raise typer.BadParameter(
+            f"{cache.path} holds no measurements of {device}; tune something, or name files of 'tune --json', "
+            "'bench --json' or 'cache export'"
+        )
     if left_out:
-        complain(f"{left_out} entries of {cache.path} hold no measurements that can be read, and are left out")
+        _complain_of(left_out, str(cache.path))
     return calls

@@ -1,16 +1,15 @@
 """From what the command line names to functions and arrays: an op with a shape or a case, or a user's function."""
 
 import dataclasses
-import difflib
 import importlib
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
 
+from tilewright.cli.choices import meant
+from tilewright.cli.functions import user_function
+from tilewright.cli.mistakes import user_mistakes
 from tilewright.cli.options import CallOptions, parse_sizes
 
 
@@ -70,6 +69,7 @@ class NamedCall:
     """A function with arrays to call it with.
 
     Attributes:
+      args: arrays, or ``jax.ShapeDtypeStruct`` in their places.
       case: the op's case behind it, if it is an op's.
     """
 
@@ -79,16 +79,22 @@ class NamedCall:
     case: Any = None
 
 
+def is_function(target: str) -> bool:
+    """Whether a target names a function of the user's rather than an op."""
+    return ":" in target
+
+
 def named_calls(target: str, options: CallOptions) -> list[NamedCall]:
     """What a command shall work on.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
+      Failure: the user's module or function raised.
     """
-    if ":" in target:
+    if is_function(target):
         if options.describes_op:
             raise typer.BadParameter(f"{target} is a function: it takes --shapes, not an op's options")
-        return [user_call(target, options.shapes)]
+        return [NamedCall(target, *user_function(target, options.shapes))]
     if options.shapes is not None:
         raise typer.BadParameter(f"{target} is an op: it takes --shape or --case, not --shapes")
     return [op_call(target, case, backward=options.backward) for case in op_cases(target, options)]
@@ -97,9 +103,8 @@ def named_calls(target: str, options: CallOptions) -> list[NamedCall]:
 def find_op(name: str) -> Op:
     """The op of a name."""
     if name not in OPS:
-        close = difflib.get_close_matches(name, OPS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the ops are {', '.join(OPS)}; a function is module:function"
-        raise typer.BadParameter(f"no op is called {name!r}; {hint}")
+        hint = meant(name, OPS) or f"the ops are {', '.join(OPS)}; "
+        raise typer.BadParameter(f"no op is called {name!r}; {hint}a function is module:function")
     return OPS[name]
 
 
@@ -109,10 +114,11 @@ def op_cases(name: str, options: CallOptions) -> list[Any]:
     module = importlib.import_module(op.cases)
     case_type = getattr(module, op.case)
     fields = options.fields()
-    unknown = [field for field in fields if field not in {f.name for f in dataclasses.fields(case_type)}]
-    if unknown:
-        known = ", ".join(f.name for f in dataclasses.fields(case_type) if f.name != "name")
-        raise typer.BadParameter(f"{name} has no option {unknown[0]!r}; it has {known}")
+    known = [f.name for f in dataclasses.fields(case_type) if f.name != "name"]
+    unknown = next((field for field in fields if field not in known), None)
+    if unknown is not None:
+        raise typer.BadParameter(f"{name} has no option {unknown!r}; {meant(unknown, known)}it has {', '.join(known)}")
+    _check_float64(fields.get("dtype"))
     if bool(options.shape) == bool(options.cases):
         raise typer.BadParameter(f"{name} needs either --shape {','.join(op.shape)} or --case NAME")
     with user_mistakes():
@@ -122,6 +128,13 @@ def op_cases(name: str, options: CallOptions) -> list[Any]:
         if len(sizes) != len(op.shape):
             raise typer.BadParameter(f"{options.shape!r} is not {','.join(op.shape)}", param_hint="--shape")
         return [case_type(name=options.shape, **dict(zip(op.shape, sizes, strict=True)), **fields)]
+
+
+def _check_float64(dtype: str | None) -> None:
+    import jax
+
+    if dtype == "float64" and not jax.config.jax_enable_x64:
+        raise typer.BadParameter("float64 needs JAX_ENABLE_X64=1; JAX would compute in float32", param_hint="--dtype")
 
 
 def _named_cases(name: str, op: Op, module: Any, wanted: tuple[str, ...]) -> list[Any]:
@@ -134,8 +147,9 @@ def _named_cases(name: str, op: Op, module: Any, wanted: tuple[str, ...]) -> lis
         elif case in every:
             found.append(every[case])
         else:
-            known = ", ".join(["all", *every])
-            raise typer.BadParameter(f"{name} has no case {case!r}; it has {known}", param_hint="--case")
+            known = ["all", *every]
+            message = f"{name} has no case {case!r}; {meant(case, known)}it has {', '.join(known)}"
+            raise typer.BadParameter(message, param_hint="--case")
     return found
 
 
@@ -197,74 +211,3 @@ def check_call(call: NamedCall) -> None:
 
     with user_mistakes(call.name):
         jax.eval_shape(call.function, *call.args)
-
-
-@contextmanager
-def user_mistakes(place: str = "") -> Iterator[None]:
-    """Turns a ``ValueError`` or ``TypeError`` about what the user gave into a usage error."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise typer.BadParameter(f"{place}: {first_line}" if place else first_line) from error
-
-
-def user_call(target: str, shapes: str | None) -> NamedCall:
-    """``module:function`` with arrays of the shapes given, or with those that it returns itself beside a function."""
-    function = import_function(target)
-    if shapes is None:
-        with user_mistakes(f"{target}()"):
-            made = function()
-        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
-            raise typer.BadParameter(f"{target}() returned no (function, arguments); or give its arrays with --shapes")
-        call = NamedCall(target, made[0], tuple(made[1]))
-    else:
-        call = NamedCall(target, function, parse_arrays(shapes))
-    check_call(call)
-    return call
-
-
-def import_function(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names."""
-    found = import_named(target, "function")
-    if not callable(found):
-        raise typer.BadParameter("{} has no function {!r}".format(*target.split(":", 1)))
-    return found
-
-
-def import_named(target: str, what: str) -> Any:
-    """What ``module:name`` names, ``None`` if the module has no such; modules in the working directory are found."""
-    module_name, _, path = target.partition(":")
-    if not module_name or not path:
-        raise typer.BadParameter(f"{target!r} is not of the form module:{what}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise typer.BadParameter(f"cannot import {module_name!r}: {error}") from error
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-_ARRAY = re.compile(r"([A-Za-z]\w*)\[([\d,\s-]*)\]")
-
-
-def parse_arrays(text: str) -> tuple[Any, ...]:
-    """Abstract arrays from ``float32[1,1024,8,64] int32[16]``; separators are spaces, commas or semicolons."""
-    import jax
-    import jax.numpy as jnp
-
-    found = list(_ARRAY.finditer(text))
-    if not found or re.sub(r"[\s,;]", "", _ARRAY.sub("", text)):
-        message = f"{text!r} is not arrays such as 'float32[1,1024,8,64] int32[16]'"
-        raise typer.BadParameter(message, param_hint="--shapes")
-    arrays = []
-    for match in found:
-        try:
-            dtype = jnp.dtype(match.group(1))
-        except TypeError:
-            raise typer.BadParameter(f"{match.group(1)!r} is no dtype", param_hint="--shapes") from None
-        arrays.append(jax.ShapeDtypeStruct(parse_sizes(match.group(2), "--shapes"), dtype))
-    return tuple(arrays)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tilewright.cli import options
+from tilewright.cli import completion, options
 
 
 def tune(
@@ -22,7 +22,11 @@ def tune(
     budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
     isolation: Annotated[
-        str, typer.Option(help="Run candidates in a process of their own: auto, process or none.")
+        str,
+        typer.Option(
+            help="Run candidates in a process of their own: auto, process or none.",
+            autocompletion=completion.isolations,
+        ),
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a process of its own.")] = 120.0,
     json_file: Annotated[

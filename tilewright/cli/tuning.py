@@ -1,20 +1,36 @@
 """What ``tilewright tune`` does once its arguments are read."""
 
+import datetime
 import math
 import os
+import sys
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import typer
 
+from tilewright.cli.choices import ISOLATIONS, one_of
+from tilewright.cli.device import here
+from tilewright.cli.files import check_new_file, writing
+from tilewright.cli.mistakes import first_line, user_mistakes
 from tilewright.cli.options import CallOptions
-from tilewright.cli.output import INTERRUPTED, complain, stderr, stdout
-from tilewright.cli.progress import TuningProgress, result_table
-from tilewright.cli.targets import named_calls, user_mistakes
-from tilewright.ops import AutotuningResult, Lock, Tuner, default_executor, device_fingerprint, tune, use_lock
+from tilewright.cli.output import FAILED, Failure, Interrupted, complain, counted, stdout
+from tilewright.cli.progress import result_table
+from tilewright.cli.targets import NamedCall, named_calls
+from tilewright.ops import (
+    AutotuningResult,
+    Lock,
+    PersistentCache,
+    Tuner,
+    default_executor,
+    device_fingerprint,
+    tune,
+    use_lock,
+)
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.execution.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.progress import progress_for
 
 
 def tuner_of(isolation: str, timeout_s: float) -> Tuner:
@@ -23,8 +39,7 @@ def tuner_of(isolation: str, timeout_s: float) -> Tuner:
     Raises:
       typer.BadParameter: an option is out of its range.
     """
-    if isolation not in get_args(Isolation):
-        raise typer.BadParameter(f"{isolation!r} is none of {', '.join(get_args(Isolation))}", param_hint="--isolation")
+    one_of(isolation, ISOLATIONS, "isolation", "--isolation")
     if not 0 < timeout_s < math.inf:
         raise typer.BadParameter(f"{timeout_s} is not a positive number of seconds", param_hint="--timeout")
     return Tuner(isolation=cast(Isolation, isolation), timeout_s=timeout_s)
@@ -43,20 +58,25 @@ def tune_and_report(
     """Tunes, prints the table, and returns the exit code."""
     # The processes that measure need the device's memory; JAX reads this once, when it first looks for a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    for file, option in ((json_file, "--json"), (lock_file, "--lock")):
-        if file is not None and not file.parent.is_dir():
-            raise typer.BadParameter(f"there is no directory {str(file.parent)!r}", param_hint=option)
+    check_new_file(json_file, "--json")
+    check_new_file(lock_file, "--lock", existing=True)
+    here()
+    began = datetime.datetime.now(datetime.UTC)
     # What is measured must not depend on a lock, nor fail where one that the environment names is still to be made.
     with use_lock(None):
         if lock_file is not None:
             _check_lock(lock_file)  # refused now rather than after the tuning
         result, interrupted = _tune_all(target, options, tuner, budget_s=budget_s, again=again)
         if json_file is not None and result.entries:
-            json_file.write_text(result.to_json() + "\n")
-        code = _report(target, result, interrupted)
+            with writing(json_file, "--json"):
+                json_file.write_text(result.to_json() + "\n")
+        lost = _report(target, result, began, interrupted=interrupted)
         if lock_file is not None and result.entries:
             _lock(lock_file, result)
-    return code
+    if interrupted:
+        measured = sum(1 for call in result if call.step == "measured")
+        raise Interrupted(f"interrupted; {_kept(measured, lost, json_file)}")
+    return FAILED if lost else 0
 
 
 def _tune_all(
@@ -66,25 +86,30 @@ def _tune_all(
     calls = named_calls(target, options)
     total = AutotuningResult()
     interrupted = False
-    with TuningProgress(stderr()) as progress:
+    with progress_for(sys.stderr) as on_event:
         for call in calls:
             try:
                 result = tune(
-                    call.function,
-                    *call.args,
-                    tuner=tuner,
-                    budget_s=budget_s,
-                    reuse=not again,
-                    on_event=progress.on_event,
+                    call.function, *call.args, tuner=tuner, budget_s=budget_s, reuse=not again, on_event=on_event
                 )
             except KeyboardInterrupt:  # while the program was lowered: nothing of this call was measured yet
                 interrupted = True
                 break
+            except ExceptionGroup as group:
+                raise _all_failed(call, group) from group
             total |= result
             interrupted = result.interrupted
             if interrupted:
                 break
     return total, interrupted
+
+
+def _all_failed(call: NamedCall, group: ExceptionGroup) -> Failure:
+    """What is to be said where no candidate of a call ran; those of earlier calls are kept."""
+    first = group.exceptions[0]
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return Failure(f"{call.name}: {group.message}; the first: {type(first).__name__}: {first_line(first)}")
 
 
 def _check_lock(file: Path) -> None:
@@ -112,28 +137,39 @@ def _lock(file: Path, result: AutotuningResult) -> None:
             lock = new.add_to(file)  # and not to what was read before the tuning: another may have added to it since
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(file)!r}: {error.strerror}", param_hint="--lock") from error
-    typer.echo(f"{file} decides {len(lock)} calls, {len(new)} of them by this tuning")
+    typer.echo(f"{file} decides {counted(len(lock), 'call')}, {len(new)} of them by this tuning")
 
 
-def _report(target: str, result: AutotuningResult, interrupted: bool) -> int:
+def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, interrupted: bool) -> int:
+    """Prints what was found, and returns how many of the calls measured are not on disk."""
     if result.entries:
         stdout().print(result_table(result))
     elif not interrupted:
         complain(f"{target} calls no kernel of tilewright; there is nothing to tune")
-    measured = sum(1 for call in result if call.step == "measured")
-    place = _cache_path()
-    if measured and place:
-        typer.echo(f"{measured} of {len(result)} measured now and kept in {place}")
-    elif result.entries:
-        typer.echo(f"all {len(result)} known, nothing measured" + (f" ({place})" if place else ""))
-    if interrupted:
-        complain(f"interrupted; the {measured} calls measured so far are kept")
-        return INTERRUPTED
-    return 0
+    measured = [call for call in result if call.step == "measured"]
+    cache = _cache()
+    if cache is None or not result.entries:
+        return 0
+    lost = sum(1 for call in measured if (entry := cache.entry(call.key)) is None or entry.created < began)
+    if lost:
+        complain(f"{counted(lost, 'call')} of {len(measured)} measured could not be written to {cache.path}")
+    elif measured:
+        typer.echo(f"{len(measured)} of {len(result)} measured now and kept in {cache.path}")
+    else:
+        known = "the only call is known" if len(result) == 1 else f"all {counted(len(result), 'call')} known"
+        typer.echo(f"{known}, nothing measured ({cache.path})")
+    return lost
 
 
-def _cache_path() -> Path | None:
+def _kept(measured: int, lost: int, json_file: Path | None) -> str:
+    """What an interrupt leaves."""
+    if not measured:
+        return "nothing was measured to its end; a next tuning goes on where this one was"
+    if lost:
+        return "what was measured is not on disk" + (f", but in {json_file}" if json_file else "")
+    return f"the {counted(measured, 'call')} measured so far {'is' if measured == 1 else 'are'} kept"
+
+
+def _cache() -> PersistentCache | None:
     chooser = default_executor().chooser
-    if isinstance(chooser, ConfigSelectorChain) and chooser.persistent is not None:
-        return chooser.persistent.path
-    return None
+    return chooser.persistent if isinstance(chooser, ConfigSelectorChain) else None

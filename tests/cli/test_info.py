@@ -1,0 +1,99 @@
+"""``tilewright info``: what can really be loaded, and whom it could serve."""
+
+import dataclasses
+import importlib
+import sys
+
+import pytest
+
+from tests.support.command_line import invoke
+from tilewright.cli import probing
+from tilewright.kernels.portfolio import LazyImplementation
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops import Device
+from tilewright.ops.utils.device import current_device
+
+GPU = Device("gpu", "NVIDIA H200", (9, 0), 132, "gpu:NVIDIA H200:9.0")
+
+
+class Picky(Implementation):
+    """Serves no GPU, and of problems the second."""
+
+    platform = Platform.PALLAS
+
+    def not_supported_reasons(self, problem, device, direction):
+        reasons = [] if device.kind == "cpu" else [f"needs a CPU, got {device.name} ({device.capability=})"]
+        return [*reasons, "is for 2"] if problem == 1 else reasons
+
+    heuristic = candidates = forward = backward = None
+
+
+def served(where, problems=(1, 2), present=None):
+    devices = [current_device()] if present is None else present
+    return probing._served("op", LazyImplementation(where), problems, devices)
+
+
+def test_every_backend_of_every_op_is_asked(monkeypatch):
+    found = probing.served_backends()
+    by_name = {(each.op, each.name): each for each in found}
+    for op in probing.KERNELS:
+        assert by_name[op, "xla"].devices == ("cpu",)
+    for each in found:
+        assert bool(each.devices) != bool(each.why)
+        assert "\n" not in each.why
+    assert by_name["flash_attention", "pallas"].why == "needs a GPU of compute capability 9.0"
+    assert "cuDNN" in by_name["flash_attention", "cuda:cudnn"].why
+    fa4 = by_name["flash_attention", "cuda:fa4"].why
+    assert fa4.endswith("needs flash-attn-4, quack-kernels, nvidia-cutlass-dsl: pip install 'tilewright[fa4]'")
+
+
+def test_a_device_that_no_problem_is_served_on_is_not_listed():
+    one = served(f"{__name__}:Picky", present=[current_device(), GPU])
+    assert (one.devices, one.why) == (("cpu",), "")
+    other = served(f"{__name__}:Picky", present=[GPU])
+    assert (other.devices, other.why) == ((), "needs a CPU")
+    assert served(f"{__name__}:Picky", problems=[1]).why == "is for 2; needs a CPU, got NVIDIA H100 " + (
+        "(device.capability=(9, 0))"
+    )
+    assert "no device" in served(f"{__name__}:Picky", problems=[], present=[]).why
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import nonesuch_package", "cannot be loaded: No module named 'nonesuch_package'"),
+        ("raise OSError('libcuda.so.1: cannot open')\n", "cannot be loaded: libcuda.so.1: cannot open"),
+        ("raise RuntimeError('two\\nlines')\n", "cannot be loaded: RuntimeError: two"),
+        (
+            "raise ModuleNotFoundError('No module named quack', name='quack.cute')",
+            "cannot be loaded: No module named quack; pip install 'tilewright[fa4]'",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_be_imported_says_why(source, why, tmp_path, monkeypatch):
+    (tmp_path / "broken_backend.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_backend", raising=False)
+    assert dataclasses.astuple(served("broken_backend:Backend")) == ("op", "broken_backend", (), why)
+
+
+def test_what_is_imported_with_the_first_call_is_tried_too(monkeypatch):
+    for where in probing.LATE_IMPORTS.values():
+        module, _, function = where.partition(":")
+        assert not function or callable(getattr(importlib.import_module(module), function))
+    monkeypatch.setattr(probing, "LATE_IMPORTS", {"pallas": "json:JSONDecoder"})
+    assert served(f"{__name__}:Picky").devices == ("cpu",)
+    monkeypatch.setattr(probing, "LATE_IMPORTS", {"pallas": "nonesuch_package"})
+    one = served(f"{__name__}:Picky")
+    assert (one.devices, one.why) == ((), "cannot be loaded: No module named 'nonesuch_package'")
+
+
+def test_the_table_keeps_brackets(monkeypatch):
+    from tilewright.cli import inventory
+
+    row = probing.ServedBackend("op", "triton", (), "needs triton: pip install 'tilewright[triton]' in [/tmp] :smile:")
+    monkeypatch.setattr(inventory, "served_backends", lambda: [row])
+    text = invoke("info")
+    assert row.why in text
+    assert "1 device of kind cpu" in text or "devices of kind cpu" in text
+    assert "(0 entries)" in text

@@ -1,0 +1,590 @@
+"""What every command has in common: how it names things, completes words, and ends."""
+
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from rich.text import Text
+
+from tests.support.command_line import invoke, one_device
+from tilewright.cli import choices, main, output
+from tilewright.cli.app import app
+from tilewright.cli.entries import entry_id, find_entry, whole_id
+from tilewright.cli.functions import import_named, user_function
+from tilewright.cli.options import CallOptions
+from tilewright.ops import FwdParams, PersistentCache
+
+COMMAND = [sys.executable, "-m", "tilewright"]
+SHAPE = ["--shape", "1,64,2,16"]
+
+
+def ends(capsys, *arguments):
+    """Exit code, stdout and the one line on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    assert captured.err.startswith("tilewright: ")
+    return ended.value.code, captured.out, captured.err
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [*COMMAND, *arguments], env={**os.environ, "XLA_FLAGS": one_device(), **environment},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def commands(command=None, path=()):
+    """Every command with its words."""
+    command = typer.main.get_command(app) if command is None else command
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+# Markup
+
+
+def test_no_help_text_is_read_as_markup():
+    for path, command in commands():
+        texts = [command.help, *(getattr(each, "help", None) for each in command.params)]
+        for text in filter(None, texts):
+            assert Text.from_markup(text).plain == text, path
+
+
+def test_what_is_printed_keeps_brackets_and_colons(capsys):
+    hostile = r"tilewright[triton] [batch, heads] \[x] [bold]no[/bold] [/] :smile: [link=x]"
+    made = output.table(hostile, "a", "b [c]", whole=("a", "b [c]"))
+    made.add_row(hostile, output.lines((hostile, "dim"), ("→", "bold")))
+    output.stdout().print(made)
+    text = capsys.readouterr().out
+    assert text.count(hostile) == 3
+    assert "b [c]" in text
+
+
+def test_an_explanation_keeps_the_brackets_of_its_hints(monkeypatch):
+    from tilewright.kernels.triton_bridge import requirements
+
+    monkeypatch.setattr(requirements, "_version", lambda: None)
+    text = invoke("explain", "flash_attention", *SHAPE, "--no-backward")
+    assert "pip install 'tilewright[triton]'" in text
+    assert "f32[1,64,2,16]" in text
+
+
+# Numbers and words
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 calls"), (1, "1 call"), (2, "2 calls")])
+def test_one_call_and_two_calls(number, said):
+    assert output.counted(number, "call") == said
+
+
+def test_no_command_writes_a_plural_by_hand():
+    many = re.compile(r"\{[^{}]*\} (calls(?! no)|entries|files|candidates|measurements|devices)\b")
+    files = list(Path(inspect.getfile(output)).parent.glob("*.py"))
+    assert files
+    for file in files:
+        for line in file.read_text().splitlines():
+            assert "counted(" in line or not many.search(line), line
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("f32", "float32"),
+     ("float32", "float32")],
+)  # fmt: skip
+def test_dtypes_may_be_short(text, name):
+    options = CallOptions(dtype=text, extra=(f"kv_dtype={text}",))
+    assert options.fields() == {"dtype": name, "kv_dtype": name}
+
+
+def test_every_alias_stands_for_a_dtype_of_numpy():
+    import jax.numpy as jnp
+
+    for name in (*choices.ARRAY_DTYPES, *choices.DTYPE_ALIASES.values()):
+        assert jnp.dtype(name).name == name
+        assert name in choices.ARRAY_DTYPES
+
+
+FLASH = ["explain", "flash_attention"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*FLASH, *SHAPE, "--dtype", "flaot32"], ["--dtype", "mean float32?", "bfloat16", "float16"]),
+        ([*FLASH, *SHAPE, "--dtype", "int8"], ["--dtype", "float32, bfloat16, float16, float64"]),
+        ([*FLASH, *SHAPE, "--dtype", "f64"], ["JAX_ENABLE_X64"]),
+        (["explain", "page_attention", *SHAPE, "--set", "kv_dtype=int9"], ["kv_dtype", "mean int8?", "float8_e5m2"]),
+        ([*FLASH, *SHAPE, "--set", "slidng_window=3"], ["mean sliding_window?", "logits_soft_cap"]),
+        (["explain", "flash_attention", "--case", "causal4k"], ["mean causal_4k?", "decode"]),
+        ([*FLASH, *SHAPE, "--set", "causal_alignment=bottom"], ["bottom_right", "top_left"]),
+        (["tune", "flash_attention", *SHAPE, "--isolation", "proces"], ["--isolation", "process?", "auto", "none"]),
+        (["tun"], ["mean 'tune'?"]),
+        (["explain", "flash_atention"], ["mean flash_attention?"]),
+        (["explain", "json"], ["ops are flash_attention", "module:function"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_lists_the_right_ones(arguments, words, capsys):
+    code, out, line = ends(capsys, *arguments)
+    assert (code, out) == (2, "")
+    for word in words:
+        assert word in line
+
+
+# Functions of the user's
+
+
+MODULE = """
+import jax.numpy as jnp
+from tilewright.ops import Kernel
+
+def double(x):
+    return 2 * x
+
+def made():
+    return double, (jnp.arange(3.0),)
+
+def nothing_needed():
+    return {"x": jnp.ones(2)}
+
+def fails(x):
+    return {}["nonesuch key"]
+
+class Twice(Kernel):
+    def run(self, x, *, cfg):
+        return 2 * x
+    def heuristic_cfg(self, inv):
+        return None
+
+kernel = Twice("twice")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine_here.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mine_here", "mine_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("target", ["mine_here:double", "./mine_here.py:double", "mine_here:kernel", "mine_here:Twice"])
+def test_bench_times_functions_and_kernels(target, mine):
+    file = mine / "bench.json"
+    text = invoke("bench", target, "--shapes", "f32[8,4]", "--iters", "3", "--json", str(file))
+    assert "float32[8,4]" in text
+    (measured,) = json.loads(file.read_text())["measurements"]
+    assert measured["implementation"] == target
+    assert len(measured["samples_ms"]) == 3
+    assert measured["median_ms"] == np.median(measured["samples_ms"])
+
+
+def test_bench_times_what_a_function_returns_and_what_needs_nothing(mine):
+    assert "float32[3]" in invoke("bench", "mine_here:made", "--iters", "1")
+    assert "no arrays" in invoke("bench", "mine_here:nothing_needed", "--iters", "1")
+
+
+def test_a_file_is_imported_by_the_name_that_other_processes_know(mine):
+    package = mine / "deep" / "mine_package"
+    (package / "inner").mkdir(parents=True)
+    for folder in (package, package / "inner"):
+        (folder / "__init__.py").touch()
+    (package / "inner" / "work.py").write_text("from mine_package.inner import other\nvalue = other.value\n")
+    (package / "inner" / "other.py").write_text("value = 7\n")
+    assert import_named(str(package / "inner" / "work.py") + ":value", "value") == 7
+    assert sys.modules["mine_package.inner.work"].value == 7
+
+
+def test_a_file_by_the_name_of_another_module_is_refused(mine):
+    (mine / "json.py").write_text("value = 7\n")
+    with pytest.raises(typer.BadParameter, match="has the name of another module"):
+        import_named("./json.py:value", "value")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "code", "message"),
+    [
+        ("", "mine_here:fails", 1, "mine_here:fails raised KeyError: 'nonesuch key' (mine_here.py, line 15)"),
+        ("def f(:", "mine_package:f", 1, "raised SyntaxError: invalid syntax (mine_package.py, line 1)"),
+        ("1 / 0", "mine_package:f", 1, "raised ZeroDivisionError: division by zero (mine_package.py, line 1)"),
+        ("import sys\nsys.exit(3)", "mine_package:f", 1, "ended the program with exit code 3"),
+        ("import nonesuch", "mine_package:f", 2, "cannot import 'mine_package': No module named 'nonesuch'"),
+        ("from json import nonesuch", "mine_package:f", 2, "cannot import name 'nonesuch'"),
+        ("", "mine_her:double", 2, "there is no module 'mine_her'; did you mean mine_here?"),
+        ("", "mine_here:doubel", 2, "mine_here has no function 'doubel'; did you mean double?"),
+        ("", "./mine_there.py:double", 2, "there is no file 'mine_there.py'"),
+        ("", ":double", 2, "module:function or path/to/file.py:function"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["bench", "explain"])
+def test_what_is_wrong_with_a_function_is_one_line(command, source, target, code, message, mine, capsys):
+    (mine / "mine_package.py").write_text(source)
+    ended, out, line = ends(capsys, command, target, "--shapes", "f32[3]")
+    assert (ended, out) == (code, "")
+    assert message in line
+
+
+def test_a_function_that_is_given_no_arguments_says_what_it_takes(mine, capsys):
+    code, _, line = ends(capsys, "bench", "mine_here:double")
+    assert code == 2
+    assert "mine_here:double takes (x): give its arrays with --shapes" in line
+
+
+def test_a_function_gets_what_its_shapes_say(mine):
+    function, arrays = user_function("mine_here:double", "f32[2] ")
+    assert function(3) == 6
+    assert (arrays[0].shape, arrays[0].dtype) == ((2,), np.float32)
+
+
+# Ids
+
+
+def entry_of(cache, name):
+    key = json.dumps({"op": name, "direction": "forward", "device": "cpu:x", "args": [], "kwargs": {}})
+    assert cache.put(key, FwdParams(q_blocksize=64), metadata={"time_ms": 1.0})
+    return next(entry for entry in cache.entries() if entry.key == key)
+
+
+def test_an_id_is_the_beginning_of_the_digits_in_the_name_of_a_file(cache_directory):
+    entry = entry_of(PersistentCache(cache_directory), "one")
+    (file,) = cache_directory.glob("*.json")
+    assert file.stem.endswith(f"-{whole_id(entry)}")
+    listed = invoke("cache", "list")
+    assert re.search(rf"^ *{entry_id(entry)} ", listed, re.MULTILINE)
+    assert "1 entry in" in listed
+
+
+def test_the_ids_that_are_listed_are_whole_in_a_narrow_terminal(cache_directory, monkeypatch):
+    from tilewright.cli.entries import entries_table
+    from tilewright.ops.utils.progress import plain_console
+
+    entry = entry_of(PersistentCache(cache_directory), "one_operation_with_a_long_name")
+    stream = io.StringIO()
+    plain_console(file=stream, width=50).print(entries_table([entry]))
+    assert entry_id(entry) in stream.getvalue()
+
+
+def test_a_beginning_that_is_not_unique_names_both(cache_directory, capsys):
+    cache = PersistentCache(cache_directory)
+    entries = [entry_of(cache, f"op{i}") for i in range(17)]  # of 16 digits, two have the same
+    first = [whole_id(entry)[0] for entry in entries]
+    digit = next(digit for digit in first if first.count(digit) > 1)
+    both = [entry for entry in entries if whole_id(entry)[0] == digit]
+    code, _, line = ends(capsys, "cache", "show", digit)
+    assert code == 2
+    for entry in both[:5]:
+        assert f"{entry_id(entry)} ({json.loads(entry.key)['op']} forward)" in line
+    assert find_entry(entries, whole_id(both[0])[:8].upper(), "") == both[0]
+    assert find_entry(entries, whole_id(both[1]), "") == both[1]
+    assert "no entry" in ends(capsys, "cache", "show", "xyz")[2]
+    assert "no entry" in ends(capsys, "cache", "show", "")[2]
+
+
+def test_single_entries_are_removed(cache_directory, capsys):
+    cache = PersistentCache(cache_directory)
+    one, two = (entry_of(cache, name) for name in ("one", "two"))
+    assert ends(capsys, "cache", "remove", entry_id(one), "xyz")[0] == 2  # and nothing is removed
+    assert "1 entry removed" in invoke("cache", "remove", entry_id(one), whole_id(one)[:10])
+    assert [entry.key for entry in cache.entries()] == [two.key]
+
+
+# What one command writes, another reads
+
+
+def test_an_export_is_reported(cache_directory, tmp_path):
+    from tilewright.ops import Candidate
+
+    cache = PersistentCache(cache_directory)
+    for device in ("cpu:x", "gpu:y"):
+        key = json.dumps({"op": "mine", "direction": "forward", "device": device, "args": [], "kwargs": {}})
+        cache.put(key, 1, measurements=[Candidate(1, (4.0, 6.0), heuristic=True).fields()], metadata={"time_ms": 5.0})
+    invoke("cache", "export", str(tmp_path / "export.json"))
+    out = tmp_path / "page.html"
+    assert "2 calls" in invoke("report", str(tmp_path / "export.json"), "--out", str(out))
+    page = out.read_text()
+    assert "cpu:x" in page
+    assert "gpu:y" in page
+    assert "5 ms" in page
+    assert "export.json" in page
+
+
+def test_a_bench_is_reported(mine):
+    invoke("bench", "mine_here:double", "--shapes", "f32[8,4]", "--iters", "3", "--json", "bench.json")
+    assert "1 call," in invoke("report", "bench.json", "--out", "page.html")
+    page = (mine / "page.html").read_text()
+    assert "mine_here:double" in page
+    assert "float32[8,4]" in page
+
+
+@pytest.mark.slow
+def test_a_bench_of_an_op_is_reported(tmp_path):
+    file, out = tmp_path / "bench.json", tmp_path / "page.html"
+    said = ("--set", "sinks=1", "--iters", "2", "--no-backward", "--json", str(file))
+    invoke("bench", "flash_attention", *SHAPE, *said)
+    invoke("report", str(file), "--out", str(out))
+    page = out.read_text()
+    assert "tilewright xla" in page
+    assert "jax.nn.dot_product_attention has no sinks" in page
+    assert "Not measured: 1 candidate" in page
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"schema": 1, "device": "", "toolchain": {}, "decisions": [], "sha256": ""}, "it is a lock file"),
+        ({"schema": 1, "entries": []}, "holds no call"),
+        ({"op": "x", "environment": {}, "measurements": [{}]}, "not the JSON of a bench"),
+        ({"op": "x", "environment": {}, "measurements": 3}, "not the JSON of a bench"),
+        ({}, "AutotuningResult"),
+    ],
+)
+def test_what_cannot_be_reported_says_what_it_is(document, message, tmp_path, capsys):
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    code, _, line = ends(capsys, "report", str(tmp_path / "file.json"), "--out", str(tmp_path / "page.html"))
+    assert code == 2
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"schema": 1, "device": "", "toolchain": {}, "entries": [], "interrupted": False}, "'tilewright tune --json'"),
+        ({"op": "x", "environment": {}, "measurements": []}, "'tilewright bench --json'"),
+        ({"schema": 1, "decisions": [], "sha256": ""}, "a lock file"),
+        ([], "no export"),
+    ],
+)
+def test_what_is_no_export_says_what_it_is(document, message, cache_directory, tmp_path, capsys):
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    code, _, line = ends(capsys, "cache", "import", str(tmp_path / "file.json"))
+    assert code == 2
+    assert "is no export" in line
+    assert message in line
+
+
+# Ends
+
+
+@pytest.mark.parametrize("command", [["cache", "list"], ["cache", "show", "ab"], ["report"]])
+def test_a_cache_that_cannot_be_read_is_a_failure(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "configs").write_text("a file in place of the folder")
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    code, _, line = ends(capsys, *command)
+    assert code == 1
+    assert str(tmp_path) in line
+    assert "TILEWRIGHT_CACHE_DIR" in line
+
+
+def test_a_tuning_that_cannot_be_kept_is_a_failure(tmp_path, cache_directory, capsys):
+    (tmp_path / "configs").write_text("a file in place of the folder")
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "flash_attention", "--shape", "1,8,1,8", "--no-backward", "--isolation", "none"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "1 call of 1 measured could not be written" in captured.err
+    assert "kept" not in captured.out
+
+
+def test_a_candidate_that_must_fail_is_one_line(cache_directory, mine, capsys):
+    (mine / "mine_package.py").write_text(
+        MODULE.replace("return 2 * x\n    def heur", "raise RuntimeError('no [such] luck')\n    def heur")
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "mine_package:kernel", "--shapes", "f32[3]"])
+    line = capsys.readouterr().err.strip()
+    assert ended.value.code == 1
+    assert "RuntimeError: no [such] luck" in line
+    assert "\n" not in line
+
+
+def test_a_question_with_nobody_to_answer_deletes_nothing(cache_directory):
+    entry_of(PersistentCache(cache_directory), "one")
+    invoke("cache", "clear", input="", code=2)
+    assert "nothing was deleted" in invoke("cache", "clear", input="\n", code=1)
+    assert len(PersistentCache(cache_directory)) == 1
+    assert "1 entry deleted" in invoke("cache", "clear", input="y\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["explain", "flash_attention", *SHAPE], ["cache", "list"], ["bench", "json:loads"]]
+)
+def test_an_interrupt_is_one_line_and_code_130(arguments, monkeypatch, capsys):
+    from tilewright.cli import benching, entries, explaining
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for module, name in ((explaining, "named_calls"), (benching, "named_calls"), (entries, "open_cache")):
+        monkeypatch.setattr(module, name, interrupt)
+    code, out, line = ends(capsys, *arguments)
+    assert (code, out) == (130, "")
+    assert "interrupted" in line
+
+
+def test_an_interrupted_bench_keeps_what_it_has(mine, monkeypatch, capsys):
+    from tilewright.cli import benching
+
+    def two(target, options, iters):
+        yield "first", lambda: [benching.Measurement("a", "forward", "mine", benching.Timing((1.0,)), None)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benching, "_measurements", two)
+    code, out, line = ends(capsys, "bench", "mine_here:double", "--shapes", "f32[3]", "--json", "kept.json")
+    assert code == 130
+    assert "1 ms" in out
+    assert "the 1 measurement so far is shown and written to kept.json" in line
+    assert json.loads((mine / "kept.json").read_text())["measurements"][0]["median_ms"] == 1.0
+
+
+def test_an_interrupt_in_a_callback_is_one_too(mine, capsys):
+    (mine / "mine_package.py").write_text("def f(x):\n    raise RuntimeError('INTERNAL: ... KeyboardInterrupt: ...')\n")
+    code, _, line = ends(capsys, "explain", "mine_package:f", "--shapes", "f32[3]")
+    assert (code, line) == (130, "tilewright: interrupted\n")
+
+
+def test_one_backend_that_fails_does_not_end_a_bench(monkeypatch, capsys):
+    from tilewright.cli import benching
+
+    def bound(function, positional, keywords, backward):
+        if "platform" in keywords:
+            raise RuntimeError("out of [memory]\nand more")
+        return lambda: 0
+
+    monkeypatch.setattr(benching, "_bound", bound)
+    code, out, line = ends(capsys, "bench", "flash_attention", *SHAPE, "--iters", "1", "--no-backward")
+    assert code == 1
+    assert "jax.nn.dot_product_attention" in out
+    assert "RuntimeError: out of [memory]" in out
+    assert "tilewright xla failed on 1,64,2,16" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["explain", "flash_attention", *SHAPE], ["tune", "flash_attention", *SHAPE], ["info"]]
+)
+def test_a_device_that_is_not_there_is_one_line(command):
+    done = run(*command, JAX_PLATFORMS="nonesuch")
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("tilewright: JAX finds no device")
+    assert "nonesuch" in line
+    assert ("flash_attention" in done.stdout) == (command == ["info"])
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_is_no_error(cache_directory):
+    entry_of(PersistentCache(cache_directory), "one")
+    command = f"{sys.executable} -m tilewright cache list | true"
+    done = subprocess.run(["bash", "-c", command], env=os.environ, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr
+
+
+# The module and the shell
+
+
+@pytest.mark.slow
+def test_the_module_is_the_command():
+    from tilewright import __version__
+
+    assert run("--version").stdout == f"tilewright {__version__}\n"
+    assert "Usage: tilewright" in run("--help").stdout
+
+
+def complete(*words, **environment):
+    """What bash would be offered for the last word, by a process of its own that must not load JAX."""
+    program = (
+        "import sys; sys.argv[0] = 'tilewright'\n"
+        "try:\n    from tilewright.cli import main; main()\n"
+        "finally:\n    print(*sorted({'jax', 'numpy'} & sys.modules.keys()), file=sys.stderr, end='')"
+    )
+    line = ["tilewright", *words]
+    said = {"COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1), "_TILEWRIGHT_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **said, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_words_are_completed_without_jax(cache_directory):
+    assert complete("ben") == ["bench"]
+    assert complete("explain", "flash") == ["flash_attention"]
+    assert complete("tune", "ragged_") == ["ragged_decode_attention", "ragged_page_attention"]
+    assert complete("tune", "flash_attention", "--dtype", "b") == ["bfloat16"]
+    assert complete("tune", "flash_attention", "--isolation", "n") == ["none"]
+    one = entry_of(PersistentCache(cache_directory), "one")
+    assert complete("cache", "show", "") == [entry_id(one)]
+    assert complete("cache", "show", "", TILEWRIGHT_CACHE_DIR="/nonesuch") == []
+
+
+def test_ids_are_completed_with_what_they_are_of(cache_directory, tmp_path):
+    from types import SimpleNamespace
+
+    from tilewright.cli.completion import entry_ids
+
+    entry = entry_of(PersistentCache(tmp_path / "other"), "one")
+    found = [(entry_id(entry), "one-forward")]
+    assert entry_ids(SimpleNamespace(params={"path": tmp_path / "other"}), entry_id(entry)[:3].upper()) == found
+    assert entry_ids(SimpleNamespace(params={}), "") == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_completion_is_installed_and_completes(tmp_path):
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "tilewright"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tilewright "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+    def bash(script):
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    # Behind another command, for bash would otherwise put the program in its own place and not be seen.
+    assert "complete -o default -F _tilewright_completion tilewright" in bash("tilewright --show-completion && true")
+    assert "bash completion installed" in bash("tilewright --install-completion && true")
+    offered = bash(
+        "source ~/.bashrc; COMP_WORDS=(tilewright explain fl); COMP_CWORD=2; _tilewright_completion tilewright; "
+        'echo "${COMPREPLY[@]}"'
+    )
+    assert offered.strip() == "flash_attention"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_command_that_has_nothing_to_keep(mine):
+    (mine / "slow_module.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{heed}; from tilewright.cli import main; main()", "explain", "slow_module:f"],
+        cwd=mine, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "here\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == "tilewright: interrupted\n"

@@ -1,0 +1,72 @@
+"""Words that must be one of a few: what they stand for, and what to say of one that is not."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import typer
+
+DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+"""Of queries, and of whatever has no dtype of its own."""
+
+STORED_DTYPES: tuple[str, ...] = (*DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
+"""Of what a cache of keys and values holds."""
+
+ARRAY_DTYPES: tuple[str, ...] = (
+    *STORED_DTYPES, "bool", "int4", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64",
+    "complex64", "complex128",
+)  # fmt: skip
+"""Of arrays that a user's function takes."""
+
+ISOLATIONS: tuple[str, ...] = ("auto", "process", "none")
+"""Where `tune` may run candidates."""
+
+DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "f64": "float64", "fp64": "float64", "double": "float64",
+        "f32": "float32", "fp32": "float32", "float": "float32", "single": "float32",
+        "f16": "float16", "fp16": "float16", "half": "float16",
+        "bf16": "bfloat16",
+        "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+        "float8": "float8_e4m3fn", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
+        "i4": "int4", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "int": "int32",
+        "u4": "uint4", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
+        "c64": "complex64", "c128": "complex128",
+    }
+)  # fmt: skip
+"""How else people write dtypes; the short ones are those of JAX's jaxprs, hence of our own tables."""
+
+
+def dtype_name(text: str, choices: Iterable[str], hint: str) -> str:
+    """The full name of a dtype.
+
+    Raises:
+      typer.BadParameter: it is none of the choices, all of which the message lists.
+    """
+    name = text.strip().lower()
+    return one_of(DTYPE_ALIASES.get(name, name), tuple(choices), "dtype", hint, said=text)
+
+
+def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None, said: str | None = None) -> str:
+    """The word, if it is one of the choices.
+
+    Args:
+      noun: what the choices are, such as "dtype".
+      hint: the option that the word was given by.
+      said: what the user wrote, where that is not the word.
+
+    Raises:
+      typer.BadParameter: it is none of them; the message names the nearest one and lists all.
+    """
+    known = tuple(choices)
+    if word in known:
+        return word
+    message = f"{said or word!r} is no {noun}; {meant(said or word, known)}choose from {', '.join(known)}"
+    raise typer.BadParameter(message, param_hint=hint)
+
+
+def meant(word: str, choices: Iterable[str]) -> str:
+    """``did you mean ...? `` with the nearest choice; nothing where none is near."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[close[0]]}? " if close else ""

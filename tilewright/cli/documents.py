@@ -1,0 +1,52 @@
+"""The JSON files that the commands write, told apart by what is in them."""
+
+import enum
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tilewright.ops.config.persistent import EXPORT_LIMIT
+from tilewright.ops.utils.folders import read_file
+
+
+class Kind(enum.Enum):
+    """What wrote a file; the values say it to people, and who reads such a file."""
+
+    TUNING = "a result of 'tilewright tune --json', which 'tilewright report' reads"
+    EXPORT = "what 'tilewright cache export' wrote, which 'tilewright cache import' and 'tilewright report' read"
+    BENCH = "a result of 'tilewright bench --json', which 'tilewright report' reads"
+    LOCK = "a lock file, which holds no measurements: 'tilewright tune --lock' and TILEWRIGHT_LOCK read it"
+
+
+def document_of(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      typer.BadParameter: it cannot be read.
+      ValueError: it holds something else.
+    """
+    try:
+        said = json.loads(read_file(os.path.expanduser(file), EXPORT_LIMIT))
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"a JSON object was expected, not {type(said).__name__}")
+    return said
+
+
+def kind_of(document: dict[str, Any]) -> Kind | None:
+    """What a document is, as far as its outermost fields say; ``None`` if none of these commands writes such."""
+    if {"op", "environment", "measurements"} <= document.keys():
+        return Kind.BENCH
+    if {"decisions", "sha256"} <= document.keys():
+        return Kind.LOCK
+    if "entries" not in document:
+        return None
+    entries = document["entries"]
+    of_cache = isinstance(entries, list) and all(isinstance(each, dict) and "checksum" in each for each in entries)
+    return Kind.EXPORT if document.keys() == {"schema", "entries"} and of_cache else Kind.TUNING

@@ -1,0 +1,56 @@
+"""From exceptions to the one line that the command line says of them."""
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from tilewright.cli.output import Failure
+from tilewright.errors import TilewrightError
+
+
+@contextmanager
+def user_mistakes(place: str = "") -> Iterator[None]:
+    """Turns a ``ValueError`` or ``TypeError`` about what the user gave into a usage error."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(f"{place}: {first_line(error)}" if place else first_line(error)) from error
+
+
+@contextmanager
+def user_code(place: str) -> Iterator[None]:
+    """Turns whatever code of the user's raises into one line: a usage error or, if it is not about values, a failure.
+
+    The line says where it was raised, for there is no traceback.
+    """
+    try:
+        yield
+    except (typer.TyperException, typer.Exit, typer.Abort, TilewrightError):
+        raise
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(f"{place}: {first_line(error)}{raised_at(error)}") from error
+    except SystemExit as error:  # a script that is not guarded by its __name__
+        raise Failure(f"{place} ended the program with exit code {error.code}{raised_at(error)}") from error
+    except Exception as error:  # it may raise anything
+        if "KeyboardInterrupt" in str(error):  # Ctrl-C in a callback, which JAX makes an error of its own
+            raise KeyboardInterrupt from error
+        raise Failure(f"{place} raised {type(error).__name__}: {first_line(error)}{raised_at(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost place in code of the user's own; nothing if there is none."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message has it
+    others = ("<", os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sysconfig.get_path("stdlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others) and "site-packages" not in frame.filename:
+            return f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    return ""

@@ -1,0 +1,166 @@
+"""Which backends can be loaded, and which devices they could serve: by loading each and asking it."""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from tilewright.cli.mistakes import first_line
+from tilewright.cli.targets import OPS, find_op
+from tilewright.kernels import OPS as KERNELS
+from tilewright.kernels import kernel
+from tilewright.kernels.portfolio import LazyImplementation, implementation_name
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.core.types import Device
+from tilewright.ops.execution.executor import prepared
+from tilewright.ops.utils.device import current_device, local_devices
+
+STAND_IN = Device("gpu", "NVIDIA H100", (9, 0), 132, "gpu:NVIDIA H100:9.0", present=False)
+"""Asked about where there is no GPU: what a backend lacks besides one can be installed before one is there."""
+
+LATE_IMPORTS: Mapping[str, str] = MappingProxyType(
+    {"triton": "triton", "cuda:fa4": "tilewright.kernels.flash_attention.fa4_cute:kernels"}
+)
+"""What a backend imports with its first call, too slow for every program that only has it at hand.
+
+A module, or a function of one that imports the rest.
+"""
+
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot"}
+)
+"""Of ours by the package that they bring."""
+
+SHORT = {"batch": 1, "q_length": 128, "sequences": 1, "kv_length": 128}
+"""Sizes of which a backend's answer does not depend, and the arrays of the question do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedBackend:
+    """One backend of one op.
+
+    Attributes:
+      devices: names of those present that it serves, in one case at least.
+      why: one line: why it serves nothing, or not all of them.
+    """
+
+    op: str
+    name: str
+    devices: tuple[str, ...]
+    why: str
+
+
+def served_backends() -> list[ServedBackend]:
+    """Every backend of every op. Takes seconds, for what is installed is imported."""
+    present = present_devices()
+    return [
+        _served(op, lazy, problems, present)
+        for op in KERNELS
+        for problems in [list(problems_of(op)) if present and op in OPS else []]
+        for lazy in kernel(op).implementations
+    ]
+
+
+def present_devices() -> list[Device]:
+    """One of each kind and name, the default one first; none if JAX finds none."""
+    try:
+        others = [each for platform in ("cuda", "rocm", "tpu", "cpu") for each in local_devices(platform)]
+        found = [current_device(), *map(_device, others)]
+    except RuntimeError:
+        return []
+    return list({(each.kind, each.name): each for each in found}.values())
+
+
+def _device(device: Any) -> Device:
+    with jax.default_device(device):
+        return current_device()
+
+
+def problems_of(op: str) -> Iterator[Any]:
+    """Problems of all of an op's cases, in short: what a backend serves none of, it does not serve."""
+    spec = find_op(op)
+    module = importlib.import_module(spec.cases)
+    cases = {}
+    for table in spec.device_cases.values():
+        for case in getattr(module, table).values():
+            sizes = {name: size for name, size in SHORT.items() if getattr(case, name, None) is not None}
+            for dtype in (case.dtype, "bfloat16"):
+                short = dataclasses.replace(case, name="probe", dtype=dtype, **sizes)
+                cases[repr(short)] = short
+    chosen = kernel(op)
+    for case in cases.values():
+        positional, keywords = case.arguments()
+        inv, _ = prepared(chosen, positional, keywords, concrete=False)
+        yield chosen.problem(*inv.abstract_args, **inv.abstract_kwargs)
+
+
+def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present: Sequence[Device]) -> ServedBackend:
+    try:
+        loaded = lazy.load()
+    except Exception as error:  # an import runs code of packages that may be broken in any way
+        return ServedBackend(op, lazy.module_name, (), said_of(error))
+    name = implementation_name(loaded.platform, loaded.algorithm)
+    if not problems:
+        return ServedBackend(op, name, (), "it can be loaded, and there is no device to ask it about")
+    reasons = {device.name: common_reasons(loaded, problems, device) for device in present}
+    able = tuple(device for device, against in reasons.items() if not against)
+    if able:
+        broken = _late_import_error(name)
+        return ServedBackend(op, name, () if broken else able, broken)
+    against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
+    if all(device.kind == "cpu" for device in present):
+        against += common_reasons(loaded, problems, STAND_IN)
+    return ServedBackend(op, name, (), one_line(against))
+
+
+def common_reasons(loaded: Implementation, problems: Sequence[Any], device: Device) -> list[str]:
+    """What a backend says against every problem; nothing as soon as it serves one."""
+    common: list[str] | None = None
+    for problem in problems:
+        reasons = loaded.not_supported_reasons(problem, device, "forward")
+        if not reasons:
+            return []
+        common = reasons if common is None else [each for each in common if each in reasons] or common
+    return common or []
+
+
+def _late_import_error(name: str) -> str:
+    module, _, function = LATE_IMPORTS.get(name, "").partition(":")
+    try:
+        loaded = importlib.import_module(module) if module else None
+        if function:
+            getattr(loaded, function)()
+    except Exception as error:  # as above
+        return said_of(error)
+    return ""
+
+
+def said_of(error: Exception) -> str:
+    """Why something cannot be loaded, in one line, with what to install."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    kind = "" if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: "
+    hint = f"; pip install 'tilewright[{EXTRAS[package]}]'" if package in EXTRAS else ""
+    return f"cannot be loaded: {kind}{first_line(error)}{hint}"
+
+
+# What a reason says of the device, which stands above the table.
+_OF_DEVICE = re.compile(r", got [^,;]* \(device\.capability=.*\)$")
+_OF_EXTRA = re.compile(r"needs the package (\S+).* \(extra (\w+)\), which is not installed")
+
+
+def one_line(reasons: Sequence[str]) -> str:
+    """Reasons without repetition; packages of one extra together, with the command that installs them."""
+    packages: dict[str, list[str]] = {}
+    rest = []
+    for reason in dict.fromkeys(reasons):
+        found = _OF_EXTRA.fullmatch(reason)
+        if found is None:
+            rest.append(reason)
+        else:
+            packages.setdefault(found[2], []).append(found[1])
+    rest += [f"needs {', '.join(names)}: pip install 'tilewright[{extra}]'" for extra, names in packages.items()]
+    return "; ".join(" ".join(reason.split()) for reason in rest)
