@@ -30,9 +30,10 @@ from stdlib_text import batches, load_text
 from train_plot import Comparison, plot
 
 import tilewright
-from tilewright.cli.progress import TuningProgress, result_table
+from tilewright.cli.progress import result_table
 from tilewright.modules import flash_attention
 from tilewright.ops import AutotuningResult, PersistentCache
+from tilewright.ops.utils.progress import progress_for
 
 # The two attentions sum in different orders, in float32; relative differences above these are a mistake in one of them.
 LOSS_TOLERANCE = 1e-4
@@ -73,8 +74,8 @@ def parse_arguments() -> argparse.Namespace:
 def tune(console: Console, step: Callable[..., Any], *args: Any, budget_s: float | None) -> AutotuningResult:
     """Tunes every kernel call of the train step and shows what was chosen and why."""
     console.rule("tuning the train step")
-    with TuningProgress(console) as progress:
-        result = tilewright.tune(step, *args, budget_s=budget_s, on_event=progress.on_event)
+    with progress_for(console.file) as on_event:
+        result = tilewright.tune(step, *args, budget_s=budget_s, on_event=on_event)
     console.print(result_table(result, "what each call will run with"))
     known = sum(1 for call in result if call.step != "measured")
     place = PersistentCache().path
