@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,6 +13,9 @@ from tilewright.cli.probing import ServedBackend, served_backends
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_inventory() -> None:
@@ -56,7 +60,7 @@ def machine_facts() -> Iterator[tuple[str, str]]:
     yield "persistent cache", f"{cache.path} ({counted(len(cache), 'entry', 'entries')})"
 
 
-def backends_table(backends: list[ServedBackend]) -> "object":
+def backends_table(backends: list[ServedBackend]) -> "Table":
     """One row for each backend of each op."""
     made = table("backends", "op", "backend", "serves", "why it does not", whole=("op", "backend"))
     shown = ""
