@@ -12,6 +12,7 @@ from tilewright.errors import UnsupportedError as UnsupportedError
 if TYPE_CHECKING:
     from tilewright import modules as modules
     from tilewright import ops as ops
+    from tilewright.ops import explain as explain
     from tilewright.ops import tune as tune
 
 
@@ -20,11 +21,11 @@ def __getattr__(name: str) -> Any:
     # command line for completions, at every press of a key, not for JAX.
     if name in ("modules", "ops"):
         return importlib.import_module(f"tilewright.{name}")
-    if name == "tune":
-        globals()["tune"] = found = importlib.import_module("tilewright.ops").tune
+    if name in ("explain", "tune"):
+        globals()[name] = found = getattr(importlib.import_module("tilewright.ops"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "modules", "ops", "tune"})
+    return sorted({*globals(), "explain", "modules", "ops", "tune"})

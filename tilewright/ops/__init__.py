@@ -21,6 +21,9 @@ from tilewright.ops.execution.executor import Executor as Executor
 from tilewright.ops.execution.executor import Explanation as Explanation
 from tilewright.ops.execution.executor import default_executor as default_executor
 from tilewright.ops.execution.executor import default_key_builder_with_sharding as default_key_builder_with_sharding
+from tilewright.ops.execution.program import ExplainedCall as ExplainedCall
+from tilewright.ops.execution.program import ProgramExplanation as ProgramExplanation
+from tilewright.ops.execution.program import explain as explain
 from tilewright.ops.execution.program import find_invocations as find_invocations
 from tilewright.ops.execution.program import tune as tune
 from tilewright.ops.execution.replay import replay as replay

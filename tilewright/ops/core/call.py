@@ -7,6 +7,7 @@ platform is the one that the program is lowered for. And the traced program is t
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,11 @@ from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, option
 from tilewright.ops.core.programs import Programs, record
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, device_for_platform
 from tilewright.ops.utils.labels import call_label
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,6 +259,10 @@ def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
     note(inv)
     selection = call.selector.choose(inv)
     record(inv, selection)
+    if logger.isEnabledFor(logging.INFO) and call.selector.overrides.token is None:
+        origin = f"{selection.step}, {selection.detail}" if selection.detail else selection.step
+        config = describe_config(selection.config)
+        logger.info("%s %s %s: %s (%s)", inv.kernel.name, inv.direction, describe_key(inv.key), config, origin)
     return selection, call_label(inv, selection)
 
 

@@ -27,7 +27,7 @@ from tilewright.ops.execution.outside import Interrupted, measuring_alone, outsi
 from tilewright.ops.execution.race import Limits, Outlook, Race, Search
 from tilewright.ops.execution.results import AutotuningResult, TunedCall, kind_of
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
-from tilewright.ops.utils.describe import describe_key
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
@@ -205,6 +205,8 @@ class Autotuner:
         )
 
     def _emit(self, event: Any) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            log_event(logger, event)
         if self._on_event is not None:
             self._on_event(event)
 
@@ -303,6 +305,21 @@ class Autotuner:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique
+
+
+def log_event(logger: logging.Logger, event: Any) -> None:
+    """Says at INFO that a tuning starts and what it found, and at DEBUG what became of each candidate."""
+    match event:
+        case CallStarted(inv, shapes, count):
+            logger.info("tuning %s %s %s: %d candidates", inv.kernel.name, inv.direction, shapes, count)
+        case CallTuned(call):
+            won = call.winner
+            time = "" if won.time_ms is None else f", {won.time_ms:.4g} ms"
+            logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(won.config), time)
+        case CandidateMeasured(_, config, time_ms):
+            logger.debug("%s: %.4g ms", describe_config(config), time_ms)
+        case CandidateFailed(_, config, why) | CandidateDropped(_, config, why):
+            logger.debug("%s: %s", describe_config(config), why)
 
 
 def _outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:

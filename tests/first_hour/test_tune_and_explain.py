@@ -1,0 +1,157 @@
+"""tune and explain take what programs hold: jitted by JAX, Flax or Equinox, with static arguments, or lowered."""
+
+import functools
+import logging
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import tilewright
+from tilewright.modules import FlashAttention, flash_attention
+from tilewright.ops import ConfigSelectorChain, Tuner
+
+X = jnp.ones((1, 32, 2, 8))
+
+
+def layer(x, causal=False, name="full", *, scale=1.0, window=None):
+    if name == "window":
+        return flash_attention(x, x, x, causal=causal, sliding_window=window, softmax_scale=scale)
+    return flash_attention(x, x, x, causal=causal, softmax_scale=scale)
+
+
+class Model(eqx.Module):
+    """A pytree with leaves that are no arrays."""
+
+    weight: jax.Array
+    activation: object = jax.nn.gelu
+
+    def __call__(self, x):
+        return self.activation(layer(x * self.weight, causal=True))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return layer(self.linear(x), causal=True)
+
+
+def train_step(model, x):
+    return nnx.value_and_grad(lambda model: model(x).sum())(model)
+
+
+def optax_step(parameters, x, optimiser):
+    """A step as Optax users write it, whose optimiser is no array."""
+    gradients = jax.grad(lambda p: layer(x * p).sum())(parameters)
+    updates, _ = optimiser.update(gradients, optimiser.init(parameters))
+    return optax.apply_updates(parameters, updates)
+
+
+STRUCT = jax.ShapeDtypeStruct(X.shape, X.dtype)
+BOTH = ["forward", "backward"]
+CALLS = {
+    "a function": (layer, (X,), {}, ["forward"]),
+    "static keywords": (layer, (X,), {"causal": True, "name": "window", "window": 3, "scale": 0.5}, ["forward"]),
+    "structs": (layer, (STRUCT,), {"causal": True}, ["forward"]),
+    "jit": (jax.jit(layer, static_argnames=("causal", "name", "window")), (X,), {"causal": True}, ["forward"]),
+    "static positions": (jax.jit(layer, static_argnums=(1, 2)), (X, True, "full"), {}, ["forward"]),
+    "partial": (functools.partial(layer, causal=True), (X,), {}, ["forward"]),
+    "grad": (jax.grad(lambda x: layer(x).sum()), (X,), {}, BOTH),
+    "lowered": (jax.jit(lambda x: layer(x, True)).lower(X), (), {}, ["forward"]),
+    "eqx.filter_jit": (eqx.filter_jit(lambda model, x: model(x)), (Model(jnp.ones(8)), X), {}, ["forward"]),
+    "eqx lowered": (eqx.filter_jit(lambda model, x: model(x)).lower(Model(jnp.ones(8)), X), (), {}, ["forward"]),
+    "eqx without jit": (
+        eqx.filter_value_and_grad(lambda model, x: model(x).sum()),
+        (Model(jnp.ones(8)), X),
+        {},
+        BOTH,
+    ),
+    "nnx.jit": (nnx.jit(train_step), (NnxModel(nnx.Rngs(0)), X), {}, BOTH),
+    "nnx lowered": (nnx.jit(train_step).lower(NnxModel(nnx.Rngs(0)), X), (), {}, BOTH),
+    "nnx without jit": (lambda model, x: model(x), (NnxModel(nnx.Rngs(0)), X), {}, ["forward"]),
+    "optax": (optax_step, (jnp.ones(8), X, optax.adam(1e-3)), {}, BOTH),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explain_takes_it_and_says_what_would_run(name, capsys):
+    function, args, kwargs, directions = CALLS[name]
+    explained = tilewright.explain(function, *args, **kwargs)
+    assert [call.direction for call in explained] == directions
+    assert {call.op for call in explained} == {"flash_attention"}
+    assert all(call.config.implementation == "xla" and call.step == "heuristic" for call in explained)
+    assert all("pallas" in call.choice.rejected for call in explained)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["static keywords", "nnx.jit", "eqx lowered"])
+def test_tune_takes_it_and_the_call_then_runs_what_was_measured(name):
+    function, args, kwargs, directions = CALLS[name]
+    chain = ConfigSelectorChain()
+    result = tilewright.tune(function, *args, **kwargs, chooser=chain, tuner=Tuner(warmup=0, iters=1), budget_s=0.1)
+    assert [entry.direction for entry in result.entries] == directions
+    assert {call.step for call in tilewright.explain(function, *args, **kwargs, chooser=chain)} == {"memory"}
+
+
+def test_what_explain_returns_prints_well():
+    explained = tilewright.explain(jax.grad(lambda x: layer(x, True).sum()), X)
+    text, page = str(explained), explained._repr_html_()
+    assert text.count("flash_attention forward: xla") == text.count("flash_attention backward: xla") == 1
+    assert "f32[1,32,2,8]" in text
+    assert "not pallas: needs a GPU of compute capability 9.0" in text
+    assert page.count("<tr>") == 3
+    assert "needs a GPU of compute capability" in page
+    assert repr(explained) == text
+    assert str(tilewright.explain(jnp.sin, X)) == "no call of a kernel of tilewright"
+
+
+def test_an_explicit_config_is_explained_as_that():
+    cfg = tilewright.explain(layer, X)[0].config
+    (call,) = tilewright.explain(lambda x: flash_attention(x, x, x, cfg=cfg), X)
+    assert (call.step, call.config) == ("explicit", cfg)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: tilewright.explain(3, X), "3 of type int is neither a function nor lowered"),
+        (lambda: tilewright.tune(jax.jit(layer).lower(X), X), "is lowered already and takes no arguments"),
+        (lambda: tilewright.tune(jax.jit(layer).lower(X).compile()), "give the function, or its Lowered"),
+    ],
+)
+def test_what_is_no_function_is_refused(call, said):
+    with pytest.raises(TypeError, match=said):
+        call()
+
+
+def test_logging_says_what_each_traced_call_chose_and_nothing_by_default(caplog):
+    fresh = X[:, :24]
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        jax.jit(lambda x: layer(x))(fresh)
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, logger="tilewright"):
+        jax.jit(lambda x: layer(x, True))(fresh)
+        tilewright.explain(layer, fresh)
+    (record,) = caplog.records
+    assert record.name.startswith("tilewright.")
+    assert "flash_attention forward f32[1,24,2,8]" in record.getMessage()
+    assert "xla" in record.getMessage()
+    assert "(heuristic)" in record.getMessage()
+
+
+def test_logging_says_what_a_tuning_measures(caplog):
+    with caplog.at_level(logging.INFO, logger="tilewright"):
+        tilewright.tune(layer, X[:, :16], chooser=ConfigSelectorChain(), tuner=Tuner(warmup=0, iters=1), budget_s=0.1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(message.startswith("tuning flash_attention forward f32[1,16,2,8]") for message in messages)
+    assert any(message.startswith("tuned flash_attention forward: xla") for message in messages)
+
+
+def test_the_kernels_own_explain_still_is_there(capsys):
+    assert tilewright.ops.default_executor().explain(FlashAttention(), X, X, X).op == "flash_attention"
+    assert "xla" in capsys.readouterr().out
