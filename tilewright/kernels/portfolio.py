@@ -120,7 +120,7 @@ def without_x64(*operands: Any) -> AbstractContextManager[None]:
     With it indices become int64, which GPU kernels cannot lower and which are slower elsewhere. Whether it is on, an
     implementation is the same program.
     """
-    dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands))
+    dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
     wide = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
     return contextlib.nullcontext() if wide else jax.enable_x64(False)
 
@@ -180,8 +180,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     def forward_results(self, inputs: Any, cfg: Choice) -> Any:
         """What the chosen implementation computes, on each device's part where the types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
-        with without_x64(inputs):
-            return forward_locally(forward, self.partitioning(inputs), inputs)
+        return forward_locally(forward, self.partitioning(inputs), inputs)
 
     # What the framework asks of a kernel.
 
@@ -386,17 +385,18 @@ class PortfolioKernel(Portfolio, abc.ABC):
         return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
 
     def forward_with_residuals(self, *args: Any, cfg: Choice, **kwargs: Any) -> tuple[Any, Any]:
-        inputs = self.inputs(*args, **kwargs)
-        results = self.forward_results(inputs, cfg)
-        return self.outputs(inputs, results, **kwargs), results
+        with without_x64(args, kwargs):
+            inputs = self.inputs(*args, **kwargs)
+            results = self.forward_results(inputs, cfg)
+            return self.outputs(inputs, results, **kwargs), results
 
     def backward(
         self, residuals: Any, cotangents: tuple[Any, ...], *args: Any, cfg: Choice, **kwargs: Any
     ) -> dict[str, Any]:
-        inputs = self.inputs(*args, **kwargs)
-        wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
-        backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-        with without_x64(inputs, residuals, wanted):
+        with without_x64(args, kwargs):
+            inputs = self.inputs(*args, **kwargs)
+            wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
+            backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
             gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
@@ -405,8 +405,9 @@ class InferenceKernel(Portfolio, abc.ABC):
     """A portfolio without gradients: to differentiate it is a ``TypeError``."""
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
-        inputs = self.inputs(*args, **kwargs)
-        return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
+        with without_x64(args, kwargs):
+            inputs = self.inputs(*args, **kwargs)
+            return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
 
     def no_gradient(self) -> str:
         """Why a call cannot be differentiated."""

@@ -57,6 +57,14 @@ def _is_real(dtype: DTypeLike) -> bool:
     return is_floating(dtype) or is_integer(dtype)
 
 
+def narrowed(array: Any, dtype: DTypeLike) -> Any:
+    """An array beside queries of ``dtype``: of 64 bits only if they are, whatever ``jax_enable_x64`` made of it."""
+    if array is None or np.dtype(dtype).itemsize >= 8:
+        return array
+    narrow = {"float64": jnp.float32, "int64": jnp.int32, "uint64": jnp.uint32}.get(array.dtype.name)
+    return array if narrow is None else apply(lambda x: x.astype(narrow), array)
+
+
 def query_key_value(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, bool]:
     """The three arrays with a batch dimension, and whether it had to be added."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)

@@ -102,15 +102,10 @@ class FlashAttention(PortfolioKernel):
             lengths=(query_seq_lengths, key_value_seq_lengths),
             cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
         )
-        args = (
-            queries,
-            keys,
-            values,
-            None if bias is None else arguments.bias_array(bias, shape.sizes),
-            combined,
-            None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads),
-        )
-        return args, {
+        bias = None if bias is None else arguments.bias_array(bias, shape.sizes)
+        sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
+        bias, combined, sinks = jax.tree.map(lambda x: arguments.narrowed(x, queries.dtype), (bias, combined, sinks))
+        return (queries, keys, values, bias, combined, sinks), {
             "dropout_seed": seed,
             "softmax_scale": scale,
             "logits_soft_cap": arguments.soft_cap(logits_soft_cap),

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.flash_attention.arguments import (
     PlatformLike,
     flag,
+    narrowed,
     platforms,
     reshape,
     scaled,
@@ -149,8 +150,8 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             cum_q_lens,
             arguments.scale_array("key_scale", key_scale, key),
             arguments.scale_array("value_scale", value_scale, value),
-            arguments.slopes_array(alibi_slopes, heads),
-            None if softmax_aux is None else sinks_array(softmax_aux, heads),
+            narrowed(arguments.slopes_array(alibi_slopes, heads), query.dtype),
+            narrowed(None if softmax_aux is None else sinks_array(softmax_aux, heads), query.dtype),
             new_key,
             new_value,
         )

@@ -1,0 +1,40 @@
+"""What the generated suite shares."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax._src.lib import gpu_triton
+
+from tilewright.kernels.cuda_build import toolchain
+
+
+@pytest.fixture(scope="session")
+def h100():
+    """A context in which programs are lowered as for an H100 that is not here."""
+
+    def context():
+        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+    return context
+
+
+class _TritonCall:
+    """A stand-in for the part of jaxlib that is only where CUDA's plugin is."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def to_proto(self, *_: Any) -> bytes:
+        return b"proto"
+
+
+@pytest.fixture
+def without_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in CUDA C++, which take minutes to build, have no compiler; Triton's are lowered without a GPU."""
+    monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
+    monkeypatch.setattr(gpu_triton, "TritonKernel", lambda *args: args, raising=False)
+    monkeypatch.setattr(gpu_triton, "TritonKernelCall", _TritonCall, raising=False)
+    monkeypatch.setattr(gpu_triton, "create_array_parameter", lambda *args: args, raising=False)
+    monkeypatch.setattr(gpu_triton, "create_scalar_parameter", lambda *args: args, raising=False)
