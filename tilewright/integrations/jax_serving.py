@@ -32,8 +32,8 @@ class RaggedPagedAttention(PagedAttentionKernel):
     """Packed queries over pages in which keys and values lie side by side, read as latents are.
 
     Of head ``h`` of a token the key and then the value lie side by side in memory, so ``[..., 2 · kv_heads, head_dim]``
-    is also ``[..., kv_heads, 2 · head_dim]``. A query that continues with zeros meets the key alone, and the second half
-    of the weighted sum is the output: the same bytes are read once, and each of the two products has twice the FLOPs.
+    is also ``[..., kv_heads, 2 · head_dim]``. A query that continues with zeros meets the key alone, and the second
+    half of the weighted sum is the output: bytes are read once, and each of the two products has twice the FLOPs.
     """
 
     def __init__(self) -> None:
@@ -109,8 +109,8 @@ def ragged_paged_attention(
     ``cfg``. The cache is read where it lies, without a copy; see docs/integrations/ragged_paged_attention.md.
 
     Args:
-      q: ``[max_num_batched_tokens, num_q_heads, head_dim]``, float16, bfloat16, float32 or float64: the new tokens of all
-        sequences, one sequence after the other. Any head dim.
+      q: ``[max_num_batched_tokens, num_q_heads, head_dim]``, float16, bfloat16, float32 or float64: the new tokens of
+        all sequences, one sequence after the other. Any head dim.
       kv_pages: ``[total_num_pages, page_size, num_combined_kv_heads, head_dim]`` in q's dtype, int8, float8_e4m3fn or
         float8_e5m2: head ``2 · h`` holds the keys of head ``h``, ``2 · h + 1`` its values.
       kv_lens: ``[max_num_seqs]`` integers: tokens in the cache, the new ones included, which are the last of them.
@@ -199,7 +199,7 @@ def _ragged_arrays(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_
 class PagedAttention(PagedAttentionKernel):
     """One query token of each sequence over pages of one key head each, as JAX's kernels for decoding have them.
 
-    A head's pages are no page of another, so each head of each sequence is a sequence of its own, whose one key head all
+    No head's page is another's, so each key head of each sequence is a sequence of its own, with one key head that all
     of its query heads share.
     """
 
@@ -268,8 +268,8 @@ def paged_attention(
     The signature is that of ``jax.experimental.pallas.ops.tpu.paged_attention``, followed by ``platform`` and ``cfg``.
 
     Args:
-      q: ``[batch_size, num_q_heads, head_dim]``, float16, bfloat16, float32 or float64, scaled by the caller: logits are
-        q · key as it is.
+      q: ``[batch_size, num_q_heads, head_dim]``, float16, bfloat16, float32 or float64, scaled by the caller: logits
+        are q · key as it is.
       k_pages: ``[num_kv_heads, total_num_pages, page_size, head_dim]`` in q's dtype, or JAX's ``QuantizedTensor``: int8
         and ``[num_kv_heads, total_num_pages, page_size, 1]``, the greatest magnitude of each token.
       v_pages: likewise.
@@ -360,9 +360,8 @@ def _check_dtypes(q: Any, caches: dict[str, Any]) -> None:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype=}")
     for name, cache in caches.items():
         if cache.dtype != q.dtype and cache.dtype.name not in arguments.QUANTISED:
-            raise TypeError(
-                f"{name} must have q's dtype or one of {arguments.QUANTISED}, got {q.dtype=}, {name}.dtype={cache.dtype}"
-            )
+            said = f"got {q.dtype=}, {name}.dtype={cache.dtype}"
+            raise TypeError(f"{name} must have q's dtype or one of {arguments.QUANTISED}, {said}")
     if len({cache.dtype for cache in caches.values()}) > 1:
         raise TypeError(f"{' and '.join(caches)} must have one dtype, got {[c.dtype.name for c in caches.values()]}")
 
