@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import logging
+import warnings
 from typing import Any
 
 import jax
@@ -152,8 +154,8 @@ def test_the_signatures_are_those_of_jax():
         key=lambda case: case.name,
         quick=("plain", "all options"),
         test=(
-            "one head for all", "a head each", "only prefill", "a sequence without tokens", "window of one", "window",
-            "scaled", "bfloat16", "int8", "e4m3", "e4m3 without scales",
+            "one head for all", "only prefill", "a sequence without tokens", "window of one", "window",
+            "scaled", "bfloat16", "int8", "e4m3",
         ),
     ),
     ids=lambda case: case.name,
@@ -219,6 +221,21 @@ def test_num_seqs_is_read_on_the_device(num_seqs: int, counted: int):
     want = expected(case)
     want[sum(case.new[:counted]) :] = 0
     check(got, case, want)
+
+
+def test_debugging_says_nothing_of_what_is_behind_num_seqs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    caplog.set_level(logging.ERROR, "tilewright.serving")
+    # Read while a program is traced: this one is of no other test's shapes.
+    q, kv_pages, lengths, *others = Case("debugging", new=(2, 1), total=(3, 2), page_size=2).arrays()
+    ragged_paged_attention(q, kv_pages, lengths, *others).block_until_ready()
+    jax.effects_barrier()
+    assert not caplog.records
+    ragged_paged_attention(q, kv_pages, lengths.at[1].set(-1), *others).block_until_ready()
+    jax.effects_barrier()
+    assert "kv_lengths[1] = -1" in caplog.text
 
 
 @pytest.mark.slow
@@ -397,6 +414,18 @@ def test_decoding_as_jax_kernel(quantised: bool):
     np.testing.assert_allclose(
         paged_attention(q, k, v, lengths, table, **options), want, atol=1e-5 if quantised else 2e-2
     )
+
+
+@pytest.mark.full
+def test_decoding_as_jax_kernel_for_gpus():
+    """Whose tables come before lengths, and which JAX deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import paged_attention as of_gpus
+    q, k, v, lengths, table = decoding()
+    want = of_gpus.paged_attention(q, k, v, table, lengths, k_splits=2, attn_logits_soft_cap=0.5, interpret=True)
+    got = paged_attention(q, k, v, lengths, table, attn_logits_soft_cap=0.5)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 WRONG_DECODING: dict[str, tuple[Any, type[Exception], str]] = {
