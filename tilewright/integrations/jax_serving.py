@@ -1,6 +1,6 @@
 """JAX's own serving functions, by their names, arguments and layouts, on any platform.
 
-JAX has them for one kind of device each, under ``jax.experimental.pallas.ops``. Here the library's own paged attention
+JAX has these for TPUs, under ``jax.experimental.pallas.ops.tpu``. Here the library's own paged attention
 computes them, and reads their caches where they lie: no call copies one.
 """
 
@@ -59,9 +59,9 @@ class RaggedPagedAttention(PagedAttentionKernel):
         pages, page_size, combined, head_dim = kv_pages.shape
         # In two steps: where the heads are split over devices, so is what the first one leaves of them.
         halves = kv_pages.reshape(pages, page_size, combined // 2, 2, head_dim)
-        # Whatever stands behind the last sequence: those beyond it have neither tokens nor keys.
-        sequence = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
-        count = jnp.clip(num_seqs[0], 0, kv_lens.shape[0])
+        # Sequences from num_seqs on have neither tokens nor keys, whatever the arrays hold there. Where num_seqs is no
+        # place in them, JAX reads the nearest.
+        sequence, count = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32), num_seqs[0]
         # Stored elements are keys and values, so they have one scale: that of values. Logits get the rest.
         return self.canonical(
             jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))),
@@ -69,7 +69,7 @@ class RaggedPagedAttention(PagedAttentionKernel):
             None,
             jnp.where(sequence[:-1] < count, kv_lens, 0),
             page_table=page_indices,
-            cum_q_lens=jnp.where(sequence <= count, cu_q_lens, cu_q_lens[count]),
+            cum_q_lens=jnp.where(sequence < count, cu_q_lens, cu_q_lens[count]),
             q_length=None,
             key_scale=v_scale,
             sliding_window=None if sliding_window is None else (sliding_window - 1, 0),
