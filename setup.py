@@ -1,0 +1,22 @@
+"""The part of the metadata that is computed: the README, with links that also lead somewhere outside of the repository."""
+
+import re
+import tomllib
+from pathlib import Path
+
+
+def with_absolute_links(text: str, repository: str) -> str:
+    """The page, its relative links made absolute; those within the page stay."""
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({repository}/blob/main/", text)
+
+
+if __name__ == "__main__":
+    from setuptools import setup
+
+    root = Path(__file__).parent
+    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    setup(
+        long_description=with_absolute_links(readme, urls["Repository"]),
+        long_description_content_type="text/markdown",
+    )
