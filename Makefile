@@ -16,8 +16,12 @@ JOBS ?= 2
 SUITE ?= test
 PROFILE ?= ci
 PYTEST_ARGS ?=
+# Of make wheel-test and make sdist-test: such as --python python3.14 --require jax==0.11.2; and the sdist's tests to run.
+SHIP_ARGS ?=
+SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck demo generate bench table format clean
+.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck wheel-test sdist-test demo generate bench \
+  table format clean
 
 help:
 	@echo 'make quick     after every change: lint, types, and all tests that cost little'
@@ -31,6 +35,8 @@ help:
 	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
 	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
+	@echo 'make wheel-test builds sdist and wheel, and runs README and docs with the wheel alone (SHIP_ARGS=--python python3.14)'
+	@echo 'make sdist-test runs tests of the unpacked sdist (SDIST_TESTS=...)'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     the capability table of README.md, anew'
 	@echo 'make format    ruff format and the fixes ruff can make'
@@ -52,7 +58,7 @@ $(STAMP): pyproject.toml .python-version
 	fi; \
 	[ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV); \
 	echo "installing tilewright into $(VENV) ($$($(VENV)/bin/python --version))"; \
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda,mutants]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda,mutants,release]'
 	@mkdir -p $(@D) && touch $@
 
 quick: $(STAMP)
@@ -108,6 +114,12 @@ memcheck:
 	  compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
 	  $(PYTHON) -m pytest -o addopts='-ra --strict-markers' --suite full tests/gpu/test_memory_access.py \
 	  tests/gpu/test_serving.py -k 'in_bounds or hostile or beyond' $(PYTEST_ARGS)
+
+wheel-test: $(STAMP)
+	@$(PYTHON) -m tools.wheel_test $(SHIP_ARGS)
+
+sdist-test: $(STAMP)
+	@$(PYTHON) -m tools.wheel_test --tests $(SDIST_TESTS) $(SHIP_ARGS)
 
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py

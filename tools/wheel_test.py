@@ -1,0 +1,198 @@
+"""Builds the sdist and the wheel, and uses the wheel as a stranger would: installed alone, away from the repository.
+
+python -m tools.wheel_test                                          # make wheel-test
+python -m tools.wheel_test --python python3.13 --require jax==0.11.2
+python -m tools.wheel_test --tests tests/ops                        # make sdist-test: the sdist's own tests instead
+"""
+
+import argparse
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.mutants.plant import Copy
+from tools.pages import ROOT, links
+
+WORK = ROOT / ".make" / "wheel"
+
+EXTRAS = ("flax", "equinox", "plot")
+"""What the pages' examples may import, beyond the package's own requirements."""
+
+PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")))
+
+# What a build backend adds to an sdist.
+_MADE = ("PKG-INFO", "setup.cfg", "tilewright.egg-info/")
+
+# Package data as programs reach it, not as names of files: a table that is read, a header that is there.
+_PROBE = """
+import sys
+from importlib.resources import files
+from pathlib import Path
+import tilewright, tilewright.modules
+from tilewright.kernels import CUDA_TABLES
+from tilewright.kernels.cuda_build.toolchain import own_folders
+from tilewright.ops.execution.results import AutotuningResult
+from tilewright.ops.utils.serialize import resolve
+
+folder = Path(tilewright.__file__).parent
+if not folder.is_relative_to(sys.prefix):
+    sys.exit(f"imported from {folder}, not from the environment")
+tables = [file for file in (files("tilewright") / "tables").iterdir() if file.name.endswith(".json")]
+entries = sum(len(list(AutotuningResult.from_json(file.read_text()))) for file in tables)
+headers = [path for name in CUDA_TABLES.values() for path in (resolve(name).header, *resolve(name).include_folders)]
+missing = [str(path) for path in (folder / "py.typed", own_folders()[0], *headers) if not path.exists()]
+if missing or not entries:
+    sys.exit(f"{entries} entries in {len(tables)} tables; missing: {missing}")
+print(f"tilewright {tilewright.__version__}: {entries} entries in {len(tables)} tables, {len(CUDA_TABLES)} CUDA tables")
+"""
+
+
+class Failure(Exception):
+    """What is wrong with what was built."""
+
+
+def files_of(folder: Path) -> set[str]:
+    """Every file below a folder, relative to it, less git's own."""
+    found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {str(path) for path in found if path.parts[0] != ".git"}
+
+
+def check_sdist(sdist: Path, files: Iterable[str]) -> None:
+    """Compares an sdist with the files of the repository.
+
+    Raises:
+      Failure: one of them is missing, or it holds another.
+    """
+    with tarfile.open(sdist) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    _same(sdist.name, {name for name in held if not name.startswith(_MADE)}, set(files))
+
+
+def check_wheel(wheel: Path, files: Iterable[str]) -> None:
+    """Compares a wheel with the package's files in the repository, and looks at the page that an index shows.
+
+    Raises:
+      Failure: a file is missing, or it holds another, or a link of the page leads nowhere outside of the repository.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = email.message_from_bytes(archive.read(metadata)).get_payload(decode=True)
+    _same(wheel.name, held, {name for name in files if name.startswith("tilewright/")})
+    relative = [target for target in links(bytes(page or b"").decode()) if not target.startswith("https://")]
+    if not page or relative:
+        raise Failure(f"{wheel.name}: the description is empty or has relative links: {relative}")
+
+
+def _same(name: str, held: set[str], wanted: set[str]) -> None:
+    missing, further = sorted(wanted - held), sorted(held - wanted)
+    if missing or further:
+        raise Failure(f"{name} lacks {missing or 'nothing'} and holds {further or 'nothing'} beside what it should")
+
+
+def build(source: Path, folder: Path) -> tuple[Path, Path]:
+    """The sdist of a source tree, and the wheel that is built from that sdist, in a folder; twine has checked both."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([sys.executable, "-m", "build", "--outdir", folder, source], cwd=source, quiet=True)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    _run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel], cwd=source)
+    return sdist, wheel
+
+
+def _run(command: Iterable[str | Path], *, cwd: Path, quiet: bool = False, **environment: str) -> None:
+    """Runs a command without what would let it find the repository; its output is shown, if quiet only of a failure."""
+    words = [str(word) for word in command]
+    print("$", *(word if "\n" not in word else "..." for word in words), flush=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TILEWRIGHT_", "XLA_"))}
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**kept, **environment},
+        stdout=subprocess.PIPE if quiet else None,
+        stderr=subprocess.STDOUT if quiet else None,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise Failure(f"{done.stdout or ''}{words[0]} ended with exit code {done.returncode}")
+
+
+class Environment:
+    """A new virtual environment, in which a requirement is installed."""
+
+    def __init__(self, folder: Path, interpreter: str) -> None:
+        _run([interpreter, "-m", "venv", "--clear", folder], cwd=ROOT)
+        self.bin = folder / "bin"
+
+    def install(self, *requirements: str) -> None:
+        """Installs what the requirements name."""
+        command = [self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+        _run(command, cwd=ROOT)
+
+
+def use(environment: Environment, wheel: Path, requirements: list[str]) -> None:
+    """What a stranger does with the wheel, in an empty folder: first with nothing beside it, then with the extras."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-wheel-") as empty:
+        place, folder = Path(empty), Path(empty) / "work"
+        folder.mkdir()
+        there = {"cwd": folder, "JAX_PLATFORMS": "cpu", "TILEWRIGHT_CACHE_DIR": str(place / "cache")}
+        environment.install(str(wheel), *requirements)
+        python, command = environment.bin / "python", environment.bin / "tilewright"
+        _run([python, "-c", "import tilewright"], **there)
+        _run([python, "-c", _PROBE], **there)
+        _run([command, "--help"], quiet=True, **there)
+        _run([command, "info"], **there)
+
+        environment.install(f"{wheel}[{','.join(EXTRAS)}]", *requirements)
+        # `-P` and a folder that holds nothing but the examples: the repository itself cannot be imported.
+        there |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "examples")}
+        there["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # as for the tests: some examples are sharded
+        for page in PAGES:
+            _run([python, ROOT / "tools" / "pages.py", ROOT / page], **there)
+
+
+def run_tests_of(sdist: Path, interpreter: str, requirements: list[str], tests: list[str]) -> None:
+    """Unpacks an sdist, installs it with its extra `test`, and runs tests of its own."""
+    folder = WORK / "unpacked"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    environment = Environment(WORK / "venv", interpreter)
+    environment.install(f"{source}[test]", *requirements)
+    command = [environment.bin / "python", "-m", "pytest", "--suite", "quick", "-p", "no:cacheprovider", *tests]
+    _run(command, cwd=source, TILEWRIGHT_HYPOTHESIS_PROFILE="ci", JAX_PLATFORMS="cpu")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.wheel_test", description=__doc__.partition("\n")[0])
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the environment")
+    parser.add_argument("--require", action="append", default=[], help="a further requirement, such as jax==0.11.2")
+    parser.add_argument("--tests", nargs="+", help="run these tests of the unpacked sdist instead")
+    arguments = parser.parse_args()
+    try:
+        copy = Copy()
+        files = files_of(copy.root)
+        sdist, wheel = build(copy.root, WORK / "dist")
+        check_sdist(sdist, files)
+        check_wheel(wheel, files)
+        if arguments.tests:
+            run_tests_of(sdist, arguments.python, arguments.require, arguments.tests)
+        else:
+            use(Environment(WORK / "venv", arguments.python), wheel, arguments.require)
+    except Failure as failure:
+        print(f"wheel_test: {failure}", file=sys.stderr)
+        return 1
+    print("wheel_test: all is well")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
