@@ -1,4 +1,4 @@
-"""The part of the metadata that is computed: the README, with links that also lead somewhere outside of the repository."""
+"""The computed part of the metadata: the README, with links that lead somewhere outside of the repository too."""
 
 import re
 import tomllib

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import itertools
 import os
 import re
 import runpy
@@ -10,10 +11,12 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tilewright
+from tools.pages import linked_file, links, repository
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tilewright"
@@ -134,11 +137,61 @@ def test_the_command_is_installed():
     assert script.value == "tilewright.cli:main"
 
 
-def test_requirements_are_those_of_the_contract():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_requirements_are_those_of_the_contract(project):
     assert project["requires-python"] == ">=3.12"
     assert "jax>=0.11.2,<0.13" in project["dependencies"]
     assert (ROOT / ".python-version").read_text().strip() == "3.12"
+
+
+def test_an_accelerators_extra_takes_the_same_jax(project):
+    (ours,) = (requirement for requirement in project["dependencies"] if requirement.startswith("jax>"))
+    for extra in ("cuda12", "cuda13", "tpu"):
+        assert ours.replace("jax", f"jax[{extra}]", 1) in project["optional-dependencies"][extra]
+
+
+def test_a_requirement_has_one_bound_in_every_extra(project):
+    bounds = {}
+    for requirement in (*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())):
+        name, bound = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", requirement).groups()
+        assert bounds.setdefault(name, bound) == bound, requirement
+
+
+def test_classifiers(project):
+    classifiers = project["classifiers"]
+    assert len(set(classifiers)) == len(classifiers)
+    # Beside a license expression PEP 639 forbids them, and setuptools refuses to build.
+    assert project["license"] == "Apache-2.0"
+    assert not any(classifier.startswith("License ::") for classifier in classifiers)
+    versions = re.findall(r"Python :: 3\.(\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert f">=3.{min(map(int, versions))}" == project["requires-python"]
+    assert sys.version_info.minor in map(int, versions)
+    assert ("Typing :: Typed" in classifiers) == (PACKAGE / "py.typed").exists()
+
+
+def test_addresses_lead_to_files_of_the_repository(project):
+    urls = project["urls"]
+    assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= set(urls)
+    assert linked_file(urls["Documentation"], ROOT) == ROOT / "docs"
+    assert linked_file(urls["Changelog"], ROOT) == ROOT / "CHANGELOG.md"
+
+
+def test_the_readme_of_the_metadata_has_links_that_lead_out_of_the_repository():
+    with_absolute_links = runpy.run_path(str(ROOT / "setup.py"))["with_absolute_links"]
+    targets = links(with_absolute_links((ROOT / "README.md").read_text(), repository()))
+    assert targets
+    for target in targets:
+        assert target.startswith("https://")
+        file = linked_file(target, ROOT / "nonesuch")
+        assert file is None or file.exists(), target
+    kept = "[here](#more), [there](https://example.org/a)"
+    assert with_absolute_links(f"{kept}, [CLI](docs/cli.md#tune)", "https://example.org/x") == (
+        f"{kept}, [CLI](https://example.org/x/blob/main/docs/cli.md#tune)"
+    )
 
 
 def test_the_sources_that_are_compiled_later_are_package_data():

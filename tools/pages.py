@@ -1,6 +1,6 @@
 """README and docs as a program sees them: their Python examples, and what they link to.
 
-python tools/pages.py README.md docs/attention.md   # runs the examples of each page, with the tilewright that is installed
+python tools/pages.py README.md docs/attention.md   # runs the examples of these pages with the installed tilewright
 """
 
 import re

@@ -14,8 +14,9 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tools.mutants.plant import Copy
 from tools.pages import ROOT, links
@@ -86,8 +87,9 @@ def check_wheel(wheel: Path, files: Iterable[str]) -> None:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         page = email.message_from_bytes(archive.read(metadata)).get_payload(decode=True)
     _same(wheel.name, held, {name for name in files if name.startswith("tilewright/")})
-    relative = [target for target in links(bytes(page or b"").decode()) if not target.startswith("https://")]
-    if not page or relative:
+    text = page.decode() if isinstance(page, bytes) else ""
+    relative = [target for target in links(text) if not target.startswith("https://")]
+    if not text.strip() or relative:
         raise Failure(f"{wheel.name}: the description is empty or has relative links: {relative}")
 
 
@@ -100,13 +102,15 @@ def _same(name: str, held: set[str], wanted: set[str]) -> None:
 def build(source: Path, folder: Path) -> tuple[Path, Path]:
     """The sdist of a source tree, and the wheel that is built from that sdist, in a folder; twine has checked both."""
     shutil.rmtree(folder, ignore_errors=True)
-    _run([sys.executable, "-m", "build", "--outdir", folder, source], cwd=source, quiet=True)
+    _run(sys.executable, "-m", "build", "--outdir", folder, source, cwd=source, quiet=True)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    _run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel], cwd=source)
+    _run(sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel, cwd=source)
     return sdist, wheel
 
 
-def _run(command: Iterable[str | Path], *, cwd: Path, quiet: bool = False, **environment: str) -> None:
+def _run(
+    *command: str | Path, cwd: Path, environment: Mapping[str, str] = MappingProxyType({}), quiet: bool = False
+) -> None:
     """Runs a command without what would let it find the repository; its output is shown, if quiet only of a failure."""
     words = [str(word) for word in command]
     print("$", *(word if "\n" not in word else "..." for word in words), flush=True)
@@ -128,34 +132,35 @@ class Environment:
     """A new virtual environment, in which a requirement is installed."""
 
     def __init__(self, folder: Path, interpreter: str) -> None:
-        _run([interpreter, "-m", "venv", "--clear", folder], cwd=ROOT)
+        _run(interpreter, "-m", "venv", "--clear", folder, cwd=ROOT)
         self.bin = folder / "bin"
 
     def install(self, *requirements: str) -> None:
         """Installs what the requirements name."""
-        command = [self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
-        _run(command, cwd=ROOT)
+        flags = ("--quiet", "--disable-pip-version-check")
+        _run(self.bin / "python", "-m", "pip", "install", *flags, *requirements, cwd=ROOT)
 
 
 def use(environment: Environment, wheel: Path, requirements: list[str]) -> None:
     """What a stranger does with the wheel, in an empty folder: first with nothing beside it, then with the extras."""
-    with tempfile.TemporaryDirectory(prefix="tilewright-wheel-") as empty:
-        place, folder = Path(empty), Path(empty) / "work"
+    with tempfile.TemporaryDirectory(prefix="tilewright-wheel-") as place:
+        folder = Path(place, "empty")
         folder.mkdir()
-        there = {"cwd": folder, "JAX_PLATFORMS": "cpu", "TILEWRIGHT_CACHE_DIR": str(place / "cache")}
+        base = {"JAX_PLATFORMS": "cpu", "TILEWRIGHT_CACHE_DIR": str(Path(place, "cache"))}
         environment.install(str(wheel), *requirements)
         python, command = environment.bin / "python", environment.bin / "tilewright"
-        _run([python, "-c", "import tilewright"], **there)
-        _run([python, "-c", _PROBE], **there)
-        _run([command, "--help"], quiet=True, **there)
-        _run([command, "info"], **there)
+        _run(python, "-c", "import tilewright", cwd=folder, environment=base)
+        _run(python, "-c", _PROBE, cwd=folder, environment=base)
+        _run(command, "--help", cwd=folder, environment=base, quiet=True)
+        _run(command, "info", cwd=folder, environment=base)
 
         environment.install(f"{wheel}[{','.join(EXTRAS)}]", *requirements)
-        # `-P` and a folder that holds nothing but the examples: the repository itself cannot be imported.
-        there |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "examples")}
-        there["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # as for the tests: some examples are sharded
+        # Nothing but the examples beside the packages that are installed: the repository itself cannot be imported.
+        # Eight devices, as the tests have them, for some examples are sharded.
+        beside = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "examples")}
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
         for page in PAGES:
-            _run([python, ROOT / "tools" / "pages.py", ROOT / page], **there)
+            _run(python, ROOT / "tools/pages.py", ROOT / page, cwd=folder, environment=base | beside | flags)
 
 
 def run_tests_of(sdist: Path, interpreter: str, requirements: list[str], tests: list[str]) -> None:
@@ -167,8 +172,9 @@ def run_tests_of(sdist: Path, interpreter: str, requirements: list[str], tests: 
     (source,) = folder.iterdir()
     environment = Environment(WORK / "venv", interpreter)
     environment.install(f"{source}[test]", *requirements)
-    command = [environment.bin / "python", "-m", "pytest", "--suite", "quick", "-p", "no:cacheprovider", *tests]
-    _run(command, cwd=source, TILEWRIGHT_HYPOTHESIS_PROFILE="ci", JAX_PLATFORMS="cpu")
+    command = ("-m", "pytest", "--suite", "quick", "-p", "no:cacheprovider", *tests)
+    settings = {"TILEWRIGHT_HYPOTHESIS_PROFILE": "ci", "JAX_PLATFORMS": "cpu"}
+    _run(environment.bin / "python", *command, cwd=source, environment=settings)
 
 
 def main() -> int:

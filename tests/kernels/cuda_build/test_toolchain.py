@@ -90,6 +90,25 @@ def test_headers_of_wheels_are_found_and_come_after_the_compilers_own(nvcc, site
     assert {"-Imine", "-DMINE", "-DTILEWRIGHT_ARCH=90", "arch=compute_90a,code=sm_90a"} <= set(line)
 
 
+@pytest.mark.parametrize(("headers", "agree"), [("99010", True), ("99020", False), ("13010", False)])
+def test_headers_of_another_cuda_are_a_reason_where_cutlass_is_included(nvcc, site, monkeypatch, headers, agree):
+    # nvcc from one release's wheel and the runtime from another's: what jax[cuda13] beside a pinned PyTorch installs.
+    os.makedirs(site / "nvidia")
+    root = site / "nvidia" / "cu13"
+    os.rename(nvcc.folder, root)
+    script = root / "bin" / "nvcc"
+    script.write_text(script.read_text().replace("TOP=/nonesuch", f"TOP={root}"))
+    write(root / "include" / "cuda_runtime_api.h")
+    (root / "include" / "cuda_runtime_api.h").write_text(f"#pragma once\n#define CUDART_VERSION  {headers}\n")
+    write(site / "cutlass_library" / "source" / "include" / "cutlass" / "cutlass.h")
+    (site / "cutlass_library" / "source" / "tools" / "util" / "include").mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(root))
+    assert missing(90) == []
+    reasons = missing(90, [cutlass()])
+    assert len(reasons) == (not agree)
+    assert all("nvcc 99.1.0 and the CUDA headers beside it" in reason for reason in reasons)
+
+
 def test_a_package_that_lacks_a_folder_is_missing(site):
     write(site / "cutlass_library" / "source" / "include" / "cutlass" / "cutlass.h")
     assert package_folders(cutlass("examples/nonesuch")) != site / "cutlass_library" / "source"

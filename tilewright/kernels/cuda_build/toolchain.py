@@ -7,14 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 _INCLUDE = Path(__file__).with_name("include")
 
-# Where wheels put a CUDA installation: those for CUDA 13 all into one folder, those for 12 each into its own.
+# Where wheels put a CUDA installation: those for CUDA 13 all into one folder, those for 12 each into its own. NVIDIA's
+# wheel of nvcc for CUDA 12 holds ptxas without nvcc; others may hold both.
 _WHEEL_ROOTS = ("nvidia/cu13", "nvidia/cuda_nvcc")
 
 FLAGS = (
@@ -45,6 +46,7 @@ class HeaderPackage:
       folders: include folders, relative to the root.
       probe: a header that must be in the first folder.
       in_cuda: it may also be among CUDA's own headers.
+      includes_cccl: its headers include CUDA's C++ library, which refuses a CUDA of another version than nvcc's.
     """
 
     name: str
@@ -53,6 +55,7 @@ class HeaderPackage:
     folders: tuple[str, ...]
     probe: str
     in_cuda: bool = False
+    includes_cccl: bool = False
 
 
 CURAND = HeaderPackage(
@@ -67,7 +70,8 @@ CUTLASS_TYPES = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfl
 def cutlass(*folders: str) -> HeaderPackage:
     """CUTLASS's headers, and further folders of its source tree, such as "examples/41_fused_multi_head_attention"."""
     included = ("include", "tools/util/include", *folders)
-    return HeaderPackage("CUTLASS", "nvidia-cutlass", ("cutlass_library/source",), included, "cutlass/cutlass.h")
+    roots = ("cutlass_library/source",)
+    return HeaderPackage("CUTLASS", "nvidia-cutlass", roots, included, "cutlass/cutlass.h", includes_cccl=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,13 +153,16 @@ def _host_compiler(given: str) -> str:
     return _output(name, "--version").partition("\n")[0].strip() if shutil.which(name) else ""
 
 
-def missing(capability: int | None, packages: Iterable[HeaderPackage] = ()) -> list[str]:
+def missing(capability: int | None, packages: Sequence[HeaderPackage] = ()) -> list[str]:
     """Every reason why nothing can be compiled here, for a compute capability (times ten) if one is given."""
     if not sys.platform.startswith("linux"):
         return ["CUDA kernels are built on Linux only"]
     compiler = find_compiler()
     if compiler is None:
-        return ["there is no nvcc: neither in CUDA_HOME or CUDA_PATH, nor on PATH, nor in the wheel nvidia-cuda-nvcc"]
+        return [
+            "there is no nvcc: neither in CUDA_HOME or CUDA_PATH, nor on PATH, nor in the wheel nvidia-cuda-nvcc (the "
+            "wheels of CUDA 12 hold none)"
+        ]
     reasons = []
     if not compiler.host:
         reasons.append("nvcc needs a host compiler, and there is no g++ on PATH (nor does NVCC_CCBIN name one)")
@@ -165,7 +172,24 @@ def missing(capability: int | None, packages: Iterable[HeaderPackage] = ()) -> l
     for package in packages:
         if package_folders(package, compiler) is None:
             reasons.append(f"the headers of {package.name} are missing: pip install {package.distribution}")
+    headers = _headers_version(compiler.root)
+    if headers and headers != compiler.version.split(".")[:2] and any(package.includes_cccl for package in packages):
+        reasons.append(
+            f"nvcc {compiler.version} and the CUDA headers beside it ({'.'.join(headers)}) are of two releases, which "
+            f"CUTLASS refuses: pip install 'cuda-toolkit[nvcc,cudart,cccl]=={'.'.join(headers)}.*'"
+        )
     return reasons
+
+
+@functools.cache
+def _headers_version(root: Path) -> list[str] | None:
+    """Such as ["13", "2"], of the CUDA headers in an installation; None if it cannot be told."""
+    try:
+        text = (root / "include" / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^#define CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    return [str(int(found[1]) // 1000), str(int(found[1]) % 1000 // 10)] if found else None
 
 
 def package_folders(package: HeaderPackage, compiler: Compiler | None = None) -> tuple[Path, ...] | None:
