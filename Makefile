@@ -119,7 +119,7 @@ wheel-test: $(STAMP)
 	@$(PYTHON) -m tools.wheel_test $(SHIP_ARGS)
 
 sdist-test: $(STAMP)
-	@$(PYTHON) -m tools.wheel_test --tests $(SDIST_TESTS) $(SHIP_ARGS)
+	@$(PYTHON) -m tools.wheel_test $(SHIP_ARGS) --tests -n $(JOBS) $(SDIST_TESTS)
 
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py

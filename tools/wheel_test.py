@@ -163,25 +163,25 @@ def use(environment: Environment, wheel: Path, requirements: list[str]) -> None:
             _run(python, ROOT / "tools/pages.py", ROOT / page, cwd=folder, environment=base | beside | flags)
 
 
-def run_tests_of(sdist: Path, interpreter: str, requirements: list[str], tests: list[str]) -> None:
-    """Unpacks an sdist, installs it with its extra `test`, and runs tests of its own."""
-    folder = WORK / "unpacked"
-    shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.iterdir()
-    environment = Environment(WORK / "venv", interpreter)
-    environment.install(f"{source}[test]", *requirements)
-    command = ("-m", "pytest", "--suite", "quick", "-p", "no:cacheprovider", *tests)
-    settings = {"TILEWRIGHT_HYPOTHESIS_PROFILE": "ci", "JAX_PLATFORMS": "cpu"}
-    _run(environment.bin / "python", *command, cwd=source, environment=settings)
+def run_tests_of(sdist: Path, environment: Environment, requirements: list[str], arguments: list[str]) -> None:
+    """Unpacks an sdist where no repository is around it, installs it with its extra `test`, and runs pytest there."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-sdist-") as place:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(place, filter="data")
+        (source,) = Path(place).iterdir()
+        environment.install(f"{source}[test]", *requirements)
+        command = ("-m", "pytest", "--suite", "quick", "-p", "no:cacheprovider", *arguments)
+        settings = {"TILEWRIGHT_HYPOTHESIS_PROFILE": "ci", "JAX_PLATFORMS": "cpu"}
+        _run(environment.bin / "python", *command, cwd=source, environment=settings)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.wheel_test", description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the environment")
     parser.add_argument("--require", action="append", default=[], help="a further requirement, such as jax==0.11.2")
-    parser.add_argument("--tests", nargs="+", help="run these tests of the unpacked sdist instead")
+    parser.add_argument(
+        "--tests", nargs=argparse.REMAINDER, help="run pytest in the unpacked sdist instead, with what follows"
+    )
     arguments = parser.parse_args()
     try:
         copy = Copy()
@@ -189,10 +189,11 @@ def main() -> int:
         sdist, wheel = build(copy.root, WORK / "dist")
         check_sdist(sdist, files)
         check_wheel(wheel, files)
-        if arguments.tests:
-            run_tests_of(sdist, arguments.python, arguments.require, arguments.tests)
+        environment = Environment(WORK / "venv", arguments.python)
+        if arguments.tests is None:
+            use(environment, wheel, arguments.require)
         else:
-            use(Environment(WORK / "venv", arguments.python), wheel, arguments.require)
+            run_tests_of(sdist, environment, arguments.require, arguments.tests)
     except Failure as failure:
         print(f"wheel_test: {failure}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """The planted defects: they fit the code, and the program that plants them finds what catches them."""
 
+import shutil
 import subprocess
 from collections import Counter
 
@@ -62,6 +63,7 @@ def test_verdicts_are_kept_and_go_with_the_text_of_the_defect(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_defect_is_planted_in_a_copy_and_caught(tmp_path, monkeypatch):
     project = tmp_path / "project"
     for name, text in {
