@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tools.mutants.plant import Copy
 from tools.pages import ROOT, links
 
 WORK = ROOT / ".make" / "wheel"
@@ -59,10 +58,17 @@ class Failure(Exception):
     """What is wrong with what was built."""
 
 
-def files_of(folder: Path) -> set[str]:
-    """Every file below a folder, relative to it, less git's own."""
-    found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-    return {str(path) for path in found if path.parts[0] != ".git"}
+def files_of(root: Path) -> set[str]:
+    """The files of the repository, relative to its root: what git knows or does not ignore.
+
+    Of an unpacked sdist, where no git is: what the sdist says that it holds.
+    """
+    if (root / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    else:
+        names = (root / "tilewright.egg-info" / "SOURCES.txt").read_text().splitlines()
+    return {name for name in names if (root / name).is_file() and not name.startswith(_MADE)}
 
 
 def check_sdist(sdist: Path, files: Iterable[str]) -> None:
@@ -99,12 +105,20 @@ def _same(name: str, held: set[str], wanted: set[str]) -> None:
         raise Failure(f"{name} lacks {missing or 'nothing'} and holds {further or 'nothing'} beside what it should")
 
 
-def build(source: Path, folder: Path) -> tuple[Path, Path]:
-    """The sdist of a source tree, and the wheel that is built from that sdist, in a folder; twine has checked both."""
+def build(files: Iterable[str], folder: Path) -> tuple[Path, Path]:
+    """The sdist of the repository's files, and the wheel that is built from that sdist; twine has checked both.
+
+    They are made of a copy: what earlier builds left in the repository would stand in for what MANIFEST.in leaves out.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    _run(sys.executable, "-m", "build", "--outdir", folder, source, cwd=source, quiet=True)
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    _run(sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel, cwd=source)
+    with tempfile.TemporaryDirectory(prefix="tilewright-build-") as place:
+        source = Path(place)
+        for name in files:
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+        _run(sys.executable, "-m", "build", "--outdir", folder, source, cwd=source, quiet=True)
+        (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+        _run(sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel, cwd=source)
     return sdist, wheel
 
 
@@ -157,7 +171,7 @@ def use(environment: Environment, wheel: Path, requirements: list[str]) -> None:
         environment.install(f"{wheel}[{','.join(EXTRAS)}]", *requirements)
         # Nothing but the examples beside the packages that are installed: the repository itself cannot be imported.
         # Eight devices, as the tests have them, for some examples are sharded.
-        beside = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "examples")}
+        beside = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "examples"), "PYTHONDONTWRITEBYTECODE": "1"}
         flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
         for page in PAGES:
             _run(python, ROOT / "tools/pages.py", ROOT / page, cwd=folder, environment=base | beside | flags)
@@ -184,9 +198,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        copy = Copy()
-        files = files_of(copy.root)
-        sdist, wheel = build(copy.root, WORK / "dist")
+        files = files_of(ROOT)
+        sdist, wheel = build(files, WORK / "dist")
         check_sdist(sdist, files)
         check_wheel(wheel, files)
         environment = Environment(WORK / "venv", arguments.python)

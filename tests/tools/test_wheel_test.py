@@ -1,6 +1,8 @@
 """What make wheel-test looks for in an sdist and a wheel."""
 
 import io
+import shutil
+import subprocess
 import tarfile
 import zipfile
 
@@ -49,8 +51,20 @@ def test_the_page_of_a_wheel_has_no_relative_links(tmp_path, page):
         check_wheel(write_wheel(tmp_path / "wheel", FILES[1:], page), FILES)
 
 
-def test_the_files_of_a_tree(tmp_path):
-    for name in ("a/b", ".hidden", ".git/config"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_files_of_a_repository_are_those_that_git_does_not_ignore(tmp_path):
+    write(tmp_path, **{".gitignore": "made/\n", "a/b": "", "made/c": "", "PKG-INFO": ""})
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    assert files_of(tmp_path) == {"a/b", ".gitignore"}
+
+
+def test_the_files_of_an_unpacked_sdist_are_those_that_it_names(tmp_path):
+    named = "a/b\n.hidden\ngone\ntilewright.egg-info/SOURCES.txt\n"
+    write(tmp_path, **{"tilewright.egg-info/SOURCES.txt": named, "a/b": "", ".hidden": "", "a/left.pyc": ""})
     assert files_of(tmp_path) == {"a/b", ".hidden"}
