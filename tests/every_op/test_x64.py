@@ -111,3 +111,14 @@ def test_float64_is_still_computed_in_float64():
         wanted = (weights / weights.sum(-1, keepdims=True)) @ x
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(got[0], wanted.transpose(1, 0, 2), rtol=1e-12)
+
+
+def test_lengths_beyond_32_bits_are_no_short_lengths():
+    with jax.enable_x64(True):
+        q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8), jnp.float32)
+        wanted = flash_attention(q, q, q)
+        lengths = jnp.array([2**32 + 3])
+        np.testing.assert_array_equal(flash_attention(q, q, q, key_value_seq_lengths=lengths), wanted)
+        ids = jnp.full((1, 16), 2**40, jnp.int64).at[:, 8:].add(1)
+        apart = flash_attention(q, q, q, q_segment_ids=ids, kv_segment_ids=ids)
+        np.testing.assert_allclose(apart[:, :8], flash_attention(q[:, :8], q[:, :8], q[:, :8]), atol=1e-6)

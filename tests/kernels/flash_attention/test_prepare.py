@@ -277,7 +277,7 @@ def test_wrong_packed_arguments(kind: type[Exception], message: str, options: di
         KERNEL.prepare(*PACKED, **({"cum_seqlens_q": [0, 8], "cum_seqlens_k": [0, 12]} | options))
 
 
-@pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob", "causal"])
+@pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_prob", "causal", "return_lse", "sliding_window"])
 def test_traced_options_say_so(name: str):
     with pytest.raises(TypeError, match=f"{name} must be .* known while tracing"):
         jax.jit(lambda x: prepare(**{name: x})[0]["query"])(0.5)

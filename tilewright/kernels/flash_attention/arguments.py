@@ -53,7 +53,7 @@ def is_integer(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def _is_real(dtype: DTypeLike) -> bool:
+def _is_real(dtype: Any) -> bool:
     return is_floating(dtype) or is_integer(dtype)
 
 
@@ -61,8 +61,9 @@ def narrowed(array: Any, dtype: DTypeLike) -> Any:
     """An array beside queries of ``dtype``: of 64 bits only if they are, whatever ``jax_enable_x64`` made of it."""
     if array is None or np.dtype(dtype).itemsize >= 8:
         return array
-    narrow = {"float64": jnp.float32, "int64": jnp.int32, "uint64": jnp.uint32}.get(array.dtype.name)
-    return array if narrow is None else apply(lambda x: x.astype(narrow), array)
+    if is_integer(array.dtype) and array.dtype.itemsize == 8:
+        return apply(to_int32, array)
+    return apply(lambda x: x.astype(jnp.float32), array) if array.dtype == np.float64 else array
 
 
 def query_key_value(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, bool]:
@@ -138,7 +139,24 @@ def integer_array(name: str, array: Any, shape: tuple[int, ...], unbatched: bool
         wanted = f"{shape}" + (f" or {shape[1:]}" if unbatched else "")
         raise ValueError(f"{name} must have the shape {wanted}, got {name}.shape={tuple(array.shape)}")
     array = reshape(array, shape)
-    return array if array.dtype == np.int32 else apply(lambda x: x.astype(jnp.int32), array)
+    return array if array.dtype == np.int32 else apply(to_int32, array)
+
+
+def to_int32(array: Any) -> Any:
+    """int32 with what does not fit cut off: a wrapped number would be a length, or name a page, that is there."""
+    limits = jnp.iinfo(array.dtype)
+    if limits.max > np.iinfo(np.int32).max:
+        low = max(limits.min, np.iinfo(np.int32).min)
+        array = jnp.clip(array, low, np.iinfo(np.int32).max)
+    return array.astype(jnp.int32)
+
+
+def identifiers(name: str, array: Any, shape: tuple[int, ...], unbatched: bool) -> Any:
+    """An int32 array of numbers of which equality alone counts: of 64 bits the lower half, that of hashes too."""
+    array = as_array(name, array)
+    if is_integer(array.dtype) and array.dtype.itemsize == 8:
+        array = apply(lambda x: x.astype(jnp.int32), array)
+    return integer_array(name, array, shape, unbatched)
 
 
 def number(name: str, value: Any) -> float:
@@ -158,7 +176,7 @@ def flag(name: str, value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be True or False, got {value}; {_static_hint(name, 'bool')}")
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, known while tracing, got {value!r}")
     return bool(value)
 
 

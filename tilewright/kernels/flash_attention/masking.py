@@ -139,8 +139,8 @@ def _explicit(shape: ScoreShape, mask: Any) -> Mask:
 def _segments(shape: ScoreShape, segment_ids: tuple[Any, Any]) -> SegmentMask:
     rows, columns = (shape.batch, shape.q_length), (shape.batch, shape.kv_length)
     return SegmentMask(
-        arguments.integer_array("q_segment_ids", segment_ids[0], rows, shape.unbatched),
-        arguments.integer_array("kv_segment_ids", segment_ids[1], columns, shape.unbatched),
+        arguments.identifiers("q_segment_ids", segment_ids[0], rows, shape.unbatched),
+        arguments.identifiers("kv_segment_ids", segment_ids[1], columns, shape.unbatched),
     )
 
 

@@ -11,6 +11,7 @@ from tilewright.kernels.flash_attention.arguments import (
     is_floating,
     is_integer,
     reshape,
+    to_int32,
     window,
 )
 from tilewright.kernels.paged_attention.inputs import FAR
@@ -68,16 +69,7 @@ def integers(name: str, array: Any, shape: tuple[int | None, ...], layout: str) 
     fits = len(array.shape) == len(shape) and all(w in (None, n) for n, w in zip(array.shape, shape, strict=True))
     if not fits:
         raise ValueError(f"{name} must be {layout}, got {name}.shape={tuple(array.shape)}")
-    return array if array.dtype == np.int32 else apply(_narrow, array)
-
-
-def _narrow(array: Any) -> Any:
-    """int32 with what does not fit cut off: a wrapped number would name a page that is there."""
-    limits = jnp.iinfo(array.dtype)
-    if limits.max > np.iinfo(np.int32).max:
-        low = max(limits.min, np.iinfo(np.int32).min)
-        array = jnp.clip(array, low, np.iinfo(np.int32).max)
-    return array.astype(jnp.int32)
+    return array if array.dtype == np.int32 else apply(to_int32, array)
 
 
 def page_table_array(page_table: Any, sequences: int, name: str = "page_table") -> Any:

@@ -244,7 +244,7 @@ def _materialised(cotangent: Any) -> Any:
     """A cotangent as an array."""
     if not isinstance(cotangent, ad.Zero):
         return cotangent
-    aval = cotangent.aval
+    aval: Any = cotangent.aval
     return jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval))
 
 
