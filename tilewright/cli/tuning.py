@@ -24,10 +24,10 @@ from tilewright.ops import (
     Tuner,
     default_executor,
     device_fingerprint,
-    tune,
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.execution.program import tune_until_interrupted
 from tilewright.ops.execution.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.progress import progress_for
@@ -89,8 +89,8 @@ def _tune_all(
     with progress_for(sys.stderr) as on_event:
         for call in calls:
             try:
-                result = tune(
-                    call.function, *call.args, tuner=tuner, budget_s=budget_s, reuse=not again, on_event=on_event
+                result = tune_until_interrupted(
+                    call.function, call.args, {}, tuner=tuner, budget_s=budget_s, reuse=not again, on_event=on_event
                 )
             except KeyboardInterrupt:  # while the program was lowered: nothing of this call was measured yet
                 interrupted = True

@@ -129,6 +129,33 @@ def tune(
       ExceptionGroup: every candidate of a call failed.
       KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
     """
+    result = tune_until_interrupted(
+        fn, args, kwargs,
+        tuner=tuner, budget_s=budget_s, verify=verify, reuse=reuse, on_event=on_event, chooser=chooser,
+    )  # fmt: skip
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def tune_until_interrupted(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    tuner: Tuner | None = None,
+    budget_s: float | None = None,
+    verify: bool = True,
+    reuse: bool = True,
+    on_event: Event | None = None,
+    chooser: ConfigSelectorChain | None = None,
+) -> AutotuningResult:
+    """``tune`` for a caller who shows what an interrupt left: the result says so in ``interrupted``.
+
+    Raises:
+      ExceptionGroup: every candidate of a call failed.
+      KeyboardInterrupt: the caller was interrupted while the function was lowered.
+    """
     invocations = find_invocations(fn, *args, **kwargs)
     with contextlib.ExitStack() as stack:
         if on_event is None:
@@ -136,10 +163,7 @@ def tune(
 
             on_event = stack.enter_context(progress_for())
         autotuner = Autotuner(tuner, chooser=chooser, budget_s=budget_s, verify=verify, on_event=on_event)
-        result = autotuner.tune(*invocations, reuse=reuse)
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result
+        return autotuner.tune(*invocations, reuse=reuse)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
