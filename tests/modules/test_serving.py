@@ -1,6 +1,7 @@
 """The serving functions: signatures, errors, what they have in common, transformations, tuning."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,86 @@ def test_heads_over_an_explicit_mesh(writes: bool):
             page_attention(placed[0], *CALL[1:])
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+SEQUENCES = 8
+BY_SEQUENCE, BY_SEQUENCE_AND_HEAD = P("data"), P("data", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    sampled(
+        {
+            "page_attention": (BY_SEQUENCE, P(), P(), BY_SEQUENCE, BY_SEQUENCE),
+            "page_attention, whole tables, heads": (BY_SEQUENCE_AND_HEAD, *[P(None, None, "tensor")] * 2, P(), P()),
+            "decode_attention": (BY_SEQUENCE,) * 4,
+            "decode_attention, heads": (BY_SEQUENCE_AND_HEAD, *[P("data", None, "tensor")] * 2, P()),
+            "ragged_decode_attention": (BY_SEQUENCE,) * 5,
+            "mla_decode": (BY_SEQUENCE_AND_HEAD, P(), BY_SEQUENCE, BY_SEQUENCE),
+        }.items(),
+        test=["page_attention, whole tables, heads", "mla_decode"],
+        quick=["page_attention", "decode_attention, heads"],
+        key=lambda row: row[0],
+    ),
+)
+def test_sequences_over_an_explicit_mesh(name: str, specs: tuple[P, ...]):
+    """Each device serves its sequences, without communication, whether the tables are split or whole."""
+    table = jnp.asarray(np.random.default_rng(3).permutation(32).reshape(SEQUENCES, 4), jnp.int32)
+    lengths = jnp.array([1, 24, 5, 0, 17, 9, 22, 8])
+    query, pages = draw(SEQUENCES, 4, 16), [draw(32, 8, 2, 16, seed=seed) for seed in (1, 2)]
+    contiguous = [draw(SEQUENCES, 24, 2, 16, seed=seed) for seed in (4, 5)]
+    calls = {
+        "page_attention": (query, *pages, table, lengths),
+        "decode_attention": (query, *contiguous, lengths),
+        "ragged_decode_attention": (query, *contiguous, lengths // 3, lengths),
+        "mla_decode": (draw(SEQUENCES, 4, 24), draw(32, 8, 24, seed=6), table, lengths),
+    }
+    op, arrays = name.partition(",")[0], calls[name.partition(",")[0]]
+    options = {"kv_lora_rank": 16} if op == "mla_decode" else {}
+    function = lambda *x: FUNCTIONS[op](*x, return_lse=True, **options)
+    want = function(*arrays)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(function).lower(*placed).compile()
+        got = compiled(*placed)
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+    for ours, theirs in zip(got, want, strict=True):
+        assert tuple(ours.sharding.spec)[: len(specs[0])] == tuple(specs[0])
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [None, "tensor"])
+def test_tokens_of_sequences_on_several_devices_are_written_to_every_copy_of_the_pages(heads: str | None):
+    table = jnp.asarray(np.random.default_rng(3).permutation(32).reshape(SEQUENCES, 4), jnp.int32)
+    arrays = (draw(32, 8, 2, 16), None, draw(SEQUENCES, 2, 16, seed=1), None, table, jnp.arange(1, SEQUENCES + 1))
+    want = update_pages(*arrays)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    specs = (P(None, None, heads), None, P("data", heads), None, BY_SEQUENCE, BY_SEQUENCE)
+    with jax.set_mesh(mesh):
+        placed = [
+            None if x is None else jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(arrays, specs, strict=True)
+        ]
+        got = jax.jit(update_pages)(*placed)
+        with pytest.raises(ValueError, match="split by heads alone"):
+            update_pages(jax.device_put(arrays[0], NamedSharding(mesh, P("data"))), *placed[1:])
+    assert jax.typeof(got).sharding.spec[2] == heads
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_split_of_sequences_that_would_need_communication_is_one_clear_error():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    query, table = draw(4, 4, 16), jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
+    with jax.set_mesh(mesh):
+        by_sequence = NamedSharding(mesh, P("data"))
+        split, pages = jax.device_put(query, by_sequence), jax.device_put(KEY_PAGES, by_sequence)
+        with pytest.raises(ValueError, match=r"page_attention: pages that a table names cannot be split"):
+            page_attention(split, pages, pages, table, jnp.ones(4, int))
+        with pytest.raises(ValueError, match=r"ragged_page_attention: .*cannot be split by tokens.*shard_map"):
+            ragged_page_attention(split, KEY_PAGES, VALUE_PAGES, table, jnp.ones(4, int), jnp.arange(5))
+        with pytest.raises(ValueError, match="split alike by sequences"):
+            decode_attention(jnp.concatenate([query] * 3), pages, pages, jnp.ones(12, int))
 
 
 def test_explain_and_strict_platforms():

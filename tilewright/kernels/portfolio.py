@@ -20,7 +20,7 @@ from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
-from tilewright.ops.core.kernel import Invocation, Kernel
+from tilewright.ops.core.kernel import Invocation, Kernel, naming
 from tilewright.ops.core.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
@@ -180,7 +180,11 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     def forward_results(self, inputs: Any, cfg: Choice) -> Any:
         """What the chosen implementation computes, on each device's part where the types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
-        return forward_locally(forward, self.partitioning(inputs), inputs)
+        return forward_locally(forward, self._partitioning(inputs), inputs)
+
+    def _partitioning(self, inputs: Any) -> Partitioning | None:
+        with naming(self):
+            return self.partitioning(inputs)
 
     # What the framework asks of a kernel.
 
@@ -397,7 +401,7 @@ class PortfolioKernel(Portfolio, abc.ABC):
             inputs = self.inputs(*args, **kwargs)
             wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
             backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-            gradients = backward_locally(backward, self.partitioning(inputs), inputs, residuals, wanted)
+            gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, wanted)
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 

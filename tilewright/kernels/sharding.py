@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,6 +38,7 @@ class Partitioning:
       results: for each of an implementation's results, and its cotangent.
       gradients: by name, of every argument that may have one.
       on_part: completes a device's part of the inputs with what depends on where it lies; runs under the mesh's axes.
+      on_gradients: likewise its part of the gradients, by name and without those that are ``None``, before the sums.
     """
 
     mesh: Any
@@ -44,6 +46,7 @@ class Partitioning:
     results: Any
     gradients: dict[str, GradientParts]
     on_part: Callable[[Any], Any] = lambda inputs: inputs
+    on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
 
 
 def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:
@@ -73,20 +76,21 @@ def backward_locally(
 
     def on_part(part_of_inputs: Any, *rest: Any) -> dict[str, Any]:
         computed = backward(partitioning.on_part(part_of_inputs), *rest)
-        parts = {name: part for name, part in computed.items() if part is not None}
-        return {name: _summed(part, gradients[name].summed) for name, part in parts.items()}
+        parts = partitioning.on_gradients({name: part for name, part in computed.items() if part is not None})
+        return {name: _summed(part, gradients[name].summed, dtypes[name]) for name, part in parts.items()}
 
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
     results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
-    present = {name for name, part in _shapes(backward, inputs, results, cotangents).items() if part is not None}
+    shapes = _shapes(backward, inputs, results, cotangents)
+    dtypes = {name: part.dtype for name, part in shapes.items() if part is not None}
     computed = jax.shard_map(
         on_part,
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs, partitioning.results, partitioning.results),
-        out_specs={name: gradients[name].spec for name in present},
+        out_specs={name: gradients[name].spec for name in dtypes},
         check_vma=False,
     )(inputs, results, cotangents)
-    return placed(computed, {name: gradients[name].wanted for name in present}, partitioning.mesh)
+    return placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh)
 
 
 def varying_as(results: Any, operands: Any) -> Any:
@@ -145,8 +149,11 @@ def _shapes(backward: Callable[..., Any], *operands: Any) -> dict[str, Any]:
     return jax.eval_shape(backward, *whole)
 
 
-def _summed(part: Any, axes: tuple[str, ...]) -> Any:
-    return jax.lax.psum(part, axes) if axes else part
+def _summed(part: Any, axes: tuple[str, ...], dtype: Any) -> Any:
+    """The sum over mesh axes, in float32 at least."""
+    if axes:
+        part = jax.lax.psum(part.astype(jnp.promote_types(part.dtype, jnp.float32)), axes)
+    return part.astype(dtype)
 
 
 def typed_spec(array: Any) -> PartitionSpec:

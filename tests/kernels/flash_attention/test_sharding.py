@@ -90,15 +90,99 @@ def test_gradients_of_what_all_devices_share_are_summed() -> None:
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=2e-4)
 
 
+SPLITS = {
+    "length": (P(None, "x"), P(), 4),
+    "length and heads beside whole keys": (P(None, "x", "y"), P(), 4),
+    "length and heads": (P(None, "x", "y"), P(None, None, "y"), 4),
+    "batch and length": (P("y", "x"), P("y"), 4),
+    "a head of keys for two devices": (P(None, None, "x"), P(), 2),
+    "one head of keys for eight devices": (P(None, None, ("x", "y")), P(), 1),
+    "batch beside whole keys": (P("x"), P(), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    sampled(
+        [pair for pair in itertools.product(OPTIONS, SPLITS) if pair[0] != "dropout" or "length" not in pair[1]],
+        test=[
+            ("lengths", "length"),
+            ("bias and sinks", "length and heads beside whole keys"),
+            ("segments", "batch and length"),
+            ("dropout", "a head of keys for two devices"),
+            ("window and soft cap", "batch beside whole keys"),
+        ],
+        quick=[("causal", "length and heads"), ("causal", "one head of keys for eight devices")],
+    ),
+)
+def test_queries_split_beside_whole_keys(name: str, split: str) -> None:
+    """The forward pass moves nothing; the gradients of what devices share are summed."""
+    (query_spec, key_spec, kv_heads), options = SPLITS[split], OPTIONS[name]
+    query, key, value, cotangent = operands()
+    whole = query, key[:, :, :kv_heads], value[:, :, :kv_heads], cotangent
+    expected = gradients(*whole, options)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    specs = (query_spec, key_spec, key_spec, query_spec)
+    with jax.set_mesh(mesh):
+        parts = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(whole, specs, strict=True)]
+        forward = jax.jit(lambda *qkv: flash_attention(*qkv, **options)).lower(*parts[:3]).compile()
+        results = jax.jit(lambda *xs: gradients(*xs, options))(*parts)
+    assert not COLLECTIVE.findall(forward.as_text())
+    for got, want, spec in zip(results, expected, (query_spec, *specs[:3]), strict=True):
+        assert tuple(got.sharding.spec)[: len(spec)] == tuple(spec)
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=3e-5)
+
+
+def test_a_head_of_keys_that_serves_parts_of_two_devices() -> None:
+    keys = jax.random.split(jax.random.key(1), 2)
+    query = jax.random.normal(keys[0], (1, 16, 6, DIM))
+    key = jax.random.normal(keys[1], (1, 16, 3, DIM))
+    options = {"causal": True, "return_lse": True}
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        split = jax.device_put(query, NamedSharding(mesh, P(None, None, "x")))
+        got, pull = jax.vjp(lambda q, k: flash_attention(q, k, k, **options), split, key)
+        gradient = pull((split, jnp.ones_like(got[1])))
+    want, pull = jax.vjp(lambda q, k: flash_attention(q, k, k, **options), query, key)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradient, pull((query, jnp.ones((1, 6, 16))))
+    )
+
+
+@pytest.mark.slow
+def test_an_explicit_mask_and_packed_rows_are_split_as_the_query_is() -> None:
+    query, key, value, _ = (x[:1] for x in operands())
+    bounds = jnp.array([0, 10, 50, LENGTH])
+    hidden = jax.random.bernoulli(jax.random.key(2), 0.8, (1, HEADS, LENGTH, LENGTH))
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    for options in (
+        {"mask": hidden},
+        {"cum_seqlens_q": bounds, "cum_seqlens_k": bounds, "causal": True},
+        {"query_seq_lengths": jnp.array([70]), "key_value_seq_lengths": jnp.array([80]), "causal": True,
+         "causal_alignment": "bottom_right"},
+    ):  # fmt: skip
+        want = flash_attention(query, key, value, **options)
+        with jax.set_mesh(mesh):
+            split = jax.device_put(query, NamedSharding(mesh, P(None, "x", "y")))
+            np.testing.assert_allclose(flash_attention(split, key, value, **options), want, atol=2e-5)
+
+
 def test_a_split_that_needs_communication_is_an_error_that_names_it() -> None:
     query, key, value, _ = operands()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-        with pytest.raises(ValueError, match=r"cannot be split by length.*query: .*'x'"):
-            flash_attention(put(query, P(None, "x")), key, value)
-        with pytest.raises(ValueError, match="must be split alike"):
-            flash_attention(put(query, P(None, None, "x")), key, value)
+        with pytest.raises(ValueError, match=r"flash_attention: .*length of the keys.*key: .*'x'"):
+            flash_attention(query, put(key, P(None, "x")), put(value, P(None, "x")))
+        with pytest.raises(ValueError, match=r"split by head_dim"):
+            flash_attention(put(query, P(None, None, None, "x")), key, value)
+        doubled = [jnp.concatenate([x, x]) for x in (query, key, value)]
+        split = put(doubled[1], P("x"))
+        with pytest.raises(ValueError, match="key must be split by batch as the query is, or whole"):
+            flash_attention(doubled[0], split, doubled[2])
+        with pytest.raises(ValueError, match="dropout counts the rows"):
+            flash_attention(put(query, P(None, "x")), key, value, dropout_prob=0.1, dropout_seed=0)
 
 
 def test_inside_shard_map() -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from tilewright.kernels.flash_attention import arguments, masking, sampling
 from tilewright.kernels.flash_attention.arguments import CausalAlignment, PlatformLike, PrecisionLike
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
-from tilewright.kernels.flash_attention.partitioning import attention_partitioning
+from tilewright.kernels.flash_attention.partitioning import attention_partitioning, with_positions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
@@ -102,6 +102,7 @@ class FlashAttention(PortfolioKernel):
             lengths=(query_seq_lengths, key_value_seq_lengths),
             cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
         )
+        combined = with_positions(combined, queries)
         bias = None if bias is None else arguments.bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
         bias, combined, sinks = jax.tree.map(lambda x: arguments.narrowed(x, queries.dtype), (bias, combined, sinks))
@@ -190,7 +191,7 @@ class FlashAttention(PortfolioKernel):
         return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
 
     def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
-        """By batch and heads, as the types of query, key and value say."""
+        """By batch, heads and the length of the queries, as the types of query, key and value say."""
         return attention_partitioning(inputs)
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:

@@ -1,72 +1,171 @@
-"""How attention is split over the explicit axes of a mesh: by batch and by heads, never by length."""
+"""How attention is split over the explicit axes of a mesh: by batch, by heads and by the length of the queries.
+
+Keys and values are split as the query is, or whole. What is whole is cut to what a device needs, which moves nothing;
+its gradient is summed over the devices that share it. Their length is never split.
+"""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
 from tilewright.kernels.sharding import GradientParts, Partitioning, typed_spec
 from tilewright.ops.core.arrays import explicit_sharding
 
 Axes = Any  # what a PartitionSpec holds for one dimension: None, a name, or a tuple of names
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """The mesh axes over which a call is split."""
+
+    batch: Axes
+    rows: Axes
+    heads: Axes
+
+    def scores(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array that broadcasts to ``[batch, heads, q_length, kv_length]``."""
+        axes = (self.batch, self.heads, self.rows, None)
+        return PartitionSpec(*(each if size > 1 else None for each, size in zip(axes, shape, strict=True)))
+
+    def missing(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """The axes over which the call is split and an array is not."""
+        mine = {name for axes in spec for name in _names(axes)}
+        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in _names(axes) if n not in mine)
+
+
 def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     """The partitioning that the types of query, key and value ask for.
 
     Raises:
-      ValueError: a length or a head_dim is split, or query, key and value disagree.
+      ValueError: the length of the keys or a head_dim is split; or keys or values are split as the query is not.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     shardings = {name: explicit_sharding(jax.typeof(array)) for name, array in arrays.items()}
     given = [sharding for sharding in shardings.values() if sharding is not None]
     if not given:
         return None
-    specs = {name: _dimensions(sharding, 4) for name, sharding in shardings.items()}
-    batch, heads = _checked(specs, inputs)
-    sharded = {"batch": batch, "heads": heads}
+    mesh = given[0].mesh
+    split = _checked({name: _dimensions(sharding, 4) for name, sharding in shardings.items()}, inputs)
     # Any: AttentionInputs is also the pytree that holds a spec in the place of each of its arrays.
-    rows: Any = PartitionSpec(batch, None, heads, None)
-    lse = PartitionSpec(batch, heads, None)
-    gradients = {name: GradientParts(rows, (), rows) for name in arrays}
-    bias: Any = None if inputs.bias is None else _broadcast_spec(inputs.bias.shape, sharded)
+    rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
+    chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in _names(split.heads)))
+    keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
+    sinks: Any = PartitionSpec(split.heads, None)
     whole: Any = PartitionSpec()
-    sinks: Any = PartitionSpec(heads, None)
+    gradients = {
+        "query": GradientParts(rows, (), typed_spec(inputs.query)),
+        "key": GradientParts(keys, split.missing(keys), typed_spec(inputs.key)),
+        "value": GradientParts(keys, split.missing(keys), typed_spec(inputs.value)),
+    }
+    bias: Any = None
     if inputs.bias is not None:
-        gradients["bias"] = GradientParts(bias, _missing(bias, sharded), typed_spec(inputs.bias))
+        bias = split.scores(inputs.bias.shape)
+        gradients["bias"] = GradientParts(bias, split.missing(bias), typed_spec(inputs.bias))
     if inputs.softmax_aux is not None:
-        gradients["softmax_aux"] = GradientParts(sinks, _names(batch), typed_spec(inputs.softmax_aux))
+        gradients["softmax_aux"] = GradientParts(sinks, split.missing(sinks), typed_spec(inputs.softmax_aux))
+
+    def on_part(part: AttentionInputs) -> AttentionInputs:
+        if chosen:
+            heads = chosen(_index(split.heads))
+            part = dataclasses.replace(
+                part, key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2)
+            )
+        return _located(part, split)
+
+    def on_gradients(computed: dict[str, Any]) -> dict[str, Any]:
+        if not chosen:
+            return computed
+        heads = chosen(_index(split.heads))
+        kv_heads = inputs.key.shape[2]
+        shared = [name for name in ("key", "value") if name in computed]
+        return computed | {name: _scattered(computed[name], heads, kv_heads) for name in shared}
+
     return Partitioning(
-        mesh=given[0].mesh,
+        mesh=mesh,
         inputs=AttentionInputs(
             query=rows,
-            key=rows,
-            value=rows,
+            key=keys,
+            value=keys,
             bias=bias,
-            mask=jax.tree.map(lambda leaf: _mask_spec(leaf.shape, inputs.query.shape, sharded), inputs.mask),
+            mask=None if inputs.mask is None else _mask_specs(inputs.mask, split, inputs.query.shape[0]),
             softmax_aux=None if inputs.softmax_aux is None else sinks,
             dropout_seed=None if inputs.dropout_seed is None else whole,
             options=inputs.options,
         ),
-        results=(rows, lse),
+        results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),
         gradients=gradients,
-        on_part=lambda part: _located(part, batch, heads),
+        on_part=on_part,
+        on_gradients=on_gradients,
     )
 
 
-def _located(part: AttentionInputs, batch: Axes, heads: Axes) -> AttentionInputs:
-    """A device's part with the place of its first batch element and head, from which dropout counts."""
+def with_positions(mask: Mask | None, query: Any) -> Mask | None:
+    """A mask whose bands do not count a part's rows from its first one, where the query's type splits its length.
+
+    The position of each query stands in an array then, which is split as the query is. It is there before a config is
+    chosen, since not every implementation reads one.
+    """
+    sharding = None if isinstance(query, jax.ShapeDtypeStruct) else explicit_sharding(jax.typeof(query))
+    if mask is None or sharding is None or _dimensions(sharding, 4)[1] is None:
+        return mask
+    if isinstance(mask, CombinedMask):
+        parts = tuple(part for each in mask.masks if (part := with_positions(each, query)) is not None)
+        return type(mask)(parts)  # type: ignore[call-arg]
+    if isinstance(mask, BandMask) and mask.q_positions is None:
+        positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+        return dataclasses.replace(mask, q_positions=positions)  # type: ignore[type-var]
+    return mask
+
+
+def _located(part: AttentionInputs, split: Split) -> AttentionInputs:
+    """A device's part with its place in the whole call: dropout and lengths count from there."""
+    if split.rows is not None and part.mask is not None:
+        first_row = _index(split.rows).astype(jnp.int32) * part.query.shape[1]
+        part = dataclasses.replace(part, mask=_from_row(part.mask, first_row))
     if part.dropout_seed is None:
         return part
-    first = [_index(batch) * part.query.shape[0], _index(heads) * part.query.shape[2]]
+    first = [_index(split.batch) * part.query.shape[0], _index(split.heads) * part.query.shape[2]]
     return dataclasses.replace(part, dropout_origin=jnp.stack(first))
 
 
+def _from_row(mask: Mask, first: Any) -> Mask:
+    """The mask of the rows from ``first`` on, whose arrays are those rows' already."""
+    if isinstance(mask, CombinedMask):
+        return type(mask)(tuple(_from_row(each, first) for each in mask.masks))  # type: ignore[call-arg]
+    if isinstance(mask, LengthMask) and mask.q_lengths is not None:
+        return LengthMask(jnp.maximum(mask.q_lengths - first, 0), mask.kv_lengths)
+    return mask
+
+
+def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[Any], Any] | None:
+    """The heads of keys that a device's query heads read, from its index; ``None`` if cutting the heads gives them."""
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+    if kv_heads % devices == 0:
+        return None
+    group, mine = heads // kv_heads, heads // devices
+    if group % mine == 0:  # one head of keys serves all of them
+        return lambda index: (index * mine // group)[None]
+    # Some head of keys serves a part of two devices' heads: each query head is given its own.
+    return lambda index: (index * mine + jnp.arange(mine, dtype=jnp.uint32)) // group
+
+
+def _scattered(gradient: Any, heads: Any, kv_heads: int) -> Any:
+    """The gradient of all heads of keys from that of a device's, each of which may be there several times."""
+    batch, length, _, size = gradient.shape
+    zeros = jnp.zeros((batch, length, kv_heads, size), jnp.promote_types(gradient.dtype, jnp.float32))
+    return zeros.at[:, :, heads].add(gradient.astype(zeros.dtype))
+
+
 def _index(axes: Axes) -> Any:
-    return jax.lax.axis_index(_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
+    return lax.axis_index(_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
 
 
 def _dimensions(sharding: Any, rank: int) -> tuple[Axes, ...]:
@@ -74,34 +173,57 @@ def _dimensions(sharding: Any, rank: int) -> tuple[Axes, ...]:
     return spec + (None,) * (rank - len(spec))
 
 
-def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> tuple[Axes, Axes]:
-    batch, _, heads, _ = specs["query"]
+def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Split:
+    batch, rows, heads, _ = specs["query"]
     said = ", ".join(f"{name}: {PartitionSpec(*spec)}" for name, spec in specs.items())
-    if any(length is not None or dim is not None for _, length, _, dim in specs.values()):
-        raise ValueError(f"attention cannot be split by length or head_dim ({said}); reshard these axes first")
-    if any(spec[0] != batch or spec[2] != heads for spec in specs.values()):
-        raise ValueError(f"query, key and value must be split alike by batch and by heads ({said}); reshard them first")
-    return batch, heads
+    if any(spec[3] is not None for spec in specs.values()):
+        raise ValueError(f"attention cannot be split by head_dim ({said}); reshard it first")
+    if specs["key"][1] is not None or specs["value"][1] is not None:
+        raise ValueError(f"attention cannot be split by the length of the keys ({said}); reshard key and value first")
+    for name in ("key", "value"):
+        for position, dimension, axes in ((0, "batch", batch), (2, "heads", heads)):
+            if specs[name][position] not in (None, axes):
+                raise ValueError(f"{name} must be split by {dimension} as the query is, or whole ({said}); reshard it")
+    if rows is not None and inputs.options.dropout_prob > 0.0:
+        raise ValueError(
+            f"dropout counts the rows of the whole query, which is split by its length ({said}); reshard the query, or "
+            "leave dropout out"
+        )
+    return Split(batch, rows, heads)
 
 
-def _broadcast_spec(shape: tuple[int, ...], sharded: dict[str, Axes]) -> PartitionSpec:
-    """The spec of an array that broadcasts to [batch, heads, q, kv]."""
-    batch = sharded["batch"] if shape[0] > 1 else None
-    heads = sharded["heads"] if shape[1] > 1 else None
-    return PartitionSpec(batch, heads, *(None,) * (len(shape) - 2))
+def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
+    """The specs of a mask's arrays, in its own structure.
+
+    Raises:
+      ValueError: a mask of another class, of whose arrays nothing is known, beside a query that is split by length.
+    """
+
+    def by_batch(array: Any, *axes: Axes) -> Any:
+        return None if array is None else PartitionSpec(split.batch if array.shape[0] == batch > 1 else None, *axes)
+
+    match mask:
+        case CombinedMask():
+            return type(mask)(tuple(_mask_specs(each, split, batch) for each in mask.masks))  # type: ignore[call-arg]
+        case BandMask():
+            specs = by_batch(mask.q_positions, split.rows), by_batch(mask.kv_positions, None)
+            return dataclasses.replace(mask, q_positions=specs[0], kv_positions=specs[1])  # type: ignore[type-var]
+        case SegmentMask():
+            return SegmentMask(by_batch(mask.q_segment_ids, split.rows), by_batch(mask.kv_segment_ids, None))
+        case LengthMask():
+            return LengthMask(by_batch(mask.q_lengths), by_batch(mask.kv_lengths))
+        case ExplicitMask():
+            return ExplicitMask(split.scores(mask.array.shape))  # type: ignore[arg-type]
+    if split.rows is not None:
+        raise ValueError(f"a query that is split by its length cannot have a mask of type {type(mask).__name__}")
+    return jax.tree.map(lambda leaf: _leaf_spec(leaf.shape, batch, split), mask)
 
 
-def _mask_spec(shape: tuple[int, ...], query: tuple[int, ...], sharded: dict[str, Axes]) -> PartitionSpec:
-    """The spec of a leaf of a mask: [batch | 1, heads | 1, q, kv], [batch | 1, length] or [batch]."""
+def _leaf_spec(shape: tuple[int, ...], batch: int, split: Split) -> PartitionSpec:
+    """The spec of an array in a user's mask: [batch | 1, heads | 1, q, kv], [batch | 1, length] or [batch]."""
     if len(shape) == 4:
-        return _broadcast_spec(shape, sharded)
-    batch = sharded["batch"] if shape and shape[0] == query[0] else None
-    return PartitionSpec(batch, *(None,) * (len(shape) - 1)) if shape else PartitionSpec()
-
-
-def _missing(spec: PartitionSpec, sharded: dict[str, Axes]) -> tuple[str, ...]:
-    """The axes over which the call is split and an array is not."""
-    return tuple(n for axes, mine in zip(sharded.values(), spec, strict=False) if mine is None for n in _names(axes))
+        return split.scores(shape)
+    return PartitionSpec(split.batch if shape[0] == batch else None) if shape else PartitionSpec()
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

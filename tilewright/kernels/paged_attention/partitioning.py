@@ -1,4 +1,9 @@
-"""How attention over a cache is split over the explicit axes of a mesh: by heads, as tensor parallelism does."""
+"""How attention over a cache is split over the explicit axes of a mesh: by heads, and by sequences.
+
+By heads, as tensor parallelism does, the cache is split as the query is, or has one head for all. By sequences, as data
+parallelism does, with equally many query tokens each: a cache without a page table is split as the query is; pages that
+a table names may lie anywhere, so each device has all of them.
+"""
 
 from typing import Any
 
@@ -14,7 +19,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
     """The partitioning that the types of query and cache ask for.
 
     Raises:
-      ValueError: something other than heads is split, or query and cache disagree.
+      ValueError: something other than heads or sequences is split, or query and cache disagree.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     present = {name: array for name, array in arrays.items() if array is not None}
@@ -23,21 +28,19 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
     if not given:
         return None
     specs = {name: (*typed_spec(array), *(None,) * 4)[: array.ndim] for name, array in present.items()}
-    said = ", ".join(f"{name}: {P(*spec)}" for name, spec in specs.items())
-    for spec in specs.values():
-        if any(axis is not None for position, axis in enumerate(spec) if position != len(spec) - 2):
-            raise ValueError(f"attention over a cache can be split by heads alone ({said}); reshard it first")
-    heads, kv_heads = specs["query"][1], specs["key"][2]
-    shared = inputs.key.shape[2] == 1 and kv_heads is None
-    if not shared and (kv_heads != heads or specs.get("value", specs["key"])[2] != heads):
-        raise ValueError(f"query and cache must be split alike by heads ({said}); reshard them first")
+    sequences, heads, kv_heads = _checked(specs, inputs)
+    pages = None if inputs.page_table is not None else sequences
 
     def cache(array: Any) -> Any:
-        return None if array is None else P(None, None, kv_heads if array.shape[2] > 1 else None)
+        if array is None:
+            return None
+        axes = (pages, None, kv_heads)
+        return P(*(each if size > 1 else None for each, size in zip(axes, array.shape, strict=False)))
 
     # Any: PagedInputs is also the pytree that holds a spec in the place of each of its arrays.
-    rows: Any = P(None, heads)
+    rows: Any = P(sequences, heads)
     by_head: Any = P(heads)
+    by_sequence: Any = P(sequences)
     whole: Any = P()
     return Partitioning(
         mesh=given[0].mesh,
@@ -45,9 +48,9 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
             query=rows,
             key=cache(inputs.key),
             value=cache(inputs.value),
-            page_table=None if inputs.page_table is None else whole,
-            kv_lengths=whole,
-            kv_starts=None if inputs.kv_starts is None else whole,
+            page_table=None if inputs.page_table is None else by_sequence,
+            kv_lengths=by_sequence,
+            kv_starts=None if inputs.kv_starts is None else by_sequence,
             cum_q_lens=None if inputs.cum_q_lens is None else whole,
             key_scale=cache(inputs.key_scale),
             value_scale=cache(inputs.value_scale),
@@ -58,3 +61,34 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
         results=(rows, rows),
         gradients={},
     )
+
+
+def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[Any, Any, Any]:
+    """The mesh axes of sequences, heads and heads of keys."""
+    said = ", ".join(f"{name}: {P(*spec)}" for name, spec in specs.items())
+    sequences, heads, head_dim = specs["query"]
+    kv_heads = specs["key"][2]
+    caches = [spec for name, spec in specs.items() if name != "query"]
+    if head_dim is not None or any(spec[1] is not None or spec[3] is not None for spec in caches):
+        raise ValueError(f"attention over a cache can be split by heads and by sequences alone ({said}); reshard it")
+    if sequences is not None and inputs.cum_q_lens is not None:
+        raise ValueError(
+            f"queries of different lengths laid end to end cannot be split by tokens ({said}), since a sequence may lie "
+            "on two devices; give each device its own sequences by jax.shard_map, or reshard the query"
+        )
+    if any(spec[0] is not None for spec in caches):
+        if inputs.page_table is not None:
+            raise ValueError(
+                f"pages that a table names cannot be split by page ({said}), since a sequence's may lie anywhere; "
+                "give each device a cache and a table of its own by jax.shard_map, or reshard the cache"
+            )
+        if any(spec[0] not in (None, sequences) for spec in caches):
+            raise ValueError(f"query and cache must be split alike by sequences ({said}); reshard them first")
+    shared = inputs.key.shape[2] == 1 and kv_heads is None
+    if any(spec[2] != kv_heads for spec in caches) or not (shared or kv_heads == heads):
+        # To cut a whole cache would copy a part of it in every call.
+        raise ValueError(
+            f"query and cache must be split alike by heads ({said}); reshard the cache once, and repeat its heads first "
+            "if there are more devices than heads of keys"
+        )
+    return sequences, heads, kv_heads

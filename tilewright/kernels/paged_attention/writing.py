@@ -6,8 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tilewright.kernels.paged_attention.places import bounded, packed_tokens
+from tilewright.kernels.sharding import typed_spec
+from tilewright.ops.core.arrays import explicit_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +70,43 @@ def write_pages(inputs: WriteInputs) -> Cache:
     """The cache with the new tokens in it; tokens without a place are dropped, and of two for one place the first."""
     if 0 in inputs.key.shape or 0 in inputs.key_pages.shape or 0 in inputs.page_table.shape:
         return inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale
+    inputs = _split_as_the_pages(inputs)
     page, row = _places(inputs)
     key_pages, key_scale = _written(inputs.key_pages, inputs.key_scale, inputs.key, page, row, inputs.kv_dtype)
     value_pages, value_scale = inputs.value_pages, inputs.value_scale
     if inputs.value is not None:
         value_pages, value_scale = _written(value_pages, value_scale, inputs.value, page, row, inputs.kv_dtype)
     return key_pages, value_pages, key_scale, value_scale
+
+
+def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
+    """What is to be written with the split of the pages over explicit axes: by heads, everything else whole.
+
+    Every device has all pages of its heads, so each has to have the tokens of all sequences.
+
+    Raises:
+      ValueError: something other than heads of the pages is split.
+    """
+    arrays = [x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.ShapeDtypeStruct)]
+    given = [sharding for x in arrays if (sharding := explicit_sharding(jax.typeof(x))) is not None]
+    if not given:
+        return inputs
+    spec = (*typed_spec(inputs.key_pages), *(None,) * 4)[:4]
+    if any(axes is not None for position, axes in enumerate(spec) if position != 2):
+        raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
+    by_head, whole = P(None, spec[2]), P()
+
+    def placed(array: Any, wanted: P) -> Any:
+        return None if array is None else jax.reshard(array, NamedSharding(given[0].mesh, wanted))
+
+    return dataclasses.replace(
+        inputs,
+        key=placed(inputs.key, by_head),
+        value=placed(inputs.value, by_head),
+        page_table=placed(inputs.page_table, whole),
+        kv_lengths=placed(inputs.kv_lengths, whole),
+        cum_q_lens=placed(inputs.cum_q_lens, whole),
+    )
 
 
 def _places(inputs: WriteInputs) -> tuple[Any, Any]:

@@ -138,7 +138,7 @@ class UpdatePages(InferenceKernel):
         return args, dict(invocation.abstract_kwargs)
 
     def partitioning(self, inputs: WriteInputs) -> Partitioning | None:
-        """None: a scatter follows the types of its operands by itself."""
+        """None: a scatter follows the types of the pages, and what is written is split as they are."""
         return None
 
     def cost(self, problem: WriteInputs, direction: Direction) -> Cost:

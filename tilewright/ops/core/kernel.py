@@ -1,12 +1,13 @@
 """Kernel, the unit that declares how it runs and what may be tuned, and Invocation, one call of it."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
 
 import jax
@@ -269,6 +270,17 @@ def platform_hook(kernel: Kernel[Any, Any], cfg: Any, device: Device) -> Callabl
         if hook is not None:
             return hook
     return kernel.run
+
+
+@contextlib.contextmanager
+def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
+    """What is raised for wrong arguments names the kernel."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(kernel.name):
+            error.args = (f"{kernel.name}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:

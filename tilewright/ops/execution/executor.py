@@ -14,7 +14,7 @@ from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
 from tilewright.ops.core import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.core.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
 from tilewright.ops.core.call import Selector, apply
-from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, optional_method
+from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, naming, optional_method
 from tilewright.ops.core.programs import Program, Programs
 from tilewright.ops.core.types import Cfg, Out
 
@@ -137,12 +137,8 @@ def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_s
 
 def prepare(kernel: Kernel[Any, Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
-    try:
+    with naming(kernel):
         return kernel.prepare(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(kernel.name):
-            error.args = (f"{kernel.name}: {error.args[0]}", *error.args[1:])
-        raise
 
 
 def _static(cfg: Any) -> StaticLeaf | None:
