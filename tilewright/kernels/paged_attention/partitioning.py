@@ -73,8 +73,8 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
         raise ValueError(f"attention over a cache can be split by heads and by sequences alone ({said}); reshard it")
     if sequences is not None and inputs.cum_q_lens is not None:
         raise ValueError(
-            f"queries of different lengths laid end to end cannot be split by tokens ({said}), since a sequence may lie "
-            "on two devices; give each device its own sequences by jax.shard_map, or reshard the query"
+            f"queries of different lengths laid end to end cannot be split by tokens ({said}), since a sequence may "
+            "lie on two devices; give each device its own sequences by jax.shard_map, or reshard the query"
         )
     if any(spec[0] is not None for spec in caches):
         if inputs.page_table is not None:
@@ -88,7 +88,7 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
     if any(spec[2] != kv_heads for spec in caches) or not (shared or kv_heads == heads):
         # To cut a whole cache would copy a part of it in every call.
         raise ValueError(
-            f"query and cache must be split alike by heads ({said}); reshard the cache once, and repeat its heads first "
-            "if there are more devices than heads of keys"
+            f"query and cache must be split alike by heads ({said}); reshard the cache once, and repeat its heads "
+            "first if there are more devices than heads of keys"
         )
     return sequences, heads, kv_heads
