@@ -2,22 +2,11 @@
 
 from typing import Any
 
-import jax
 import pytest
 from jax._src.lib import gpu_triton
 
+from tests.support.abstract_gpu import h100  # noqa: F401 - a fixture
 from tilewright.kernels.cuda_build import toolchain
-
-
-@pytest.fixture(scope="session")
-def h100():
-    """A context in which programs are lowered as for an H100 that is not here."""
-
-    def context():
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-    return context
 
 
 class _TritonCall:

@@ -58,12 +58,17 @@ class TileGrid:
         return -(-self.kv_length // self.block_k)
 
     @property
-    def q_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+    def is_symbolic(self) -> bool:
+        """Whether a length is a symbolic dimension of ``jax.export``: its tiles are no numpy array then."""
+        return not (isinstance(self.q_length, int) and isinstance(self.kv_length, int))
+
+    @property
+    def q_bounds(self) -> tuple[Any, Any]:
         """First and last row of each row of tiles, both inclusive, without the ragged tile's padding."""
         return _block_bounds(self.q_length, self.block_q)
 
     @property
-    def kv_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+    def kv_bounds(self) -> tuple[Any, Any]:
         """First and last column of each column of tiles, both inclusive, without the ragged tile's padding."""
         return _block_bounds(self.kv_length, self.block_k)
 
@@ -302,7 +307,8 @@ class LengthMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         if static_only and not self.is_static:
             return _all_partial(grid)
-        classes: Any = np.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.FULL, np.int32)
+        xp: Any = jnp if grid.is_symbolic else np
+        classes: Any = xp.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.FULL, np.int32)
         if self.q_lengths is not None:
             first, last = (bound[None, :, None] for bound in grid.q_bounds)
             lengths = self.q_lengths[:, None, None]
@@ -467,9 +473,12 @@ def _position_bounds(positions: Any, bounds: tuple[np.ndarray, np.ndarray], bloc
     return _block_extrema(positions.astype(jnp.int32), block)
 
 
-def _block_bounds(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    first = np.arange(0, length, block)
-    return first, np.minimum(first + block, length) - 1
+def _block_bounds(length: int, block: int) -> tuple[Any, Any]:
+    if isinstance(length, int):
+        first = np.arange(0, length, block)
+        return first, np.minimum(first + block, length) - 1
+    starts = jnp.arange(-(-length // block), dtype=jnp.int32) * block
+    return starts, jnp.minimum(starts + block, jnp.asarray(length, jnp.int32)) - 1
 
 
 def _block_extrema(array: Any, block: int) -> tuple[Any, Any]:
@@ -487,6 +496,9 @@ def _block_reduce(array: Any, axis: int, block: int, reduction: Callable) -> Any
 def _pad_edge(array: Any, axis: int, length: int) -> Any:
     if array is None or array.shape[axis] in (0, length):
         return array
+    if not isinstance(length, int):  # numpy's mode wants to know how much is added
+        last = jnp.asarray(array.shape[axis], jnp.int32) - 1
+        return jnp.take(array, jnp.minimum(jnp.arange(length, dtype=jnp.int32), last), axis=axis)
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, length - array.shape[axis])
     return jnp.pad(array, widths, mode="edge")

@@ -301,6 +301,9 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
                 continue
             each = lazy_implementation.load()
             name = implementation_name(each.platform, each.algorithm)
+            if inv.is_symbolic and not each.symbolic_dimensions:
+                found[name] = ["its programs are for given shapes, got symbolic dimensions of jax.export"]
+                continue
             try:
                 found[name] = each.not_supported_reasons(problem, inv.target, inv.direction)
             # Exception: a probe asks drivers and libraries, which raise anything; the other backends run without them.

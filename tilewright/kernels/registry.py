@@ -75,6 +75,7 @@ class Implementation(abc.ABC):
       forward_params: type of the params of ``forward``.
       backward_params: type of the params of ``backward``.
       forward_mode: whether JAX can differentiate ``forward`` in forward mode.
+      symbolic_dimensions: whether shapes may have symbolic dimensions, of ``jax.export``.
     """
 
     platform: ClassVar[Platform]
@@ -82,6 +83,7 @@ class Implementation(abc.ABC):
     forward_params: ClassVar[type] = FwdParams
     backward_params: ClassVar[type] = BwdParams
     forward_mode: ClassVar[bool] = False
+    symbolic_dimensions: ClassVar[bool] = False
 
     @abc.abstractmethod
     def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:

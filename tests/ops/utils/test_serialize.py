@@ -326,6 +326,9 @@ class TestArrays:
         assert data["$array"]["shape"] == ["batch", 2]
         with pytest.raises(ValueError, match="expressions"):
             untagged(data)
+        assert tagged((size * 2, 3)) == {"$tuple": [{"$dimension": "2*batch"}, 3]}
+        with pytest.raises(ValueError, match="expression"):
+            untagged(tagged(size))
 
     @pytest.mark.parametrize(
         "dtype", [jnp.bfloat16, np.float32, jnp.int8, "float8_e5m2", np.dtype(bool), jnp.dtype("complex64"), jnp.int4]

@@ -172,6 +172,15 @@ def number(name: str, value: Any) -> float:
     return result
 
 
+def integer(name: str, value: Any) -> int:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be an int, got {value}; {_static_hint(name, 'int')}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+
+
 def flag(name: str, value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be True or False, got {value}; {_static_hint(name, 'bool')}")

@@ -93,7 +93,7 @@ def call_mask(
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
     banded = causal or left is not None or right is not None
     parts: list[Mask] = []
-    positions = Positions(shape.kv_length - shape.q_length if bottom_right else 0)
+    positions = _last_at_the_last(shape) if bottom_right else Positions()
     if _given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
         if any(array is not None for array in (*segment_ids, *lengths)):
             raise ValueError(
@@ -151,6 +151,14 @@ def _lengths(shape: ScoreShape, lengths: tuple[Any, Any]) -> LengthMask:
         for name, array in zip(names, lengths, strict=True)
     ]
     return LengthMask(*canonical)
+
+
+def _last_at_the_last(shape: ScoreShape) -> Positions:
+    offset = shape.kv_length - shape.q_length
+    if isinstance(offset, int):
+        return Positions(offset)
+    # Of symbolic dimensions, which no static mask can hold.
+    return Positions(0, (jnp.arange(shape.q_length, dtype=jnp.int32) + jnp.asarray(offset, jnp.int32))[None])
 
 
 def _aligned_ends(shape: ScoreShape, mask: LengthMask) -> Positions:

@@ -67,7 +67,7 @@ class FlashAttention(PortfolioKernel):
         causal: bool = False,
         causal_alignment: CausalAlignment = "top_left",
         sliding_window: int | tuple[int | None, int | None] | None = None,
-        softmax_scale: float | None = None,
+        softmax_scale: ArrayLike | None = None,
         logits_soft_cap: float | None = None,
         softmax_aux: ArrayLike | None = None,
         q_segment_ids: ArrayLike | None = None,

@@ -44,6 +44,9 @@ bfloat16) a forward pass takes 17.2 ms with tiles of 512 and 6.8 ms with tiles o
 
 LEAST_ACCELERATOR_BLOCK = 256
 
+SYMBOLIC_BLOCK = 128
+"""Side of a tile where the batch size or a length is a symbolic dimension: few scores of a short row are wasted."""
+
 
 class XlaFlashAttention(Implementation):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
@@ -54,6 +57,7 @@ class XlaFlashAttention(Implementation):
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode = True
+    symbolic_dimensions = True
     algorithm: ClassVar[str | None] = None
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
@@ -61,7 +65,9 @@ class XlaFlashAttention(Implementation):
 
     def heuristic(self, problem: AttentionProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
         matrices = problem.batch * problem.heads
-        if device.kind == "cpu":
+        if not all(isinstance(size, int) for size in (matrices, problem.q_length, problem.kv_length)):
+            blocks = _symbolic_blocks(problem.q_length, problem.kv_length)
+        elif device.kind == "cpu":
             blocks = _default_blocks(problem.q_length, problem.kv_length, matrices, problem.mask)
         else:
             blocks = _accelerator_blocks(problem.q_length, problem.kv_length, matrices)
@@ -123,6 +129,10 @@ def _balanced(length: int, target: int) -> int:
     return min(math.ceil(math.ceil(length / tiles) / 16) * 16, target)
 
 
+def _symbolic_blocks(*lengths: int) -> tuple[int, ...]:
+    return tuple(min(length, SYMBOLIC_BLOCK) if isinstance(length, int) else SYMBOLIC_BLOCK for length in lengths)
+
+
 def _default_blocks(q_length: int, kv_length: int, matrices: int, mask: Mask | None) -> tuple[int, int]:
     if min(q_length, kv_length, matrices) == 0:
         return 1, 1
@@ -157,11 +167,19 @@ def _cost(q_length: int, kv_length: int, block: int, mask: Mask | None) -> float
 def _tiling(inputs: AttentionInputs, q_block: int | None, kv_block: int | None, heads_at_once: int | None) -> Tiling:
     batch, q_length, heads, _ = inputs.query.shape
     _, kv_length, kv_heads, _ = inputs.key.shape
-    defaults = _default_blocks(q_length, kv_length, batch * heads, inputs.mask)
-    q_block, kv_block = min(q_block or defaults[0], max(q_length, 1)), min(kv_block or defaults[1], max(kv_length, 1))
+    symbolic = not all(isinstance(size, int) for size in (batch, q_length, kv_length))
+    if symbolic:
+        q_block, kv_block = (
+            min(block, length) if isinstance(length, int) else block
+            for block, length in ((q_block or SYMBOLIC_BLOCK, q_length), (kv_block or SYMBOLIC_BLOCK, kv_length))
+        )
+    else:
+        defaults = _default_blocks(q_length, kv_length, batch * heads, inputs.mask)
+        q_block = min(q_block or defaults[0], max(q_length, 1))
+        kv_block = min(kv_block or defaults[1], max(kv_length, 1))
     grid = TileGrid(q_length, kv_length, q_block, kv_block)
     group = heads // max(kv_heads, 1)
-    if _may_be_partitioned():
+    if symbolic or _may_be_partitioned():
         return Tiling(batch, kv_heads, group, grid, batch, kv_heads)
     wanted = max((heads_at_once or STEP_SCORES // (q_block * kv_block)) // max(group, 1), 1)
     head_size = _divisor(kv_heads, wanted)

@@ -52,6 +52,11 @@ class Tiling:
     def kv_padding(self) -> int:
         return self.grid.kv_tiles * self.grid.block_k - self.grid.kv_length
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last column of tiles may hold keys that there are not."""
+        return not isinstance(self.kv_padding, int) or self.kv_padding > 0
+
     def starts(self, step: Index) -> tuple[Index, Index]:
         """First batch element and first key/value head of a step."""
         return step // self.head_steps * self.batch_size, step % self.head_steps * self.head_size
@@ -113,12 +118,14 @@ class Visits:
 def schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
     """The tiles to visit: those the mask cuts, then those it leaves whole; numpy if the mask is static."""
     grid = tiling.grid
+    if grid.is_symbolic:
+        return _symbolic_schedule(tiling, mask)
     possible: Any
     if mask is None:
         possible = np.full((grid.q_tiles, grid.kv_tiles), TileClass.FULL)
     else:
         possible = reduce_classes(mask.classify(grid, static_only=True))
-    if tiling.kv_padding:
+    if tiling.is_ragged:
         possible[:, -1] = np.minimum(possible[:, -1], TileClass.PARTIAL)
     rows, columns = (index.astype(np.int32) for index in np.nonzero(possible != TileClass.EMPTY))
     if mask is None or mask.is_static:
@@ -131,13 +138,31 @@ def schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
     if not rows.size:
         return []
     classes = reduce_classes(mask.classify(grid))[rows, columns]
-    if tiling.kv_padding:
+    if tiling.is_ragged:
         classes = jnp.where(columns == grid.kv_tiles - 1, jnp.minimum(classes, TileClass.PARTIAL), classes)
     visits = []
     for masked, kind in ((True, TileClass.PARTIAL), (False, TileClass.FULL)):
         (index,) = jnp.nonzero(classes == kind, size=rows.size, fill_value=0)
         count = jnp.sum(classes == kind, dtype=jnp.int32)
         visits.append(Visits(masked, jnp.asarray(rows)[index], jnp.asarray(columns)[index], count))
+    return visits
+
+
+def _symbolic_schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
+    """The tiles to visit, of lengths that only a call of the exported program will know."""
+    grid = tiling.grid
+    size = grid.q_tiles * grid.kv_tiles
+    tiles = jnp.arange(size, dtype=jnp.int32)
+    rows, columns = tiles // grid.kv_tiles, tiles % grid.kv_tiles
+    if mask is None:
+        return [Visits(True, rows, columns, jnp.asarray(size, jnp.int32))]
+    classes = reduce_classes(jnp.asarray(mask.classify(grid))).reshape(-1)
+    classes = jnp.where(columns == grid.kv_tiles - 1, jnp.minimum(classes, TileClass.PARTIAL), classes)
+    visits = []
+    for masked, kind in ((True, TileClass.PARTIAL), (False, TileClass.FULL)):
+        chosen = classes == kind
+        order = jnp.argsort(~chosen, stable=True)  # those that are visited first, in their order
+        visits.append(Visits(masked, rows[order], columns[order], jnp.sum(chosen, dtype=jnp.int32)))
     return visits
 
 
@@ -261,7 +286,7 @@ class Scores:
         if self.mask is not None:
             tile = self.mask.tile(row * grid.block_q, grid.block_q, column * grid.block_k, grid.block_k)
             visible = self._split_heads(tile)
-        if self.tiling.kv_padding:
+        if self.tiling.is_ragged:
             columns = column * grid.block_k + jnp.arange(grid.block_k, dtype=jnp.int32)
             visible = visible & (columns < grid.kv_length)
         return visible
@@ -312,9 +337,10 @@ def _score_slices(array: Any, tiling: Tiling, row: Index, column: Index) -> list
 
 
 def _pad(array: Any, axis: int, padding: int, fill: float = 0.0) -> Any:
-    if not padding:
+    if isinstance(padding, int) and padding == 0:
         return array
-    return jnp.pad(array, [(0, padding if k == axis else 0) for k in range(array.ndim)], constant_values=fill)
+    widths = [(0, padding if k == axis else 0, 0) for k in range(array.ndim)]
+    return lax.pad(array, jnp.asarray(fill, array.dtype), widths)
 
 
 def over_steps(tiling: Tiling, one: Callable[[Index, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:

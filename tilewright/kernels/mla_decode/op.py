@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import as_array, reshape
+from tilewright.kernels.flash_attention.arguments import as_array, integer, reshape
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 from tilewright.kernels.portfolio import lazy
@@ -42,7 +42,8 @@ class MlaDecode(PagedAttentionKernel):
         keys, _ = arguments.cache_arrays(latents, None, "[num_pages, page_size, head_dim]", ("latent_pages", ""))
         if keys.shape[2] != 1:
             raise ValueError(f"latent_pages hold one latent for all heads, got {latents.shape=}")
-        if not isinstance(kv_lora_rank, int) or not 0 < kv_lora_rank <= keys.shape[3]:
+        kv_lora_rank = integer("kv_lora_rank", kv_lora_rank)
+        if not 0 < kv_lora_rank <= keys.shape[3]:
             raise ValueError(f"{kv_lora_rank=} must be from 1 to the head dim, {keys.shape[3]}")
         sequences = queries.shape[0]
         return self.canonical(

@@ -40,7 +40,7 @@ def _options(
     *,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: ArrayLike | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,

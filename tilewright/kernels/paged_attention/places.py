@@ -29,10 +29,15 @@ def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | 
         everything = jnp.ones(tokens, bool)
         return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), everything)
     cum = boundaries(cum_q_lens, tokens)
-    owner = jnp.searchsorted(cum[1:], token, side="right", method="compare_all").astype(jnp.int32)
+    owner = _ends_passed(cum[1:], token)
     sequence = jnp.minimum(owner, sequences - 1)
     owned = (owner < sequences) & (token >= cum[0])
     return Tokens(sequence, token - cum[sequence], cum[sequence + 1] - cum[sequence], owned)
+
+
+def _ends_passed(ends: Any, index: Any) -> Any:
+    """How many of the rising ends are not above each index; ``jnp.searchsorted`` takes no symbolic dimensions."""
+    return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
 
 
 def bounded(lengths: Any) -> Any:
@@ -56,7 +61,8 @@ class TilePlan(NamedTuple):
 
 def most_tiles(tokens: int, sequences: int, block_q: int) -> int:
     """How many tiles can have rows, however the tokens are spread over the sequences."""
-    return min(tokens, (tokens + sequences * (block_q - 1)) // block_q)
+    most = (tokens + sequences * (block_q - 1)) // block_q
+    return min(tokens, most) if isinstance(most, int) else most
 
 
 def packed_tiles(cum: Any, lengths: Any, tokens: int, block_q: int) -> tuple[TilePlan, Any]:
@@ -65,7 +71,7 @@ def packed_tiles(cum: Any, lengths: Any, tokens: int, block_q: int) -> tuple[Til
     ends = jnp.cumsum(-(-counts // block_q))
     starts = ends - -(-counts // block_q)
     tile = jnp.arange(most_tiles(tokens, sequences, block_q), dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    owner = _ends_passed(ends, tile)
     sequence = jnp.minimum(owner, sequences - 1)
     offset = (tile - starts[sequence]) * block_q
     rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)

@@ -18,6 +18,9 @@ ACCELERATOR_BYTES = 1 << 29
 
 LARGEST_BLOCK_Q = 128
 
+SYMBOLIC_BLOCK_Q = 16
+"""Where the number of tokens is a symbolic dimension: decoded tokens waste little of a tile, chunks fill several."""
+
 
 class XlaPagedAttention(InferenceImplementation):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
@@ -27,6 +30,7 @@ class XlaPagedAttention(InferenceImplementation):
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
+    symbolic_dimensions = True
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
         return []
@@ -44,12 +48,20 @@ class XlaPagedAttention(InferenceImplementation):
         if inputs.is_empty:
             return empty_forward(inputs)
         longest = inputs.options.q_length or inputs.query.shape[0]
-        block_q = min(params.q_blocksize or 1, longest)
-        block_k = min(params.kv_blocksize or 256, inputs.capacity)
+        block_q = _at_most(longest, params.q_blocksize or 1)
+        block_k = _at_most(inputs.capacity, params.kv_blocksize or 256)
         return paged_forward(inputs, block_q, block_k, max((params.blocksize_heads or 1) // inputs.query.shape[1], 1))
 
 
+def _at_most(size: int, limit: int) -> int:
+    """A block for so many elements, of which it may hold fewer where they are a symbolic dimension."""
+    return min(size, limit) if isinstance(size, int) else limit
+
+
 def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
+    if not all(isinstance(size, int) for size in (problem.tokens, problem.sequences, problem.capacity)):
+        block_q = _at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
+        return FwdParams(q_blocksize=block_q, kv_blocksize=_at_most(problem.capacity, block_k), blocksize_heads=1)
     mean = math.ceil(problem.tokens / max(problem.sequences, 1))
     block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, LARGEST_BLOCK_Q, max(problem.longest_q, 1))
     block_k = max(min(block_k, problem.capacity), 1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.core import min_dim  # also of symbolic dimensions
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.kernels.paged_attention.inputs import PagedInputs, Results
@@ -43,7 +44,7 @@ def paged_forward(inputs: PagedInputs, block_q: int, block_k: int, tiles_at_once
     inputs = vary_over(varying_axes(inputs), inputs)
     tiles, back = _tiles(inputs, block_q)
     count = tiles.rows.shape[0]
-    at_once = min(tiles_at_once, count)
+    at_once = min(tiles_at_once, count) if isinstance(count, int) else count
     if at_once == count:
         out, lse = _attend(inputs, tiles, block_k)
     else:
@@ -208,7 +209,7 @@ class Source:
 
     @classmethod
     def of(cls, inputs: PagedInputs, block_k: int) -> "Source":
-        return cls(inputs, block_k, math.gcd(block_k, inputs.page_size))
+        return cls(inputs, block_k, block_k if inputs.page_table is None else math.gcd(block_k, inputs.page_size))
 
     def read(self, sequence: Any, position: Any, low: Any, end: Any) -> Block:
         """The block of these positions; only those from ``low`` to ``end`` that have a page are present."""
@@ -216,8 +217,8 @@ class Source:
         present = (position >= low[:, None]) & (position < end[:, None])
         if inputs.page_table is None:
             # A slice that would pass the row's end is moved back by JAX: so are its positions.
-            size = min(self.block_k, inputs.page_size)
-            begin = jnp.clip(position[:, 0], 0, inputs.page_size - size)
+            size = min_dim(self.block_k, inputs.page_size)
+            begin = jnp.clip(position[:, 0], 0, jnp.asarray(inputs.page_size - size, jnp.int32))
             moved = begin[:, None] + jnp.arange(size, dtype=jnp.int32)
             last = position[:, 0]
             present = (moved >= jnp.maximum(low, last)[:, None]) & (moved < end[:, None])

@@ -14,6 +14,7 @@ class XlaUpdatePages(InferenceImplementation):
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
+    symbolic_dimensions = True
 
     def forward_reasons(self, problem: WriteInputs, device: Device) -> list[str]:
         return []

@@ -249,7 +249,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def _miss(self, inv: Invocation[Any, Any], overrides: Overrides) -> Selection:
         policy = self.effective_policy(overrides)
-        may_tune = policy.allow_autotune and inv.target.present and overrides.token is None
+        may_tune = policy.allow_autotune and inv.target.present and overrides.token is None and not inv.is_symbolic
         if policy.cache_miss_fallback == "error" and overrides.token is None:
             raise NoConfigError(f"no cache holds a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
         if may_tune and policy.cache_miss_fallback == "autotune":
@@ -279,7 +279,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def _guess(self, inv: Invocation[Any, Any]) -> Selection:
         """What runs if nothing was measured for the call."""
-        return self._nearest(inv) or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
+        near = None if inv.is_symbolic else self._nearest(inv)
+        return near or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
 
     def _nearest(self, inv: Invocation[Any, Any]) -> Selection | None:
         """The config of the nearest shape in the shipped tables that can run the call."""

@@ -91,6 +91,12 @@ def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
+def has_symbolic_dimensions(tree: Any) -> bool:
+    """Whether a shape in a tree has a dimension that only a call of an exported program will know."""
+    leaves = jax.tree.leaves(tree)
+    return any(not isinstance(size, int) for leaf in leaves for size in getattr(leaf, "shape", ()))
+
+
 def meaningful_sharding(leaf: Any) -> Any:
     """The sharding of an array that is spread over several devices, or whose type carries one; else ``None``."""
     if isinstance(leaf, jax.core.Tracer):

@@ -13,7 +13,7 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
-from tilewright.ops.core.arrays import abstract
+from tilewright.ops.core.arrays import abstract, has_symbolic_dimensions
 from tilewright.ops.core.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import canonical_json, tagged
@@ -221,6 +221,12 @@ class Invocation(Generic[Cfg, Out]):
         return self.target.fingerprint
 
     @functools.cached_property
+    def is_symbolic(self) -> bool:
+        """Whether a shape has symbolic dimensions, of ``jax.export``: no such call was ever measured, nor can it be."""
+        shapes = has_symbolic_dimensions((self.abstract_args, self.abstract_kwargs))
+        return shapes or any(not isinstance(axis.size, int) for axis in self.mapped)
+
+    @functools.cached_property
     def key(self) -> str:
         """What the caches know the call by: canonical JSON.
 
@@ -243,7 +249,11 @@ class Invocation(Generic[Cfg, Out]):
         return {
             "args": tagged(self.abstract_args),
             "kwargs": tagged(self.abstract_kwargs),
-            **({"mapped": [[axis.size, [int(m) for m in axis.mapped]] for axis in self.mapped]} if self.mapped else {}),
+            **(
+                {"mapped": [[tagged(axis.size), [int(m) for m in axis.mapped]] for axis in self.mapped]}
+                if self.mapped
+                else {}
+            ),
         }
 
     def abstract(self) -> "Invocation[Cfg, Out]":

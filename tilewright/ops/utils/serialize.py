@@ -114,7 +114,16 @@ def tagged(value: Any, *, found: MutableMapping[str, type] | None = None) -> Any
             return {"$array": _tagged_array(value, shape, dtype)}
     if callable(value):
         return {"$callable": _callable_name(value)}
+    if _is_symbolic(value):
+        return {"$dimension": str(value)}
     raise TypeError(f"no JSON form for {value!r} of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether it is a symbolic dimension of ``jax.export``."""
+    from jax.export import is_symbolic_dim
+
+    return is_symbolic_dim(value)
 
 
 def _tagged_float(value: float, found: Any) -> Any:
@@ -305,6 +314,10 @@ def _untag_array(untag: Any, resolve: Resolver, array: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(array["shape"]), dtype, weak_type=bool(array["weak_type"]), sharding=sharding)
 
 
+def _untag_dimension(untag: Any, resolve: Resolver, name: str) -> Any:
+    raise ValueError(f"a dimension that is an expression cannot be rebuilt: {name!r}")
+
+
 _UNTAGGERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "$float": (lambda untag, resolve, text: float(text), ()),
     "$complex": (lambda untag, resolve, parts: complex(*untag(parts)), ()),
@@ -318,6 +331,7 @@ _UNTAGGERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "$namedtuple": (_untag_named_tuple, ("fields",)),
     "$dtype": (lambda untag, resolve, name: _dtype_from(name), ()),
     "$scalar": (_untag_scalar, ()),
+    "$dimension": (_untag_dimension, ()),
     "$array": (_untag_array, ()),
     "$callable": (_untag_callable, ()),
 }

@@ -1,0 +1,220 @@
+"""Every op answers alike: to scalars, remat by name, ``jax.export``, explicit axes, ``explain`` and wrong calls."""
+
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tilewright
+from tests.every_op.matrix import OpCall, call_of, every_op
+from tilewright.errors import UnsupportedError
+from tilewright.ops.utils.labels import find_labels_in_lowered, is_call_label, parse_label
+
+every = pytest.mark.parametrize("op", every_op())
+
+SCALARS: dict[str, Any] = {
+    "causal": True,
+    "sliding_window": 7,
+    "window_size": (7, 3),
+    "softmax_scale": 0.25,
+    "logits_soft_cap": 4.0,
+    "softcap": 4.0,
+    "dropout_prob": 0.0,
+    "kv_lora_rank": 512,
+    "return_lse": True,
+}
+"""A value for every option of a public function that is a number; a new op's may be added."""
+AS_NUMPY = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+def scalar_options(op: str) -> dict[str, Any]:
+    """The values of an op's options that are numbers."""
+    parameters = inspect.signature(call_of(op).function).parameters.values()
+    number = re.compile(r"\b(bool|int|float)\b")
+    wanted = [
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and number.search(str(p.annotation)) and "ndarray" not in str(p.annotation)
+    ]
+    scale = ["softmax_scale"] if "softmax_scale" in {p.name for p in parameters} else []  # which may be an array, too
+    return {name: SCALARS[name] for name in [*wanted, *scale]}
+
+
+def equal(ours: Any, theirs: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
+
+
+@every
+def test_numpys_scalars_are_static_as_pythons_are(op):
+    options = scalar_options(op)
+    as_numpys = jax.tree.map(lambda value: AS_NUMPY[type(value)](value), options)
+    call = call_of(op)
+    call = OpCall(op, call.args, {k: v for k, v in call.kwargs.items() if k not in options})
+    function, arrays = call.on_arrays(**options)
+    other, _ = call.on_arrays(**as_numpys)
+    wanted = function(*arrays)
+    equal(other(*arrays), wanted)
+    equal(jax.jit(other)(*arrays), wanted)
+    if "softmax_scale" in options:
+        traced = jax.jit(lambda scale, *xs: call.on_arrays(**options | {"softmax_scale": scale})[0](*xs))
+        equal(traced(jnp.float32(0.25), *arrays), wanted)
+
+
+@every
+def test_a_policy_by_name_saves_the_forward_pass(op):
+    call = call_of(op)
+    policy = jax.checkpoint_policies.save_only_these_names(f"{op}_out", f"{op}_residuals")
+    function, arrays = call.on_arrays()
+    if not call.differentiable:
+        assert f"name={op}_out" in str(jax.make_jaxpr(function)(*arrays))
+        return
+
+    def directions(wrapped: Any) -> list[str]:
+        loss = lambda *xs: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(wrapped(*xs)))
+        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        lowered = jax.jit(jax.value_and_grad(loss, argnums=floating)).lower(*arrays)
+        return sorted(parse_label(t).direction for t in find_labels_in_lowered(lowered) if is_call_label(t))
+
+    def forwards(wrapped: Any) -> int:
+        loss = lambda *xs: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(wrapped(*xs)))
+        text = str(jax.make_jaxpr(jax.grad(loss))(*arrays))
+        return text.count("stage='forward'") + text.count("stage='run'")
+
+    assert directions(jax.checkpoint(function, policy=policy)) == ["backward", "forward"]
+    assert forwards(jax.checkpoint(function, policy=policy)) == forwards(function) < forwards(jax.checkpoint(function))
+
+
+GROWN: dict[str, dict[str, Any]] = {"flash_attention": {"batch": 3, "q_length": 200}}
+GROWN_SERVING = {"sequences": 5, "kv_length": 256}
+GROWN_PACKED = {"sequences": 5, "kv_length": 256, "q_lengths": (1, 5, 3, 2, 2)}
+
+
+def grown(call: OpCall) -> OpCall:
+    """The same call in other sizes: what differs between the two shall be symbolic."""
+    packed = any(name in call.op for name in ("ragged_page", "unified", "chunked", "update"))
+    return call_of(call.op, **GROWN.get(call.op, GROWN_PACKED if packed else GROWN_SERVING))
+
+
+def symbolic(small: list[Any], large: list[Any]) -> list[Any]:
+    """Arrays whose sizes that differ between two calls are symbols; a size that is one more than another says so."""
+    names: dict[tuple[int, int], str] = {}
+    scope = export.SymbolicScope()
+    shapes = []
+    for a, b in zip(small, large, strict=True):
+        sizes = []
+        for pair in zip(a.shape, b.shape, strict=True):
+            before = names.get((pair[0] - 1, pair[1] - 1))
+            if pair[0] != pair[1] and pair not in names:
+                names[pair] = f"{before}+1" if before else f"n{len(names)}"
+            sizes.append(names[pair] if pair in names else str(pair[0]))
+        shapes.append(", ".join(sizes))
+    return [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), x.dtype)
+        for shape, x in zip(shapes, small, strict=True)
+    ]
+
+
+@every
+def test_an_exported_program_serves_other_sizes(op):
+    small, large = call_of(op), grown(call_of(op))
+    function, arrays = small.training()
+    other, others = large.training()
+    shapes = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others))
+    order = places(arrays)
+    exported = export.export(jax.jit(lambda *xs: function(*[xs[i] for i in order])))(*shapes)
+    for run, given in ((function, arrays), (other, others)):
+        wanted = run(*given)
+        got = exported.call(*sorted_by_sequences(given))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, wanted)
+
+
+def sorted_by_sequences(arrays: list[Any]) -> list[Any]:
+    """The arrays, those of few dimensions first, so that ``sequences`` has its name before ``sequences + 1``."""
+    return sorted(arrays, key=lambda x: (x.ndim, x.shape))
+
+
+def places(arrays: list[Any]) -> list[int]:
+    """Where each array stands in ``sorted_by_sequences``."""
+    order = sorted(range(len(arrays)), key=lambda i: (arrays[i].ndim, arrays[i].shape))
+    return [order.index(i) for i in range(len(arrays))]
+
+
+@every
+def test_other_platforms_say_why_they_take_no_symbolic_dimensions(op, h100, without_builds):
+    function, arrays = call_of(op, "bfloat16").on_arrays(platform=("pallas", "triton", "cuda"))
+    _, others = grown(call_of(op, "bfloat16")).on_arrays()
+    shapes, order = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others)), places(arrays)
+    with h100(), pytest.raises(UnsupportedError) as refused:
+        export.export(jax.jit(lambda *xs: function(*[xs[i] for i in order])), platforms=["cuda"])(*shapes)
+    assert op == "update_pages" or "symbolic dimensions of jax.export" in str(refused.value)
+    assert op in str(refused.value)
+
+
+@every
+def test_a_program_is_exported(op):
+    function, arrays = call_of(op).training()
+    blob = export.export(jax.jit(function))(*arrays).serialize()
+    equal(export.deserialize(blob).call(*arrays), jax.jit(function)(*arrays))
+
+
+@every
+def test_heads_are_split_over_explicit_axes(op):
+    function, arrays = call_of(op).training()
+    wanted = function(*arrays)
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    by_head = [x.ndim > 2 and x.shape[-2] > 1 for x in arrays]
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, P(*[None] * (x.ndim - 2), "tensor") if split else P()))
+            for x, split in zip(arrays, by_head, strict=True)
+        ]
+        got = jax.jit(function)(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, wanted)
+    assert any("tensor" in x.sharding.spec for x in jax.tree.leaves(got))
+
+
+@every
+def test_explain_says_what_runs_and_why_nothing_else_does(op):
+    call = call_of(op)
+    function, arrays = call.training()
+    explanation = tilewright.explain(jax.jit(function), *arrays)
+    directions = ("forward", "backward") if call.differentiable else ("forward",)
+    assert [(each.op, each.direction) for each in explanation] == [(op, direction) for direction in directions]
+    for each in explanation:
+        reasons = call.kernel.reasons(call.invocation(each.direction))
+        assert each.choice.config.implementation in reasons
+        for name in reasons.keys() - {each.choice.config.implementation}:
+            assert name in str(explanation)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "an unknown option": (lambda f, xs: f(*xs, is_casual=True), TypeError, r"{op}\(\) has no argument 'is_casual'"),
+    "an option with a typing error": (lambda f, xs: f(*xs, platfrom="xla"), TypeError, "did you mean 'platform'"),
+    "too few arrays": (lambda f, xs: f(xs[0]), TypeError, "{op}.*{second}"),
+    "a string for an array": (lambda f, xs: f("query", *xs[1:]), TypeError, "{op}: {first} must be an array"),
+    "an array of another rank": (lambda f, xs: f(xs[0][0, 0, 0], *xs[1:]), ValueError, "{op}: .*{first}"),
+    "an unknown platform": (lambda f, xs: f(*xs, platform="cude"), ValueError, "{op}: .*cude.*cuda"),
+    "a platform that is not here": (lambda f, xs: f(*xs, platform="triton"), UnsupportedError, "{op}"),
+}
+
+
+@every
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_call_is_one_error_that_names_the_function_and_its_argument(op, mistake):
+    make, error, message = WRONG[mistake]
+    call = call_of(op)
+    first, second = list(inspect.signature(call.function).parameters)[:2]
+    options = {name: value for name, value in call.kwargs.items() if value is not None}
+
+    def function(*arrays: Any, **wrong: Any) -> Any:
+        return call.function(*arrays, **options | wrong)
+
+    with pytest.raises(error, match=message.format(op=op, first=first, second=second)):
+        make(function, call.args)
