@@ -246,14 +246,11 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """The arguments as plain JSON data, from which ``abstract_args`` and ``abstract_kwargs`` can be rebuilt."""
+        mapped = [[tagged(axis.size), [int(m) for m in axis.mapped]] for axis in self.mapped]
         return {
             "args": tagged(self.abstract_args),
             "kwargs": tagged(self.abstract_kwargs),
-            **(
-                {"mapped": [[tagged(axis.size), [int(m) for m in axis.mapped]] for axis in self.mapped]}
-                if self.mapped
-                else {}
-            ),
+            **({"mapped": mapped} if mapped else {}),
         }
 
     def abstract(self) -> "Invocation[Cfg, Out]":
