@@ -25,7 +25,7 @@ WORK = ROOT / ".make" / "wheel"
 EXTRAS = ("flax", "equinox", "plot")
 """What the pages' examples may import, beyond the package's own requirements."""
 
-PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")))
 
 # What a build backend adds to an sdist.
 _MADE = ("PKG-INFO", "setup.cfg", "tilewright.egg-info/")

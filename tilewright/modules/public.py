@@ -112,7 +112,7 @@ def _refuse_keywords(name: str, kwargs: dict[str, Any], known: frozenset[str]) -
     if any(key in _FLAX_KEYWORDS for key in unknown) and "dropout_prob" in known:
         raise TypeError(
             f"{name}() is no attention_fn for Flax, which passes it {', '.join(unknown)}; use {FLAX_ADAPTER}, which "
-            "gives Flax's results, dropout included"
+            "takes all of it, dropout included"
         )
     hints = [f"{key!r}{_did_you_mean(key, known)}" for key in unknown]
     raise TypeError(f"{name}() has no argument {', '.join(hints)}")

@@ -1,0 +1,214 @@
+"""The attention_fn inside Flax's own layers, Linen's and NNX's, beside Flax's own function."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.linen import attention as linen_attention
+from flax.nnx.nn import attention as nnx_attention
+
+from tests.support.suites import sampled
+from tilewright.integrations.flax import dot_product_attention
+from tilewright.modules import flash_attention
+
+THEIRS = {"linen": linen_attention.dot_product_attention, "nnx": nnx_attention.dot_product_attention}
+SHAPES = {"plain": (2,), "two batch dimensions": (2, 3), "no batch dimension": ()}
+
+
+def arrays(
+    batch: tuple[int, ...] = (2,), q_length: int = 6, kv_length: int = 9, kv_heads: int = 4, value_dim: int = 16
+) -> list[Any]:
+    shapes = (*batch, q_length, 4, 16), (*batch, kv_length, kv_heads, 16), (*batch, kv_length, kv_heads, value_dim)
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def scores(batch: tuple[int, ...], seed: int = 9) -> Any:
+    return jax.random.normal(jax.random.key(seed), (*batch, 4, 6, 9))
+
+
+def seen(array: Any) -> Any:
+    """A mask from any array, by which every query sees a key."""
+    return (array > 0).at[..., 0].set(True)
+
+
+OPTIONS: dict[str, Any] = {
+    "none": lambda batch: {},
+    "bias": lambda batch: {"bias": scores(batch)},
+    "bias of one head": lambda batch: {"bias": scores(batch)[..., :1, :, :]},
+    "mask": lambda batch: {"mask": seen(scores(batch))},
+    "mask of floats": lambda batch: {"mask": seen(scores(batch)).astype(jnp.float32)},
+    "mask of all batch elements": lambda batch: {"mask": seen(scores((1,) * len(batch)))},
+    "bias and mask": lambda batch: {"bias": scores(batch), "mask": seen(scores(batch, 8))},
+    "precision": lambda batch: {"precision": "highest"},
+    "dtype": lambda batch: {"dtype": jnp.float32},
+}
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+@pytest.mark.parametrize(
+    ("option", "shape"),
+    sampled(
+        [(option, shape) for option in OPTIONS for shape in SHAPES],
+        test=[(option, shape) for option in OPTIONS for shape in ("plain", "two batch dimensions")],
+        quick=[("bias and mask", "two batch dimensions"), ("mask of floats", "plain"), ("none", "no batch dimension")],
+    ),
+)
+def test_results_and_gradients_are_flaxs(theirs: str, option: str, shape: str):
+    batch = SHAPES[shape]
+    # Without dropout NNX calls jax.nn's function, which wants values of the keys' width.
+    options, operands = OPTIONS[option](batch), arrays(batch, value_dim=16 if theirs == "nnx" else 8)
+
+    def both(function: Any) -> Any:
+        loss = lambda *x: jnp.sum(jnp.sin(function(*x, **options, deterministic=True)))
+        return function(*operands, **options, deterministic=True), jax.grad(loss, argnums=(0, 1, 2))(*operands)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), both(dot_product_attention), both(THEIRS[theirs])
+    )
+
+
+@pytest.mark.slow
+def test_causality_and_grouped_heads_are_nnxs():
+    query, key, value = arrays(q_length=9, kv_heads=2)
+    got = dot_product_attention(query, key, value, is_causal=True, promote_dtype=nnx_attention.dtypes.promote_dtype)
+    want = nnx_attention.dot_product_attention(query, key, value, is_causal=True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [jnp.bfloat16, jnp.int8])
+def test_dtypes_are_promoted_as_flax_promotes_them(given: Any):
+    query, key, value = arrays(value_dim=8)
+    query = query.astype(given)
+    for dtype in (None, jnp.float16):
+        theirs = linen_attention.dot_product_attention(query, key, value, dtype=dtype, deterministic=True)
+        assert dot_product_attention(query, key, value, dtype=dtype).dtype == theirs.dtype
+
+
+def layer(kind: str, attention_fn: Any, **options: Any) -> Any:
+    """A call ``(inputs, **kwargs)`` of a layer with fixed parameters, and the same again with other options."""
+    if kind == "linen":
+        module = nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=32, attention_fn=attention_fn, **options)
+        start = nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=32)
+        params = start.init(jax.random.key(0), jnp.ones((2, 6, 24)))
+        return lambda x, rng=None, **kw: module.apply(params, x, rngs={"dropout": rng} if rng is not None else {}, **kw)
+    sizes = {"num_heads": 4, "in_features": 24, "qkv_features": 32}
+    module = nnx.MultiHeadAttention(**sizes, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options)
+    return lambda x, rng=None, **kw: module(x, rngs=nnx.Rngs(dropout=rng) if rng is not None else None, **kw)
+
+
+X = jax.random.normal(jax.random.key(5), (2, 6, 24))
+CAUSAL = nn.make_causal_mask(jnp.ones((2, 6)))  # of float32, as Flax makes them
+
+layers = pytest.mark.parametrize("kind", ["linen", "nnx"])
+
+
+@layers
+def test_inside_flaxs_layers(kind: str):
+    got = layer(kind, dot_product_attention)(X, mask=CAUSAL)
+    want = layer(kind, THEIRS[kind])(X, mask=CAUSAL)
+    assert CAUSAL.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@layers
+def test_the_layers_dropout_is_drawn_from_their_rngs(kind: str):
+    call = layer(kind, dot_product_attention, dropout_rate=0.5, broadcast_dropout=True)
+    without = layer(kind, dot_product_attention)(X)
+    np.testing.assert_array_equal(call(X, deterministic=True), without)
+    once, again, other = (call(X, jax.random.key(seed), deterministic=False) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(once, again)
+    assert not np.allclose(once, without, atol=1e-3)
+    assert not np.allclose(once, other, atol=1e-3)
+    jitted = jax.jit(lambda x, key: call(x, key, deterministic=False)) if kind == "linen" else None
+    if jitted is not None:
+        np.testing.assert_allclose(jitted(X, jax.random.key(1)), once, atol=1e-6)
+
+
+def test_dropout_keeps_the_mean_and_drops_the_share():
+    query, key, _ = arrays((64,), 32, 32)
+    value = jnp.ones((64, 32, 4, 8))
+    out = dot_product_attention(0 * query, 0 * key, value, dropout_rng=jax.random.key(0), dropout_rate=0.25)
+    kept = out[..., 0] * 32 * 0.75  # the number of keys kept, of 32 with equal weights
+    np.testing.assert_allclose(kept, jnp.round(kept), atol=1e-3)
+    assert abs(float(kept.mean()) / 32 - 0.75) < 0.01
+    assert not np.allclose(out[0], out[1])  # each batch element draws for itself
+    assert not np.allclose(out[:, :, 0], out[:, :, 1])
+
+
+@layers
+def test_dropout_under_grad_drops_the_same_in_both_passes(kind: str):
+    call = layer(kind, dot_product_attention, dropout_rate=0.5)
+    loss = lambda x: jnp.sum(jnp.sin(call(x, jax.random.key(1), deterministic=False)))
+    gradient = jax.grad(loss)(X)
+    step = 1e-2 * jax.random.normal(jax.random.key(7), X.shape)
+    np.testing.assert_allclose(jnp.vdot(gradient, step), (loss(X + step) - loss(X - step)) / 2, rtol=2e-3)
+
+
+def test_a_linen_decode_cache():
+    def run(attention_fn: Any) -> Any:
+        module = nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=32, attention_fn=attention_fn, decode=True)
+        variables = module.init(jax.random.key(0), X)
+        cache, outs = variables["cache"], []
+        for position in range(6):
+            out, changed = module.apply(
+                {"params": variables["params"], "cache": cache}, X[:, position : position + 1], mutable=["cache"]
+            )
+            cache = changed["cache"]
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1)
+
+    np.testing.assert_allclose(run(dot_product_attention), run(THEIRS["linen"]), atol=1e-5)
+
+
+def test_an_nnx_decode_cache():
+    def run(attention_fn: Any) -> Any:
+        module = nnx.MultiHeadAttention(
+            num_heads=4, num_kv_heads=2, in_features=24, qkv_features=32, decode=True, attention_fn=attention_fn,
+            rngs=nnx.Rngs(0),
+        )  # fmt: skip
+        module.init_cache(X.shape)
+        return jnp.concatenate([module(X[:, i : i + 1]) for i in range(6)], axis=1)
+
+    np.testing.assert_allclose(run(dot_product_attention), run(THEIRS["nnx"]), atol=1e-5)
+
+
+def test_a_query_that_attends_to_nothing_gives_zeros_where_flax_averages():
+    query, key, value = arrays()
+    mask = jnp.ones((2, 1, 6, 9), bool).at[:, :, 2].set(False)
+    got = dot_product_attention(query, key, value, mask=mask)
+    theirs = linen_attention.dot_product_attention(query, key, value, mask=mask, deterministic=True)
+    np.testing.assert_array_equal(got[:, 2], jnp.zeros_like(got[:, 2]))
+    np.testing.assert_allclose(theirs[:, 2], value.mean(1), atol=1e-5)
+    np.testing.assert_allclose(jnp.delete(got, 2, 1), jnp.delete(theirs, 2, 1), atol=1e-5)
+
+
+WRONG = {
+    "weights to be sown": ({"module": object()}, ValueError, "sow_weights=True"),
+    "an einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ValueError, "qk_attn_weights_einsum="),
+    "dropout without a generator": ({"dropout_rate": 0.1, "deterministic": False}, ValueError, "needs a dropout_rng"),
+    "a rate of one": ({"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)}, ValueError, "dropout_prob"),
+    "a mask that does not fit": ({"mask": jnp.ones((2, 1, 5, 9))}, ValueError, "mask must be broadcastable"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_served_is_one_clear_error(name: str):
+    options, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        dot_product_attention(*arrays(), **options)
+
+
+@layers
+def test_sown_weights_are_refused_in_the_layers_words(kind: str):
+    with pytest.raises(ValueError, match="sow_weights=True"):
+        layer(kind, dot_product_attention)(X, sow_weights=True)
+
+
+@layers
+def test_flash_attention_itself_names_the_adapter(kind: str):
+    with pytest.raises(TypeError, match=r"tilewright\.integrations\.flax\.dot_product_attention"):
+        layer(kind, flash_attention, dropout_rate=0.5)(X, jax.random.key(0), deterministic=False)

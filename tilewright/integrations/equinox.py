@@ -1,0 +1,140 @@
+"""Attention for Equinox: a module in the place of ``equinox.nn.MultiheadAttention``."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from tilewright.modules import flash_attention
+
+SIZES = ("query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size")
+BIASES = ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias")
+
+
+class MultiheadAttention(eqx.Module):
+    """``equinox.nn.MultiheadAttention``, computed by ``flash_attention``.
+
+    It has the arguments, the parameters and, for one key, the initial values of Equinox's. Two results differ: a query
+    that attends to nothing gives zeros, where Equinox averages all values, and dropout drops other positions.
+
+    Args:
+      num_heads: of queries, keys and values.
+      query_size, key_size, value_size, output_size: channels; ``query_size`` where they are ``None``.
+      qk_size, vo_size: channels of a head; ``query_size // num_heads`` where they are ``None``.
+      use_query_bias, use_key_bias, use_value_bias, use_output_bias: whether a projection has a bias.
+      dropout_p: the part of the probabilities to drop.
+      inference: whether nothing is dropped; ``equinox.nn.inference_mode`` sets it.
+      dtype: of the parameters.
+      causal: query ``i`` sees the keys up to ``i``.
+      platform: see ``flash_attention``.
+      key: a ``jax.random`` key for the initial values.
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    num_heads: int = eqx.field(static=True)
+    causal: bool = eqx.field(static=True)
+    platform: Any = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        causal: bool = False,
+        platform: Any = None,
+        key: jax.Array,
+    ):
+        layer = eqx.nn.MultiheadAttention(
+            num_heads, query_size, key_size, value_size, output_size, qk_size, vo_size,
+            use_query_bias, use_key_bias, use_value_bias, use_output_bias, dropout_p, inference, dtype, key=key,
+        )  # fmt: skip
+        self.query_proj, self.key_proj = layer.query_proj, layer.key_proj
+        self.value_proj, self.output_proj = layer.value_proj, layer.output_proj
+        self.dropout = layer.dropout
+        self.num_heads, self.causal, self.platform = num_heads, causal, platform
+
+    @classmethod
+    def of(cls, layer: eqx.nn.MultiheadAttention, *, causal: bool = False, platform: Any = None) -> Any:
+        """The module with the parameters of Equinox's."""
+        given = {name: getattr(layer, name) for name in (*SIZES, *BIASES)}
+        empty = eqx.filter_eval_shape(
+            lambda key: cls(layer.num_heads, **given, causal=causal, platform=platform, key=key), jax.random.key(0)
+        )
+
+        def parts(module: Any) -> list[Any]:
+            return [module.query_proj, module.key_proj, module.value_proj, module.output_proj, module.dropout]
+
+        return eqx.tree_at(parts, empty, parts(layer))
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key_: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        inference: bool | None = None,
+        process_heads: Callable[..., Any] | None = None,
+    ) -> jax.Array:
+        """Attention of one sequence; ``jax.vmap`` it over a batch.
+
+        Args:
+          query: ``[q_length, query_size]``.
+          key_: ``[kv_length, key_size]``.
+          value: ``[kv_length, value_size]``.
+          mask: ``[q_length, kv_length]`` or ``[num_heads, q_length, kv_length]``, True where a query attends.
+          key: a ``jax.random`` key, wanted where dropout is active.
+          inference: overrides the module's.
+          process_heads: maps the heads of query, key and value, ``[length, num_heads, size]``, to others of the same
+            shapes, such as rotated ones.
+
+        Returns:
+          ``[q_length, output_size]``.
+
+        Raises:
+          ValueError: shapes that do not fit; ``process_heads`` changed a shape.
+          RuntimeError: dropout without a key.
+        """
+        heads = [
+            self._heads(projection, x)
+            for projection, x in ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
+        ]
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = list(process_heads(*heads))
+            if [x.shape for x in heads] != shapes:
+                raise ValueError(f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}")
+        drops = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)
+        if drops and key is None:
+            raise RuntimeError(f"dropout of p={self.dropout.p} needs a key; pass inference=True for none")
+        out = flash_attention(
+            *heads,
+            mask=mask,
+            causal=self.causal,
+            dropout_prob=self.dropout.p if drops else 0.0,
+            dropout_seed=jax.random.bits(key, (2,), jnp.uint32) if drops and key is not None else None,
+            platform=self.platform,
+        )
+        return jax.vmap(self.output_proj)(cast(jax.Array, out).reshape(query.shape[0], -1))
+
+    def _heads(self, projection: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+        return jax.vmap(projection)(x).reshape(x.shape[0], self.num_heads, -1)

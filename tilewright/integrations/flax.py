@@ -1,0 +1,130 @@
+"""Attention for Flax, Linen and NNX alike: an ``attention_fn``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from tilewright.kernels.flash_attention.arguments import PlatformLike, PrecisionLike
+from tilewright.modules import flash_attention
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = True,
+    einsum_dot_general: Callable[..., Any] | None = None,
+    qk_attn_weights_einsum: Callable[..., Any] | None = None,
+    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    *,
+    platform: PlatformLike | Sequence[PlatformLike] | None = None,
+) -> jax.Array:
+    """Flax's ``dot_product_attention``, of Linen and of NNX, computed by ``flash_attention``.
+
+    For ``nn.MultiHeadDotProductAttention(attention_fn=...)`` and ``nnx.MultiHeadAttention(attention_fn=...)``. Two
+    results differ from Flax's: a query that attends to nothing gives zeros, where Flax averages all values; and dropout
+    drops other positions, by the kernels' own generator, which ``dropout_rng`` seeds: the same share, and the same
+    positions for the same key.
+
+    Args:
+      query: ``[batch..., q_length, heads, head_dim]``, with any number of batch dimensions or none.
+      key: ``[batch..., kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
+      value: ``[batch..., kv_length, kv_heads, value_dim]``.
+      bias: added to the logits; broadcastable to ``[batch..., heads, q_length, kv_length]``.
+      mask: of the same shapes: what is nonzero attends, whatever its dtype.
+      broadcast_dropout: taken and not used: no two elements or heads drop the same positions.
+      dropout_rng: a ``jax.random`` key, wanted where dropout is active.
+      dropout_rate: the part of the probabilities to drop, in [0, 1).
+      deterministic: whether there is no dropout.
+      dtype: of the computation; inferred if ``None``.
+      precision: of the matrix products.
+      module: must be ``None``: attention weights that are never in memory cannot be sown.
+      force_fp32_for_softmax: taken and not used: logits and sums are float32 always.
+      einsum_dot_general: must be ``None``, like the two below: the kernels do their own products.
+      qk_attn_weights_einsum: must be ``None``.
+      attn_weights_value_einsum: must be ``None``.
+      promote_dtype: NNX's function that brings ``(query, key, value)`` to one dtype.
+      is_causal: query ``i`` sees the keys up to ``i``.
+      platform: see ``flash_attention``.
+
+    Returns:
+      ``[batch..., q_length, heads, value_dim]``.
+
+    Raises:
+      ValueError, TypeError: an option that cannot be served, dropout without a key, or see ``flash_attention``.
+    """
+    _refuse(
+        module=module,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    arrays: Sequence[jax.Array] = [jnp.asarray(array) for array in (query, key, value)]
+    arrays = _promoted(arrays, dtype) if promote_dtype is None else promote_dtype(tuple(arrays), dtype=dtype)
+    *batch, q_length, _, _ = arrays[0].shape
+    drops = not deterministic and dropout_rate > 0.0
+    if drops and dropout_rng is None:
+        raise ValueError(f"{dropout_rate=} needs a dropout_rng; pass deterministic=True for none")
+    rows = [array.reshape(-1, *array.shape[-3:]) if len(batch) > 1 else array for array in arrays]
+    out = flash_attention(
+        rows[0],
+        rows[1],
+        rows[2],
+        None if bias is None else _scores(jnp.asarray(bias), batch),
+        None if mask is None else _scores(_boolean(jnp.asarray(mask)), batch),
+        causal=is_causal,
+        dropout_prob=dropout_rate if drops else 0.0,
+        dropout_seed=jax.random.bits(dropout_rng, (2,), jnp.uint32) if drops and dropout_rng is not None else None,
+        precision=precision,
+        platform=platform,
+    )
+    return cast(jax.Array, out).reshape(*batch, q_length, rows[0].shape[-2], rows[2].shape[-1])
+
+
+def _refuse(**options: Any) -> None:
+    """Raises for options that need the attention weights, which are never in memory."""
+    for name, value in options.items():
+        if value is not None:
+            weights = "sow_weights=True" if name == "module" else f"{name}="
+            raise ValueError(
+                f"tilewright's attention has no weights in memory and cannot serve {weights}; use Flax's own "
+                "dot_product_attention as the attention_fn of this layer"
+            )
+
+
+def _promoted(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
+    """The arrays in one floating-point dtype."""
+    if dtype is None:
+        dtype = jnp.result_type(*arrays)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.promote_types(jnp.float32, dtype)
+    return [array.astype(dtype) for array in arrays]
+
+
+def _boolean(mask: jax.Array) -> jax.Array:
+    return mask if mask.dtype == jnp.bool_ else mask != 0
+
+
+def _scores(array: jax.Array, batch: list[int]) -> jax.Array:
+    """An array that broadcasts to ``[batch..., heads, q_length, kv_length]``, with one batch dimension at most."""
+    if len(batch) < 2:
+        return array
+    padded = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
+    own, scores = padded.shape[:-3], padded.shape[-3:]
+    if set(own) != {1}:
+        padded = jnp.broadcast_to(padded, (*batch, *scores))
+    return padded.reshape(-1, *scores)
