@@ -3,6 +3,7 @@
 import _thread
 import dataclasses
 import re
+import signal
 
 import flax.linen as nn
 import jax
@@ -41,13 +42,17 @@ class Scale(Kernel):
 def test_ctrl_c_ends_the_script_and_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     first, second = Scale("tests.first"), Scale("tests.second")
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 
     def interrupt(event):
         if isinstance(event, CallTuned):
             _thread.interrupt_main()
 
-    with pytest.raises(KeyboardInterrupt):
-        tilewright.tune(lambda x: second(first(x)), jnp.ones(4), on_event=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tilewright.tune(lambda x: second(first(x)), jnp.ones(4), on_event=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
     key = Invocation(first, (jax.ShapeDtypeStruct((4,), jnp.float32),)).key
     assert key in default_executor().chooser.cache or key in PersistentCache(tmp_path)
 
