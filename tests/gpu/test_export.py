@@ -30,4 +30,6 @@ def test_a_training_step(symbolic: bool):
         given = arrays(*sizes)
         for mine, other in zip(exported.call(*given), step(*given), strict=True):
             other = np.asarray(other, np.float32)
-            np.testing.assert_allclose(np.asarray(mine, np.float32), other, atol=max(2.0**-6 * np.abs(other).max(), 1e-4))
+            np.testing.assert_allclose(
+                np.asarray(mine, np.float32), other, atol=max(2.0**-6 * np.abs(other).max(), 1e-4)
+            )

@@ -1,0 +1,115 @@
+"""Cases of the conformance suites with ``jax_enable_x64`` on: results as without; on an H100 every implementation."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.every_op.matrix import OpCall, choices
+from tests.every_op.test_x64 import lowered_text
+from tests.kernels.flash_attention import conformance as of_attention
+from tests.kernels.paged_attention import conformance as of_serving
+from tests.support.suites import sampled
+from tilewright.kernels.portfolio import PerDirection
+
+ATTENTION = {
+    each.case.name: dataclasses.replace(each, case=dataclasses.replace(each.case, dtype="bfloat16"))
+    for each in of_attention.CASES
+    if 0 not in (each.case.q_length, each.case.kv_length)
+}
+SERVING = {case.name: (op, dataclasses.replace(case, dtype="bfloat16")) for op, case in of_serving.CASES}
+
+
+def first_of(kinds: Iterable[tuple[str, Any]]) -> list[str]:
+    """Of each kind the first name."""
+    found: dict[Any, str] = {}
+    for name, kind in kinds:
+        found.setdefault(kind, name)
+    return list(found.values())
+
+
+def attention_kind(each: Any) -> Any:
+    """Masks take different ways through the backends."""
+    case = each.case
+    return case.packed, case.segments, case.lengths, case.bias is not None, each.mask_object
+
+
+attention_cases = pytest.mark.parametrize(
+    "name",
+    sampled(
+        ATTENTION,
+        test=first_of((name, attention_kind(each)) for name, each in ATTENTION.items())[:4],
+        quick=first_of((name, each.case.packed) for name, each in ATTENTION.items())[:1],
+    ),
+)
+serving_cases = pytest.mark.parametrize(
+    "name",
+    sampled(
+        SERVING,
+        test=first_of((name, op) for name, (op, _) in SERVING.items()),
+        quick=first_of((name, op == "ragged_page_attention") for name, (op, case) in SERVING.items())[:2],
+    ),
+)
+
+
+def attention_call(name: str) -> OpCall:
+    arrays, kwargs = ATTENTION[name].case.arguments()
+    if ATTENTION[name].mask_object:
+        kwargs["mask"] = of_attention.example_mask(ATTENTION[name].case.score_shape)
+    return OpCall("flash_attention", arrays, kwargs)
+
+
+def serving_call(name: str) -> OpCall:
+    op, case = SERVING[name]
+    return OpCall(op, *case.arguments())
+
+
+def results_are_those_without(call: OpCall) -> None:
+    function, arrays = call.training()
+    wanted = jax.jit(function)(*arrays)
+    with jax.enable_x64(True):
+        got = jax.jit(function)(*arrays)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(wanted)]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)), got, wanted
+    )
+
+
+def every_implementation_lowers(call: OpCall) -> None:
+    directions = ("forward", "backward") if call.differentiable else ("forward",)
+    found = {direction: {c.implementation: c for c in choices(call, direction)} for direction in directions}
+    assert len(found["forward"]) > 1
+    for name, choice in found["forward"].items():
+        cfg: Any = choice
+        if call.differentiable:
+            cfg = PerDirection(choice, found["backward"].get(name))
+        function, arrays = call.training(cfg=cfg)
+        _, ran = lowered_text(function, arrays)
+        assert ("forward", name) in ran
+        if name in found.get("backward", {}):
+            assert ("backward", name) in ran
+
+
+@attention_cases
+def test_attention_gives_what_it_gives_without(name: str):
+    results_are_those_without(attention_call(name))
+
+
+@serving_cases
+def test_serving_gives_what_it_gives_without(name: str):
+    results_are_those_without(serving_call(name))
+
+
+@attention_cases
+def test_attention_lowers_on_an_h100_by_every_implementation(name: str, h100, without_builds):
+    with h100(), jax.enable_x64(True):
+        every_implementation_lowers(attention_call(name))
+
+
+@serving_cases
+def test_serving_lowers_on_an_h100_by_every_implementation(name: str, h100, without_builds):
+    with h100(), jax.enable_x64(True):
+        every_implementation_lowers(serving_call(name))
