@@ -46,7 +46,7 @@ def test_a_learned_scale_works_and_has_a_gradient(how):
         return jax.nn.dot_product_attention(Q, K, V, scale=scale, is_causal=True).sum()
 
     for scale in (jnp.float32(0.3), jnp.asarray(0.3)):
-        np.testing.assert_allclose(how(ours)(scale), how(jaxs)(scale), rtol=1e-5)
+        np.testing.assert_allclose(how(ours)(scale), how(jaxs)(scale), rtol=1e-4)
         np.testing.assert_allclose(how(jax.grad(ours))(scale), how(jax.grad(jaxs))(scale), rtol=1e-3)
 
 
