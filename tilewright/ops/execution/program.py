@@ -129,28 +129,20 @@ def tune(
       ExceptionGroup: every candidate of a call failed.
       KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
     """
-    result = tune_until_interrupted(
-        fn, args, kwargs,
-        tuner=tuner, budget_s=budget_s, verify=verify, reuse=reuse, on_event=on_event, chooser=chooser,
-    )  # fmt: skip
+    options = {"tuner": tuner, "budget_s": budget_s, "verify": verify, "chooser": chooser}
+    result = tune_until_interrupted(fn, args, kwargs, reuse=reuse, on_event=on_event, **options)
     if result.interrupted:
         raise KeyboardInterrupt
     return result
 
 
 def tune_until_interrupted(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    tuner: Tuner | None = None,
-    budget_s: float | None = None,
-    verify: bool = True,
-    reuse: bool = True,
-    on_event: Event | None = None,
-    chooser: ConfigSelectorChain | None = None,
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reuse: bool, on_event: Event | None, **options: Any
 ) -> AutotuningResult:
     """``tune`` for a caller who shows what an interrupt left: the result says so in ``interrupted``.
+
+    Args:
+      **options: of the ``Autotuner``.
 
     Raises:
       ExceptionGroup: every candidate of a call failed.
@@ -162,8 +154,7 @@ def tune_until_interrupted(
             from tilewright.ops.utils.progress import progress_for  # reads the terminal: not before it is needed
 
             on_event = stack.enter_context(progress_for())
-        autotuner = Autotuner(tuner, chooser=chooser, budget_s=budget_s, verify=verify, on_event=on_event)
-        return autotuner.tune(*invocations, reuse=reuse)
+        return Autotuner(on_event=on_event, **options).tune(*invocations, reuse=reuse)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
