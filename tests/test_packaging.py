@@ -26,6 +26,7 @@ LAYERS = {
     "tilewright.ops": ("tilewright.errors",),
     "tilewright.kernels": ("tilewright.errors", "tilewright.ops.core", "tilewright.ops.utils"),
     "tilewright.modules": ("tilewright.errors", "tilewright.ops", "tilewright.kernels"),
+    "tilewright.integrations": ("tilewright.errors", "tilewright.ops", "tilewright.kernels", "tilewright.modules"),
     "tilewright.errors": (),
 }
 
