@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
+from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.modules import flash_attention
 from tilewright.ops import policy_override
@@ -17,7 +18,7 @@ OPTIONS = {
     "window and soft cap": {"sliding_window": (40, 10), "logits_soft_cap": 5.0},
     "dropout": {"dropout_prob": 0.3, "dropout_seed": 3},
 }
-SIZES = [(1, 1, 1), (2, 300, 200), (3, 129, 257), (2, 1, 200)]
+SIZES = [(1, 1, 1), (2, 300, 200), (3, 129, 257)]
 
 
 def arrays(batch, q_length, kv_length):
@@ -36,7 +37,7 @@ def close(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), ours, theirs)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", sampled(OPTIONS, test=["dropout", "last queries at the last keys"], quick=["causal"]))
 def test_batch_and_lengths_are_symbols(name):
     def attention(q, k, v):
         return flash_attention(q, k, v, **OPTIONS[name])
@@ -46,8 +47,15 @@ def test_batch_and_lengths_are_symbols(name):
         close(exported.call(*arrays(*sizes)), attention(*arrays(*sizes)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [("b", "300", "200"), ("2", "n", "m"), ("b", "n", "n")], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    sampled(
+        [(("b", "300", "200"),), (("2", "n", "m"),), (("b", "n", "n"),)],
+        test=[("b", "n", "n")],
+        key=lambda row: row[0],
+    ),
+    ids=str,
+)
 def test_a_training_step_with_symbols(names):
     step = jax.value_and_grad(lambda q, k, v: jnp.sin(flash_attention(q, k, v, causal=True)).sum(), (0, 1, 2))
     exported = export.export(jax.jit(step))(*symbols(*names))
@@ -74,7 +82,7 @@ def test_masks_of_arrays_with_symbols():
     query, keys = struct(jnp.float32, b, n, 4, 16), struct(jnp.float32, b, m, 2, 16)
     exported = export.export(jax.jit(attention))(query, keys, keys, ids, *rest)
     rng = np.random.default_rng(0)
-    for batch, rows, columns in SIZES:
+    for batch, rows, columns in SIZES[1:3]:
         given = (
             *arrays(batch, rows, columns),
             tuple(jnp.asarray(np.sort(rng.integers(0, 3, (batch, size))), jnp.int32) for size in (rows, columns)),

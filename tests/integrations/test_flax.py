@@ -53,7 +53,11 @@ OPTIONS: dict[str, Any] = {
     ("option", "shape"),
     sampled(
         [(option, shape) for option in OPTIONS for shape in SHAPES],
-        test=[(option, shape) for option in OPTIONS for shape in ("plain", "two batch dimensions")],
+        test=[
+            ("bias", "two batch dimensions"),
+            ("mask of all batch elements", "two batch dimensions"),
+            ("dtype", "plain"),
+        ],
         quick=[("bias and mask", "two batch dimensions"), ("mask of floats", "plain"), ("none", "no batch dimension")],
     ),
 )
