@@ -1,6 +1,7 @@
 """The module beside Equinox's own, with the same parameters."""
 
 import io
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.suites import sampled
 from tilewright.integrations.equinox import MultiheadAttention
 
 KEY = jax.random.key(0)
@@ -43,8 +45,14 @@ def seen(*shape: int) -> Any:
 MASKS = {"none": None, "of the scores": seen(6, 9), "of each head": seen(4, 6, 9)}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "mask"),
+    sampled(
+        itertools.product(SIZES, MASKS),
+        test=[("biases", "of the scores"), ("one size", "none")],
+        quick=[("sizes of their own", "of each head")],
+    ),
+)
 def test_results_and_gradients_are_equinoxs(sizes: str, mask: str):
     ours, theirs = pair(**SIZES[sizes])
     arrays = operands(SIZES[sizes])

@@ -1,5 +1,6 @@
 """The attention_fn inside Flax's own layers, Linen's and NNX's, beside Flax's own function."""
 
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -48,20 +49,23 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("theirs", THEIRS)
 @pytest.mark.parametrize(
-    ("option", "shape"),
+    ("option", "shape", "theirs"),
     sampled(
-        [(option, shape) for option in OPTIONS for shape in SHAPES],
+        itertools.product(OPTIONS, SHAPES, THEIRS),
         test=[
-            ("bias", "two batch dimensions"),
-            ("mask of all batch elements", "two batch dimensions"),
-            ("dtype", "plain"),
+            ("bias", "two batch dimensions", "linen"),
+            ("mask of all batch elements", "two batch dimensions", "nnx"),
+            ("dtype", "plain", "nnx"),
         ],
-        quick=[("bias and mask", "two batch dimensions"), ("mask of floats", "plain"), ("none", "no batch dimension")],
+        quick=[
+            ("bias and mask", "two batch dimensions", "linen"),
+            ("mask of floats", "plain", "nnx"),
+            ("none", "no batch dimension", "linen"),
+        ],
     ),
 )
-def test_results_and_gradients_are_flaxs(theirs: str, option: str, shape: str):
+def test_results_and_gradients_are_flaxs(option: str, shape: str, theirs: str):
     batch = SHAPES[shape]
     # Without dropout NNX calls jax.nn's function, which wants values of the keys' width.
     options, operands = OPTIONS[option](batch), arrays(batch, value_dim=16 if theirs == "nnx" else 8)
