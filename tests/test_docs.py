@@ -1,7 +1,9 @@
 """README and docs: every Python example of a page runs, in order, and what the pages link to exists."""
 
+import logging
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +13,19 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """A page may turn logging on, which must not reach the tests that run after it in this process."""
+    loggers = logging.getLogger(), logging.getLogger("tilewright")
+    before = [(logger.level, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("logging_as_it_was")
 @pages
 def test_every_python_example_of_a_page_runs(page, monkeypatch):
     # A module that can be found by name, for what a page defines goes through the cache on disk.
