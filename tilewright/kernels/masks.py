@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Integer
 
+from tilewright.ops.core.arrays import is_symbolic
+
 type Index = int | Integer[Array, ""]
 type TileClasses = np.ndarray | Int[Array, "#batch #heads q_tiles kv_tiles"]
 type TileBool = Bool[Array, "#batch #heads #q_size #kv_size"]
@@ -59,8 +61,8 @@ class TileGrid:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether a length is a symbolic dimension of ``jax.export``: its tiles are no numpy array then."""
-        return not (isinstance(self.q_length, int) and isinstance(self.kv_length, int))
+        """True if a length is a symbolic dimension of ``jax.export``: its tiles are no numpy array then."""
+        return is_symbolic(self.q_length, self.kv_length)
 
     @property
     def q_bounds(self) -> tuple[Any, Any]:
@@ -474,7 +476,7 @@ def _position_bounds(positions: Any, bounds: tuple[np.ndarray, np.ndarray], bloc
 
 
 def _block_bounds(length: int, block: int) -> tuple[Any, Any]:
-    if isinstance(length, int):
+    if not is_symbolic(length):
         first = np.arange(0, length, block)
         return first, np.minimum(first + block, length) - 1
     starts = jnp.arange(-(-length // block), dtype=jnp.int32) * block
@@ -496,7 +498,7 @@ def _block_reduce(array: Any, axis: int, block: int, reduction: Callable) -> Any
 def _pad_edge(array: Any, axis: int, length: int) -> Any:
     if array is None or array.shape[axis] in (0, length):
         return array
-    if not isinstance(length, int):  # numpy's mode wants to know how much is added
+    if is_symbolic(length):  # numpy's mode wants to know how much is added
         last = jnp.asarray(array.shape[axis], jnp.int32) - 1
         return jnp.take(array, jnp.minimum(jnp.arange(length, dtype=jnp.int32), last), axis=axis)
     widths = [(0, 0)] * array.ndim

@@ -156,6 +156,18 @@ def _summed(part: Any, axes: tuple[str, ...], dtype: Any) -> Any:
     return part.astype(dtype)
 
 
+def explicit_mesh(*arrays: Any) -> Any:
+    """The mesh over whose explicit axes the type of one of some arrays is split; ``None`` if none is."""
+    shardings = (explicit_sharding(jax.typeof(array)) for array in arrays)
+    return next((sharding.mesh for sharding in shardings if sharding is not None), None)
+
+
+def typed_axes(array: Any) -> tuple[Any, ...]:
+    """The mesh axes in an array's type, an entry for each dimension."""
+    spec = tuple(typed_spec(array))
+    return spec + (None,) * (array.ndim - len(spec))
+
+
 def typed_spec(array: Any) -> PartitionSpec:
     """The ``PartitionSpec`` in an array's type."""
     sharding = explicit_sharding(jax.typeof(array))

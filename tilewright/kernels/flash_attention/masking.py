@@ -93,7 +93,7 @@ def call_mask(
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
     banded = causal or left is not None or right is not None
     parts: list[Mask] = []
-    positions = _last_at_the_last(shape) if bottom_right else Positions()
+    positions = _bottom_right(shape) if bottom_right else Positions()
     if _given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
         if any(array is not None for array in (*segment_ids, *lengths)):
             raise ValueError(
@@ -153,7 +153,8 @@ def _lengths(shape: ScoreShape, lengths: tuple[Any, Any]) -> LengthMask:
     return LengthMask(*canonical)
 
 
-def _last_at_the_last(shape: ScoreShape) -> Positions:
+def _bottom_right(shape: ScoreShape) -> Positions:
+    """Positions that put the last query at the last key."""
     offset = shape.kv_length - shape.q_length
     if isinstance(offset, int):
         return Positions(offset)

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
-from tilewright.kernels.sharding import GradientParts, Partitioning, typed_spec
-from tilewright.ops.core.arrays import explicit_sharding
+from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_mesh, typed_axes, typed_spec
 
 Axes = Any  # what a PartitionSpec holds for one dimension: None, a name, or a tuple of names
 
@@ -48,12 +47,10 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
       ValueError: the length of the keys or a head_dim is split; or keys or values are split as the query is not.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    shardings = {name: explicit_sharding(jax.typeof(array)) for name, array in arrays.items()}
-    given = [sharding for sharding in shardings.values() if sharding is not None]
-    if not given:
+    mesh = explicit_mesh(*arrays.values())
+    if mesh is None:
         return None
-    mesh = given[0].mesh
-    split = _checked({name: _dimensions(sharding, 4) for name, sharding in shardings.items()}, inputs)
+    split = _checked({name: typed_axes(array) for name, array in arrays.items()}, inputs)
     # Any: AttentionInputs is also the pytree that holds a spec in the place of each of its arrays.
     rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
     chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in _names(split.heads)))
@@ -113,14 +110,16 @@ def with_positions(mask: Mask | None, query: Any) -> Mask | None:
     The position of each query stands in an array then, which is split as the query is. It is there before a config is
     chosen, since not every implementation reads one.
     """
-    sharding = None if isinstance(query, jax.ShapeDtypeStruct) else explicit_sharding(jax.typeof(query))
-    if mask is None or sharding is None or _dimensions(sharding, 4)[1] is None:
+    if mask is None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
         return mask
+    return _positioned(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
+
+
+def _positioned(mask: Mask, positions: Any) -> Mask:
+    """The mask with the positions of the queries in each band that has none."""
     if isinstance(mask, CombinedMask):
-        parts = tuple(part for each in mask.masks if (part := with_positions(each, query)) is not None)
-        return type(mask)(parts)  # type: ignore[call-arg]
+        return type(mask)(tuple(_positioned(each, positions) for each in mask.masks))  # type: ignore[call-arg]
     if isinstance(mask, BandMask) and mask.q_positions is None:
-        positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
         return dataclasses.replace(mask, q_positions=positions)  # type: ignore[type-var]
     return mask
 
@@ -166,11 +165,6 @@ def _scattered(gradient: Any, heads: Any, kv_heads: int) -> Any:
 
 def _index(axes: Axes) -> Any:
     return lax.axis_index(_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
-
-
-def _dimensions(sharding: Any, rank: int) -> tuple[Axes, ...]:
-    spec = () if sharding is None else tuple(sharding.spec)
-    return spec + (None,) * (rank - len(spec))
 
 
 def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Split:

@@ -15,6 +15,7 @@ from tilewright.kernels.flash_attention.xla_forward import Results, attention_fo
 from tilewright.kernels.flash_attention.xla_tiles import Tiling
 from tilewright.kernels.masks import Mask, TileClass, TileGrid, reduce_classes
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.core.arrays import at_most, is_symbolic
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -65,8 +66,8 @@ class XlaFlashAttention(Implementation):
 
     def heuristic(self, problem: AttentionProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
         matrices = problem.batch * problem.heads
-        if not all(isinstance(size, int) for size in (matrices, problem.q_length, problem.kv_length)):
-            blocks = _symbolic_blocks(problem.q_length, problem.kv_length)
+        if is_symbolic(matrices, problem.q_length, problem.kv_length):
+            blocks = at_most(problem.q_length, SYMBOLIC_BLOCK), at_most(problem.kv_length, SYMBOLIC_BLOCK)
         elif device.kind == "cpu":
             blocks = _default_blocks(problem.q_length, problem.kv_length, matrices, problem.mask)
         else:
@@ -129,10 +130,6 @@ def _balanced(length: int, target: int) -> int:
     return min(math.ceil(math.ceil(length / tiles) / 16) * 16, target)
 
 
-def _symbolic_blocks(*lengths: int) -> tuple[int, ...]:
-    return tuple(min(length, SYMBOLIC_BLOCK) if isinstance(length, int) else SYMBOLIC_BLOCK for length in lengths)
-
-
 def _default_blocks(q_length: int, kv_length: int, matrices: int, mask: Mask | None) -> tuple[int, int]:
     if min(q_length, kv_length, matrices) == 0:
         return 1, 1
@@ -167,12 +164,9 @@ def _cost(q_length: int, kv_length: int, block: int, mask: Mask | None) -> float
 def _tiling(inputs: AttentionInputs, q_block: int | None, kv_block: int | None, heads_at_once: int | None) -> Tiling:
     batch, q_length, heads, _ = inputs.query.shape
     _, kv_length, kv_heads, _ = inputs.key.shape
-    symbolic = not all(isinstance(size, int) for size in (batch, q_length, kv_length))
+    symbolic = is_symbolic(batch, q_length, kv_length)
     if symbolic:
-        q_block, kv_block = (
-            min(block, length) if isinstance(length, int) else block
-            for block, length in ((q_block or SYMBOLIC_BLOCK, q_length), (kv_block or SYMBOLIC_BLOCK, kv_length))
-        )
+        q_block, kv_block = at_most(q_length, q_block or SYMBOLIC_BLOCK), at_most(kv_length, kv_block or SYMBOLIC_BLOCK)
     else:
         defaults = _default_blocks(q_length, kv_length, batch * heads, inputs.mask)
         q_block = min(q_block or defaults[0], max(q_length, 1))

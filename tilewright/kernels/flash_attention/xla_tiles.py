@@ -14,6 +14,7 @@ from jax import lax
 from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import Index, Mask, TileClass, TileGrid, reduce_classes
+from tilewright.ops.core.arrays import is_symbolic
 
 UNROLLED_TILES = 4
 """Visits up to which the program is written out: no loop, static slices, and nothing rescaled on a row's first tile."""
@@ -54,8 +55,8 @@ class Tiling:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the last column of tiles may hold keys that there are not."""
-        return not isinstance(self.kv_padding, int) or self.kv_padding > 0
+        """True if the last column of tiles may reach beyond the keys."""
+        return is_symbolic(self.kv_padding) or self.kv_padding > 0
 
     def starts(self, step: Index) -> tuple[Index, Index]:
         """First batch element and first key/value head of a step."""

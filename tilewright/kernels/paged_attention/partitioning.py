@@ -7,12 +7,10 @@ a table names may lie anywhere, so each device has all of them.
 
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec as P
 
 from tilewright.kernels.paged_attention.inputs import PagedInputs
-from tilewright.kernels.sharding import Partitioning, typed_spec
-from tilewright.ops.core.arrays import explicit_sharding
+from tilewright.kernels.sharding import Partitioning, explicit_mesh, typed_axes
 
 
 def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
@@ -23,12 +21,10 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     present = {name: array for name, array in arrays.items() if array is not None}
-    shardings = [explicit_sharding(jax.typeof(array)) for array in present.values()]
-    given = [sharding for sharding in shardings if sharding is not None]
-    if not given:
+    mesh = explicit_mesh(*present.values())
+    if mesh is None:
         return None
-    specs = {name: (*typed_spec(array), *(None,) * 4)[: array.ndim] for name, array in present.items()}
-    sequences, heads, kv_heads = _checked(specs, inputs)
+    sequences, heads, kv_heads = _checked({name: typed_axes(array) for name, array in present.items()}, inputs)
     pages = None if inputs.page_table is not None else sequences
 
     def cache(array: Any) -> Any:
@@ -43,7 +39,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
     by_sequence: Any = P(sequences)
     whole: Any = P()
     return Partitioning(
-        mesh=given[0].mesh,
+        mesh=mesh,
         inputs=PagedInputs(
             query=rows,
             key=cache(inputs.key),

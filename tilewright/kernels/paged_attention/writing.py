@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tilewright.kernels.paged_attention.places import bounded, packed_tokens
-from tilewright.kernels.sharding import typed_spec
-from tilewright.ops.core.arrays import explicit_sharding
+from tilewright.kernels.sharding import explicit_mesh, typed_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +79,23 @@ def write_pages(inputs: WriteInputs) -> Cache:
 
 
 def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
-    """What is to be written with the split of the pages over explicit axes: by heads, everything else whole.
+    """The inputs split over explicit axes as the pages are: tokens by heads, everything else whole.
 
     Every device has all pages of its heads, so each has to have the tokens of all sequences.
 
     Raises:
       ValueError: something other than heads of the pages is split.
     """
-    arrays = [x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.ShapeDtypeStruct)]
-    given = [sharding for x in arrays if (sharding := explicit_sharding(jax.typeof(x))) is not None]
-    if not given:
+    mesh = explicit_mesh(*(x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.ShapeDtypeStruct)))
+    if mesh is None:
         return inputs
-    spec = (*typed_spec(inputs.key_pages), *(None,) * 4)[:4]
+    spec = typed_axes(inputs.key_pages)
     if any(axes is not None for position, axes in enumerate(spec) if position != 2):
         raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
     by_head, whole = P(None, spec[2]), P()
 
     def placed(array: Any, wanted: P) -> Any:
-        return None if array is None else jax.reshard(array, NamedSharding(given[0].mesh, wanted))
+        return None if array is None else jax.reshard(array, NamedSharding(mesh, wanted))
 
     return dataclasses.replace(
         inputs,

@@ -7,6 +7,7 @@ from typing import ClassVar
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results
 from tilewright.kernels.paged_attention.xla_forward import empty_forward, paged_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.core.arrays import at_most, is_symbolic
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
@@ -48,20 +49,15 @@ class XlaPagedAttention(InferenceImplementation):
         if inputs.is_empty:
             return empty_forward(inputs)
         longest = inputs.options.q_length or inputs.query.shape[0]
-        block_q = _at_most(longest, params.q_blocksize or 1)
-        block_k = _at_most(inputs.capacity, params.kv_blocksize or 256)
+        block_q = at_most(longest, params.q_blocksize or 1)
+        block_k = at_most(inputs.capacity, params.kv_blocksize or 256)
         return paged_forward(inputs, block_q, block_k, max((params.blocksize_heads or 1) // inputs.query.shape[1], 1))
 
 
-def _at_most(size: int, limit: int) -> int:
-    """A block for so many elements, of which it may hold fewer where they are a symbolic dimension."""
-    return min(size, limit) if isinstance(size, int) else limit
-
-
 def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
-    if not all(isinstance(size, int) for size in (problem.tokens, problem.sequences, problem.capacity)):
-        block_q = _at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
-        return FwdParams(q_blocksize=block_q, kv_blocksize=_at_most(problem.capacity, block_k), blocksize_heads=1)
+    if is_symbolic(problem.tokens, problem.sequences, problem.capacity):
+        block_q = at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
+        return FwdParams(q_blocksize=block_q, kv_blocksize=at_most(problem.capacity, block_k), blocksize_heads=1)
     mean = math.ceil(problem.tokens / max(problem.sequences, 1))
     block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, LARGEST_BLOCK_Q, max(problem.longest_q, 1))
     block_k = max(min(block_k, problem.capacity), 1)

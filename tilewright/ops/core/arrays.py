@@ -91,10 +91,14 @@ def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
-def has_symbolic_dimensions(tree: Any) -> bool:
-    """Whether a shape in a tree has a dimension that only a call of an exported program will know."""
-    leaves = jax.tree.leaves(tree)
-    return any(not isinstance(size, int) for leaf in leaves for size in getattr(leaf, "shape", ()))
+def is_symbolic(*sizes: Any) -> bool:
+    """True if a size is a symbolic dimension of ``jax.export``, which only a call of the exported program knows."""
+    return not all(isinstance(size, int) for size in sizes)
+
+
+def at_most(size: Any, limit: int) -> int:
+    """A block for so many elements; for a symbolic dimension ``limit``, of which the elements may fill a part."""
+    return limit if is_symbolic(size) else min(size, limit)
 
 
 def meaningful_sharding(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
-from tilewright.ops.core.arrays import abstract, has_symbolic_dimensions
+from tilewright.ops.core.arrays import abstract, is_symbolic
 from tilewright.ops.core.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import canonical_json, tagged
@@ -222,9 +222,10 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def is_symbolic(self) -> bool:
-        """Whether a shape has symbolic dimensions, of ``jax.export``: no such call was ever measured, nor can it be."""
-        shapes = has_symbolic_dimensions((self.abstract_args, self.abstract_kwargs))
-        return shapes or any(not isinstance(axis.size, int) for axis in self.mapped)
+        """True with symbolic dimensions of ``jax.export``: no such call was ever measured, nor can it be."""
+        leaves = jax.tree.leaves((self.abstract_args, self.abstract_kwargs))
+        sizes = (size for leaf in leaves for size in getattr(leaf, "shape", ()))
+        return is_symbolic(*sizes, *(axis.size for axis in self.mapped))
 
     @functools.cached_property
     def key(self) -> str:
