@@ -3,7 +3,16 @@
 Not loaded by ``import tilewright``.
 """
 
-from tilewright.kernels.cuda_build.build import Group, GroupDone, GroupStarted, build, find, groups_of
+from tilewright.kernels.cuda_build.build import (
+    Event,
+    Group,
+    GroupDone,
+    GroupFailed,
+    GroupStarted,
+    build,
+    find,
+    groups_of,
+)
 from tilewright.kernels.cuda_build.cache import BuildCache
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.requirements import (
@@ -28,10 +37,12 @@ __all__ = [
     "Compare",
     "CudaKernel",
     "DeviceField",
+    "Event",
     "Fact",
     "Field",
     "Group",
     "GroupDone",
+    "GroupFailed",
     "GroupStarted",
     "HeaderPackage",
     "MultipleOf",
