@@ -9,9 +9,11 @@ from tilewright.kernels.cuda_build.build import (
     GroupDone,
     GroupFailed,
     GroupStarted,
+    SharedObject,
     build,
     find,
     groups_of,
+    locate,
 )
 from tilewright.kernels.cuda_build.cache import BuildCache
 from tilewright.kernels.cuda_build.kernel import CudaKernel
@@ -47,6 +49,7 @@ __all__ = [
     "HeaderPackage",
     "MultipleOf",
     "Predicate",
+    "SharedObject",
     "Values",
     "Variant",
     "VariantTable",
@@ -56,5 +59,6 @@ __all__ = [
     "generate",
     "groups_of",
     "instance",
+    "locate",
     "one_of",
 ]

@@ -18,7 +18,8 @@ from tilewright.errors import BuildError
 from tilewright.kernels.cuda_build import toolchain
 from tilewright.kernels.cuda_build.cache import LIBRARY, BuildCache, BuildKey, Limit, TimedOut
 from tilewright.kernels.cuda_build.devices import architecture
-from tilewright.kernels.cuda_build.headers import hash_headers
+from tilewright.kernels.cuda_build.headers import hash_headers, hash_own_headers
+from tilewright.kernels.cuda_build.shipped import ShippedKey, find_shipped
 from tilewright.kernels.cuda_build.sources import dispatch_header, group_source
 from tilewright.kernels.cuda_build.table import VariantTable
 from tilewright.ops.utils.serialize import canonical_json
@@ -44,6 +45,18 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SharedObject:
+    """Where the shared object of a group is.
+
+    Attributes:
+      shipped: whether an installed wheel brings it; otherwise it was built here.
+    """
+
+    path: Path
+    shipped: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class GroupStarted:
     """The compiler was started on a group."""
 
@@ -52,15 +65,17 @@ class GroupStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupDone:
-    """A group is built.
+    """A group is there.
 
     Attributes:
       seconds: what it took to compile; 0 if it was there already, or another process built it.
+      shipped: whether an installed wheel brings it.
     """
 
     group: Group
     library: Path
     seconds: float
+    shipped: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,13 +94,30 @@ def groups_of(table: VariantTable, capability: int) -> list[Group]:
     return [Group(table, name, capability) for name in table.groups_for(capability)]
 
 
-def find(group: Group, cache: BuildCache | None = None) -> Path | None:
-    """The shared object of a group that is built already.
+def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None:
+    """Where the shared object of a group is, if it is anywhere and may be used; every use of one asks here.
+
+    What a wheel brings comes first: so all processes of a job run the same objects, whatever was built beside them.
 
     Raises:
       BuildError: the cache is not ours alone.
     """
-    return (cache or BuildCache()).find(build_key(group))
+    cache = cache or BuildCache()
+    shipped = find_shipped(shipped_key(group)) if cache.shipped else None
+    if shipped is not None:
+        return SharedObject(shipped, shipped=True)
+    built = cache.find(build_key(group))
+    return None if built is None else SharedObject(built)
+
+
+def find(group: Group, cache: BuildCache | None = None) -> Path | None:
+    """The shared object of a group that is built already, or that a wheel brings.
+
+    Raises:
+      BuildError: the cache is not ours alone.
+    """
+    found = locate(group, cache)
+    return None if found is None else found.path
 
 
 def build(
@@ -166,11 +198,29 @@ def build_key(group: Group) -> BuildKey:
     return BuildKey(group.table.name, group.name, group.target, _content(group), packages, identity)
 
 
+def shipped_key(group: Group) -> ShippedKey:
+    """What a group's shared object is known by in a wheel.
+
+    Raises:
+      OSError: the table's header cannot be read.
+    """
+    return ShippedKey(group.table.name, group.name, group.target, _shipped_content(group))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shipped_content(group: Group) -> str:
+    return _hash_content(group, hash_own_headers(group.table))
+
+
 @functools.lru_cache(maxsize=1024)
 def _content(group: Group) -> str:
+    return _hash_content(group, hash_headers(group.table)[0])
+
+
+def _hash_content(group: Group, headers: str) -> str:
     spec = {
         "sources": _sources(group),
-        "headers": hash_headers(group.table)[0],
+        "headers": headers,
         "flags": [*toolchain.FLAGS, *group.table.flags],
         "target": group.target,
     }
@@ -183,28 +233,27 @@ def _sources(group: Group) -> Mapping[str, str]:
 
 
 def _build_one(group: Group, cache: BuildCache, limit: Limit, report: Callable[[Event], None]) -> Path:
-    key = build_key(group)
-    seconds = 0.0
-    library = cache.find(key)
-    if library is None:
+    found, seconds = locate(group, cache), 0.0
+    if found is None:
         compiler = toolchain.find_compiler()
         reasons = toolchain.missing(group.capability, group.table.packages)
         if compiler is None or reasons:
             raise BuildError(f"{group} cannot be built: {'; '.join(reasons)}")
+        key = build_key(group)
         try:
             with cache.lock(key, limit):
-                library = cache.find(key)  # another process may have built it while this one waited
-                if library is None:
+                found = locate(group, cache)  # another process may have built it while this one waited
+                if found is None:
                     report(GroupStarted(group))
                     started = time.perf_counter()
-                    library = _compile(group, compiler, key, cache, limit)
+                    found = SharedObject(_compile(group, compiler, key, cache, limit))
                     seconds = time.perf_counter() - started
         except TimedOut as error:
             raise BuildError(f"{group} was not built within {limit.timeout_s:g} s: {error}") from None
         except OSError as error:
             raise BuildError(f"{group} cannot be built in {cache.path}: {error}") from error
-    report(GroupDone(group, library, seconds))
-    return library
+    report(GroupDone(group, found.path, seconds, found.shipped))
+    return found.path
 
 
 def _compile(group: Group, compiler: toolchain.Compiler, key: BuildKey, cache: BuildCache, limit: Limit) -> Path:

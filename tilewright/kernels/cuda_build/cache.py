@@ -105,10 +105,12 @@ class BuildCache:
 
     Args:
       path: another folder; it is made on the first build.
+      shipped: whether what an installed wheel brings is used in place of a build; for the user's own folder by default.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, shipped: bool | None = None) -> None:
         self.path = cache_folder("cuda") if path is None else path
+        self.shipped = path is None if shipped is None else shipped
 
     def find(self, key: BuildKey) -> Path | None:
         """The shared object of a group, if it is there and is what was compiled; its bytes are read.
