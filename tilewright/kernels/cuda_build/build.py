@@ -1,7 +1,6 @@
 """Compiles groups: several at once, as far as cores and memory go."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,18 +15,19 @@ from pathlib import Path
 
 from tilewright.errors import BuildError
 from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.cuda_build.cache import LIBRARY, BuildCache, BuildKey, Cancelled
+from tilewright.kernels.cuda_build.cache import LIBRARY, BuildCache, BuildKey
 from tilewright.kernels.cuda_build.devices import architecture
 from tilewright.kernels.cuda_build.headers import hash_headers
 from tilewright.kernels.cuda_build.sources import dispatch_header, group_source
 from tilewright.kernels.cuda_build.table import VariantTable
+from tilewright.ops.core.builds import Build, Cancelled, parallel_compilers
 from tilewright.ops.utils.serialize import canonical_json
 
 _POLL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class Group(Build):
     """One group of a table for one compute capability (times ten): what is compiled into one shared object."""
 
     table: VariantTable
@@ -37,6 +37,19 @@ class Group:
     @property
     def target(self) -> str:
         return architecture(self.capability)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.table.memory_per_job
+
+    def is_made(self) -> bool:
+        return find(self) is not None
+
+    def is_installed(self) -> bool:
+        return False
+
+    def make(self, cancelled: threading.Event) -> None:
+        _build_one(self, BuildCache(), cancelled, lambda _: None)
 
     def __str__(self) -> str:
         return f"{self.table.name} {self.name} sm_{self.target}"
@@ -120,16 +133,7 @@ def build(
 
 def default_jobs(groups: Iterable[Group]) -> int:
     """As many compilers as there are cores, and as many of the largest groups as fit into the free memory."""
-    largest = max((group.table.memory_per_job for group in groups), default=1)
-    return max(1, min(len(os.sched_getaffinity(0)), _free_memory() // largest))
-
-
-def _free_memory() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return parallel_compilers(group.memory_bytes for group in groups)
 
 
 def build_key(group: Group) -> BuildKey:
