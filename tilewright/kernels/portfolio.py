@@ -20,6 +20,7 @@ from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
+from tilewright.ops.core.builds import Build
 from tilewright.ops.core.kernel import Invocation, Kernel, naming
 from tilewright.ops.core.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -283,6 +284,10 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
         return self._implementation(cfg).footprints(self._problem(inv), inv.target, inv.direction, cfg.params)
+
+    def config_builds(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Build]:
+        """What a slow compiler must have made before a config that can run the call runs, made already or not."""
+        return self._implementation(cfg).builds(self._problem(inv), inv.target, inv.direction, cfg.params)
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from tilewright.kernels.footprint import Footprint
+from tilewright.ops.core.builds import Build
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -107,6 +108,13 @@ class Implementation(abc.ABC):
 
     def footprints(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
         """What params that can serve the problem take, of each kernel that multiplies matrices; none if not known."""
+        return ()
+
+    def builds(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Build]:
+        """What a slow compiler must have made before params can run, made already or not; none by default.
+
+        Of several that may be needed in turn, as a compiled variant's facts decide, the first that is not known to do.
+        """
         return ()
 
     @abc.abstractmethod

@@ -30,6 +30,7 @@ from tilewright.kernels.cuda_build import (
 from tilewright.kernels.cuda_build.build import _content, build_key, default_jobs
 from tilewright.kernels.cuda_build.headers import hash_headers
 from tilewright.kernels.flash_attention import cuda_ampere_variants
+from tilewright.ops.core import builds
 
 ROOT = Path(__file__).parents[3]
 
@@ -382,7 +383,7 @@ def test_without_a_compiler_what_is_built_can_be_used(nvcc, cache, table, tmp_pa
 
 def test_jobs_are_bounded_by_cores_and_memory(table, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(sys.modules[build_key.__module__], "_free_memory", lambda: 10 << 30)
+    monkeypatch.setattr(builds, "_free_memory", lambda: 10 << 30)
     for memory, jobs in ((1 << 30, 8), (5 << 30, 2), (20 << 30, 1)):
         assert default_jobs(groups_of(dataclasses.replace(table, memory_per_job=memory), 90)) == jobs
 

@@ -22,6 +22,7 @@ from tilewright.kernels.cuda_build.headers import hash_headers, hash_own_headers
 from tilewright.kernels.cuda_build.shipped import ShippedKey, find_shipped
 from tilewright.kernels.cuda_build.sources import dispatch_header, group_source
 from tilewright.kernels.cuda_build.table import VariantTable
+from tilewright.ops.core.builds import Build, parallel_compilers
 from tilewright.ops.utils.serialize import canonical_json
 
 COMPILE_LIMIT_S = 3600.0
@@ -29,7 +30,7 @@ COMPILE_LIMIT_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class Group(Build):
     """One group of a table for one compute capability (times ten): what is compiled into one shared object."""
 
     table: VariantTable
@@ -39,6 +40,20 @@ class Group:
     @property
     def target(self) -> str:
         return architecture(self.capability)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.table.memory_per_job
+
+    def is_made(self) -> bool:
+        return find(self) is not None
+
+    def is_installed(self) -> bool:
+        found = locate(self)
+        return found is not None and found.shipped
+
+    def make(self, cancelled: threading.Event) -> None:
+        _build_one(self, BuildCache(), Limit(cancelled, COMPILE_LIMIT_S), lambda _: None)
 
     def __str__(self) -> str:
         return f"{self.table.name} {self.name} sm_{self.target}"
@@ -174,16 +189,7 @@ def build(
 
 def default_jobs(groups: Iterable[Group]) -> int:
     """As many compilers as there are cores, and as many of the largest groups as fit into the free memory."""
-    largest = max((group.table.memory_per_job for group in groups), default=1)
-    return max(1, min(len(os.sched_getaffinity(0)), _free_memory() // largest))
-
-
-def _free_memory() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return parallel_compilers(group.memory_bytes for group in groups)
 
 
 def build_key(group: Group) -> BuildKey:

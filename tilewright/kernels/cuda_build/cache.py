@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import BuildError
+from tilewright.ops.core.builds import Cancelled
 from tilewright.ops.utils.folders import cache_folder, locked, make_folder, try_lock
 from tilewright.ops.utils.serialize import canonical_json
 
@@ -67,10 +68,6 @@ class BuildKey:
     @property
     def lock_name(self) -> str:
         return _digest(self.name.encode())[:32]
-
-
-class Cancelled(Exception):
-    """A build was given up because another failed, or by the user."""
 
 
 class TimedOut(Exception):  # no TimeoutError, which as an OSError would say that the file system has no locks

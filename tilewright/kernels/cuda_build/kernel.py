@@ -81,6 +81,22 @@ class CudaKernel:
             reasons[variant.name] = against
         return None, reasons
 
+    def needed(self, problem: Problem, device: Device, variants: Sequence[Variant] | None = None) -> Group | None:
+        """The group that holds the first variant that can serve a problem, made or not; ``None`` if none can.
+
+        Where a variant's facts are not known, for it is not compiled, it is taken to be the one.
+
+        Args:
+          variants: those that are asked, in their order; all of the table's by default.
+        """
+        values = self._values(problem, device)
+        if values is None:
+            return None
+        for variant in self.table.variants if variants is None else variants:
+            if not _against(variant, values) and not self._reasons_so_far(variant, values):
+                return self._group(variant, values)
+        return None
+
     def variant_reasons(
         self, variant: Variant, problem: Problem, device: Device, *, compiled: bool = False
     ) -> list[str]:

@@ -2,9 +2,9 @@
 
 A wheel has each in a folder ``tilewright_kernels/cu13/<name>``, for CUDA 13, with ``library.so`` and ``record.json``.
 It is used if it is of the same table, group, architecture, generated sources, headers of ours and flags, and if its
-bytes are those that were recorded; whichever nvcc and CUTLASS made it. Nothing is asked of the files' owner and mode: who
-may write beside Python's modules may change the modules, which run in any case. The hash is there for copies that were
-cut short and for what two versions left in one folder.
+bytes are those that were recorded, whichever nvcc and CUTLASS made it. Nothing is asked of the files' owner and mode:
+who may write beside Python's modules may change the modules, which run in any case. The hash is there for copies that
+were cut short and for what two versions left in one folder.
 """
 
 import ctypes

@@ -32,6 +32,7 @@ from tilewright.kernels.flash_attention.xla_backward import empty_backward, row_
 from tilewright.kernels.flash_attention.xla_forward import Results, empty_forward
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.core.builds import Build
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -294,6 +295,17 @@ class CudaFlashAttention(Implementation):
         if not rows or rows[0] is None:
             return []
         return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
+
+    def builds(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[Build]:
+        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+            return []
+        fields = problem_fields(problem, getattr(params, "deterministic", False))
+        for each in padded_fields(fields, problem.dtype.itemsize):
+            for kernel in kernels(direction):
+                asked = [v for v in kernel.table.variants if params.variant in (None, v.name)]
+                if (group := kernel.needed(each, device, asked)) is not None:
+                    return [group]
+        return []
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
         """``(out, lse)``."""

@@ -18,6 +18,7 @@ from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedPro
 from tilewright.kernels.paged_attention.packed import DIMS, is_for_others, packed_reasons
 from tilewright.kernels.paged_attention.xla_forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.core.builds import Build
 from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -123,6 +124,14 @@ class CudaPackedAttention(InferenceImplementation):
     ) -> list[Footprint]:
         """A block for each multiprocessor; shared memory is among the requirements."""
         return [Footprint(device.cores)]
+
+    def builds(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
+    ) -> list[Build]:
+        if 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
+            return []
+        group = KERNEL.needed(problem_fields(problem), device)
+        return [] if group is None else [group]
 
     def forward(self, inputs: PagedInputs, params: CudaPackedParams) -> Results:
         """``(out, lse)``; lse is float32."""

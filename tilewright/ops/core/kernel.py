@@ -53,6 +53,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       miss, and a candidate with reasons is not measured.
     - ``config_bound_ms(invocation, cfg) -> float``: what a call takes at the least with a config that can run it; a
       candidate that cannot be faster than another was is not measured.
+    - ``config_builds(invocation, cfg) -> [Build]``: what a compiler of minutes must have made before a config that can
+      run the call runs, made already or not. Without tuning what is not made is not chosen; tuning makes it beside.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
     - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 

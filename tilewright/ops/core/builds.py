@@ -1,0 +1,54 @@
+"""What a config needs that takes a compiler minutes, and how many such compilers fit on a machine."""
+
+import abc
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+
+
+class Build(abc.ABC):
+    """Something that must be compiled before a config can run, in minutes rather than seconds: nvcc's shared objects.
+
+    Equal builds are the same thing, whoever made it. A build can be pickled, for another process may make it.
+    """
+
+    @property
+    @abc.abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory that its compiler takes at most."""
+
+    @abc.abstractmethod
+    def is_made(self) -> bool:
+        """Whether it is there, for this process."""
+
+    @abc.abstractmethod
+    def is_installed(self) -> bool:
+        """Whether it came with a package, so that every process of a program has it."""
+
+    @abc.abstractmethod
+    def make(self, cancelled: threading.Event) -> None:
+        """Compiles it, unless it is there or another process is at it, whose result is waited for.
+
+        Raises:
+          BuildError: it cannot be compiled.
+          Cancelled: the event was set.
+        """
+
+
+class Cancelled(Exception):
+    """A build was given up because another failed, or by the user."""
+
+
+def parallel_compilers(memory_bytes: Iterable[int], *, spared: int = 0) -> int:
+    """As many compilers as there are cores, less those spared, and as many of the largest as fit into free memory."""
+    largest = max(memory_bytes, default=1)
+    return max(1, min(len(os.sched_getaffinity(0)) - spared, _free_memory() // max(1, largest)))
+
+
+def _free_memory() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
