@@ -9,6 +9,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 STAMP := .make/installed
 AOT := .aot/venv
+KERNELS := .kernels/venv
 PYTHON ?= $(VENV)/bin/python
 # The processes of pytest-xdist; of tests/conftest.py the suite (quick, test or full) and the hypothesis profile (dev, ci
 # or full).
@@ -18,10 +19,14 @@ PROFILE ?= ci
 PYTEST_ARGS ?=
 # Of make wheel-test and make sdist-test: such as --python python3.14 --require jax==0.11.2; and the sdist's tests to run.
 SHIP_ARGS ?=
+# Of make kernels-wheel: such as --arch 90a --group bf16_k128 -j 8. And the CUDA whose nvcc compiles: drivers for any
+# release of a major version run what its first one made.
+KERNELS_ARGS ?=
+KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck wheel-test sdist-test demo generate bench \
-  table format clean
+.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
+  bench table format clean
 
 help:
 	@echo 'make quick     after every change: lint, types, and all tests that cost little'
@@ -37,6 +42,7 @@ help:
 	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
 	@echo 'make wheel-test builds sdist and wheel, and runs README and docs with the wheel alone (SHIP_ARGS=--python python3.14)'
 	@echo 'make sdist-test runs tests of the unpacked sdist (SDIST_TESTS=...)'
+	@echo 'make kernels-wheel compiles the CUDA kernels that calls can come to into a wheel (KERNELS_ARGS=--arch 90a); hours on few cores'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     the capability table of README.md, anew'
 	@echo 'make format    ruff format and the fixes ruff can make'
@@ -121,6 +127,21 @@ wheel-test: $(STAMP)
 sdist-test: $(STAMP)
 	@$(PYTHON) -m tools.wheel_test $(SHIP_ARGS) --tests -n $(JOBS) $(SDIST_TESTS)
 
+# Without CUDA_HOME of the machine: nvcc is the one that is installed here.
+kernels-wheel: .kernels/installed
+	@CUDA_HOME="$$(echo $(CURDIR)/$(KERNELS)/lib/python3*/site-packages/nvidia/cu*)" CUDA_PATH= JAX_PLATFORMS=cpu \
+	  $(KERNELS)/bin/python -m tools.kernels_wheel $(KERNELS_ARGS)
+
+# An environment of its own, with nvcc; and with the oldest jax that we run with: later ones take what was compiled with
+# its headers of XLA's FFI, older ones refuse what was compiled with later headers.
+.kernels/installed: pyproject.toml .python-version $(STAMP)
+	@[ -x $(KERNELS)/bin/python ] || $(VENV)/bin/python -m venv $(KERNELS); \
+	jax="$$(sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)"; \
+	echo "installing nvcc of CUDA $(KERNELS_CUDA) beside jax $$jax into $(KERNELS)"; \
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]' "jax==$$jax" "jaxlib==$$jax" \
+	  'cuda-toolkit[nvcc,cudart,cccl]==$(KERNELS_CUDA).*'
+	@mkdir -p $(@D) && touch $@
+
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py
 
@@ -139,4 +160,4 @@ format: $(STAMP)
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .aot .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .kernels .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

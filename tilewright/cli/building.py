@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,16 +18,19 @@ from tilewright.errors import BuildError
 from tilewright.kernels import CUDA_TABLES
 from tilewright.kernels.cuda_build import (
     BuildCache,
+    Event,
     Group,
     GroupDone,
+    GroupFailed,
     GroupStarted,
     VariantTable,
     build,
-    find,
     generate,
     groups_of,
+    locate,
 )
 from tilewright.kernels.cuda_build.devices import capability_of, parse_architecture
+from tilewright.kernels.cuda_build.shipped import shipped_folders
 from tilewright.kernels.cuda_build.toolchain import missing
 from tilewright.ops.utils.progress import event_bar, is_watched
 
@@ -88,47 +91,66 @@ def _find_table(name: str) -> VariantTable:
 
 
 class BuildProgress:
-    """Shows the events of a build, and keeps what was finished.
+    """Shows the events of a build, and keeps what was finished: a bar in a terminal, else a line for each event.
 
     Attributes:
       done: what was finished so far.
+      failed: what could not be built.
     """
 
     def __init__(self, console: "Console", total: int):
         self.bar = event_bar(console, "{task.fields[running]}")
-        self.bar.disable = not is_watched(sys.stderr)
         self.done: dict[Group, GroupDone] = {}
+        self.failed: dict[Group, BuildError] = {}
+        self._total = total
+        self._watched = is_watched(sys.stderr)
         self._running: list[Group] = []
+        self.bar.disable = not self._watched
         self._task = self.bar.add_task("building", total=total, running="")
 
-    def on_event(self, event: Any) -> None:
+    def on_event(self, event: Event) -> None:
         """Shows one event of a build."""
+        if not isinstance(event, GroupStarted) and event.group in self._running:
+            self._running.remove(event.group)
         match event:
             case GroupStarted():
                 self._running.append(event.group)
+                self._say(f"building {event.group}")
             case GroupDone():
                 self.done[event.group] = event
-                if event.group in self._running:
-                    self._running.remove(event.group)
+                if event.seconds:
+                    self._say(f"built {event.group} {_took(event)}")
+            case GroupFailed():
+                self.failed[event.group] = event.error
+                self._say(f"failed: {event.error.message}")
         running = ", ".join(map(str, self._running))
-        self.bar.update(self._task, completed=len(self.done), running=running)
+        self.bar.update(self._task, completed=len(self.done) + len(self.failed), running=running)
+
+    def _say(self, what: str) -> None:
+        if not self._watched:
+            ended = len(self.done) + len(self.failed)
+            print(f"{what} ({ended} of {self._total})", file=sys.stderr, flush=True)
+
+    def report_failures(self) -> None:
+        """Says of each group that could not be built why, with what the compiler printed, once for equal reasons."""
+        outputs = dict.fromkeys(error.output for error in self.failed.values() if error.output)
+        for output in outputs:
+            print(output, file=sys.stderr)
+        for message in dict.fromkeys(error.message for error in self.failed.values()):
+            complain(message)
 
 
 def build_and_report(groups: Sequence[Group], jobs: int | None) -> int:
-    """Builds, prints what was built, and returns the exit code.
+    """Builds, prints what was built, and returns the exit code: what fails does not keep the others from being built.
 
     Raises:
       Interrupted: by Ctrl-C or SIGTERM.
     """
-    trouble, interrupted = "", False
+    interrupted = False
     progress = BuildProgress(stderr(), len(groups))
-    with _terminated_as_interrupted(), progress.bar:
+    with terminated_as_interrupted(), progress.bar:
         try:
-            build(groups, jobs=jobs, on_event=progress.on_event)
-        except BuildError as error:
-            trouble = error.message
-            if error.output:
-                print(error.output, file=sys.stderr)
+            build(groups, jobs=jobs, on_event=progress.on_event, keep_going=True)
         except KeyboardInterrupt:
             interrupted = True
     if progress.done:
@@ -138,10 +160,8 @@ def build_and_report(groups: Sequence[Group], jobs: int | None) -> int:
     if interrupted:
         kept = counted(len(progress.done), "finished group")
         raise Interrupted(f"interrupted; {kept} of {len(groups)} {'is' if len(progress.done) == 1 else 'are'} kept")
-    if trouble:
-        complain(trouble)
-        return FAILED
-    return 0
+    progress.report_failures()
+    return FAILED if progress.failed else 0
 
 
 def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
@@ -160,13 +180,17 @@ def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
 
 def list_builds(groups: Sequence[Group]) -> int:
     """Prints of every group whether it is built, and if not, why it cannot be; returns the exit code."""
-    found = {group: find(group) for group in groups}
+    found = {group: locate(group) for group in groups}
     said = {}
-    for group, library in found.items():
+    for group, place in found.items():
         why = "; ".join(missing(group.capability, group.table.packages))
-        said[group] = _size(library) if library else f"no: {why}" if why else "no"
+        said[group] = _whence(place.path, place.shipped) if place else f"no: {why}" if why else "no"
     _print_groups(groups, said)
-    typer.echo(f"{sum(1 for library in found.values() if library)} of {len(groups)} built in {BuildCache().path}")
+    shipped = sum(1 for place in found.values() if place and place.shipped)
+    built = sum(1 for place in found.values() if place) - shipped
+    typer.echo(f"{built} of {len(groups)} built in {BuildCache().path}")
+    if shipped:
+        typer.echo(f"{shipped} shipped in {', '.join(map(str, shipped_folders()))}")
     return 0
 
 
@@ -179,15 +203,22 @@ def _print_groups(groups: Sequence[Group], said: dict[Group, str]) -> None:
 
 
 def _took(done: GroupDone) -> str:
-    return f"in {done.seconds:.0f} s, {_size(done.library)}" if done.seconds else f"already, {_size(done.library)}"
+    if done.seconds:
+        return f"in {done.seconds:.0f} s, {size_of(done.library)}"
+    return _whence(done.library, done.shipped) if done.shipped else f"already, {size_of(done.library)}"
 
 
-def _size(library: Path) -> str:
-    return f"{library.stat().st_size / 1e6:.1f} MB"
+def _whence(library: Path, shipped: bool) -> str:
+    return f"shipped, {size_of(library)}" if shipped else size_of(library)
+
+
+def size_of(file: Path) -> str:
+    """The size of a file, for people."""
+    return f"{file.stat().st_size / 1e6:.1f} MB"
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """Has SIGTERM end the build as Ctrl-C does, with its compilers, which are no children of a terminal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tilewright.errors import BuildError
 from tilewright.ops.core.builds import Cancelled
-from tilewright.ops.utils.folders import cache_folder, locked, make_folder, try_lock
+from tilewright.ops.utils.folders import absolute, cache_folder, locked, make_folder, try_lock
 from tilewright.ops.utils.serialize import canonical_json
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class BuildCache:
     """
 
     def __init__(self, path: Path | None = None, *, shipped: bool | None = None) -> None:
-        self.path = cache_folder("cuda") if path is None else path
+        self.path = cache_folder("cuda") if path is None else absolute(path)  # nvcc runs elsewhere
         self.shipped = path is None if shipped is None else shipped
 
     def find(self, key: BuildKey) -> Path | None:

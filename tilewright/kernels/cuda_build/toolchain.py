@@ -172,24 +172,26 @@ def missing(capability: int | None, packages: Sequence[HeaderPackage] = ()) -> l
     for package in packages:
         if package_folders(package, compiler) is None:
             reasons.append(f"the headers of {package.name} are missing: pip install {package.distribution}")
-    headers = _headers_version(compiler.root)
-    if headers and headers != compiler.version.split(".")[:2] and any(package.includes_cccl for package in packages):
+    headers = headers_version(compiler.root)
+    mine = tuple(map(int, compiler.version.split(".")[:2]))
+    if headers and headers != mine and any(package.includes_cccl for package in packages):
+        named = f"{headers[0]}.{headers[1]}"
         reasons.append(
-            f"nvcc {compiler.version} and the CUDA headers beside it ({'.'.join(headers)}) are of two releases, which "
-            f"CUTLASS refuses: pip install 'cuda-toolkit[nvcc,cudart,cccl]=={'.'.join(headers)}.*'"
+            f"nvcc {compiler.version} and the CUDA headers beside it ({named}) are of two releases, which CUTLASS "
+            f"refuses: pip install 'cuda-toolkit[nvcc,cudart,cccl]=={named}.*'"
         )
     return reasons
 
 
 @functools.cache
-def _headers_version(root: Path) -> list[str] | None:
-    """Such as ["13", "2"], of the CUDA headers in an installation; None if it cannot be told."""
+def headers_version(root: Path) -> tuple[int, int] | None:
+    """Such as (13, 2), of the CUDA headers in an installation and so of its runtime; None if it cannot be told."""
     try:
         text = (root / "include" / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     found = re.search(r"^#define CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
-    return [str(int(found[1]) // 1000), str(int(found[1]) % 1000 // 10)] if found else None
+    return (int(found[1]) // 1000, int(found[1]) % 1000 // 10) if found else None
 
 
 def package_folders(package: HeaderPackage, compiler: Compiler | None = None) -> tuple[Path, ...] | None:

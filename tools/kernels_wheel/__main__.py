@@ -1,0 +1,216 @@
+"""Makes a wheel of compiled CUDA kernels, for machines without nvcc: what calls can come to without tuning.
+
+python -m tools.kernels_wheel                               # make kernels-wheel
+python -m tools.kernels_wheel --arch 90a --group bf16_k64   # make kernels-wheel KERNELS_ARGS='--arch 90a ...'
+python -m tools.kernels_wheel --list
+
+Groups are compiled into .kernels/builds, where the next run finds them: one that was ended goes on where it was.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tilewright.cli.building import BuildProgress, size_of, terminated_as_interrupted
+from tilewright.cli.output import INTERRUPTED, stderr, stdout, table
+from tilewright.kernels.cuda_build import BuildCache, Group, Values, build, library
+from tilewright.kernels.cuda_build.build import build_key, shipped_key
+from tilewright.kernels.cuda_build.cache import RECORD
+from tilewright.kernels.cuda_build.devices import device_values, parse_architecture
+from tilewright.kernels.cuda_build.requirements import Field
+from tilewright.kernels.cuda_build.shipped import SCHEMA, ShippedRecord, ffi_version
+from tilewright.kernels.cuda_build.toolchain import Compiler, find_compiler, headers_version, missing
+from tilewright.ops.core.types import Device
+from tools.kernels_wheel.choosable import CAPABILITIES, choosable_groups
+from tools.kernels_wheel.wheel import Shipped, platform_tag, write_wheel
+from tools.pages import ROOT
+
+WORK = ROOT / ".kernels"
+
+COMPILE_LIMIT_S = 7200.0
+
+_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
+
+class Failure(Exception):
+    """Why there is no wheel."""
+
+
+def chosen_groups(architectures: Sequence[str], names: Sequence[str], tables: Sequence[str]) -> list[Group]:
+    """The groups that ship, or those of them that are named.
+
+    Raises:
+      Failure: nothing of what is named ships.
+    """
+    try:
+        capabilities = [parse_architecture(text) for text in architectures] or list(CAPABILITIES)
+    except ValueError as error:
+        raise Failure(str(error)) from error
+    every = [group for capability in dict.fromkeys(capabilities) for group in choosable_groups(capability)]
+    for said, known in ((names, {group.name for group in every}), (tables, {group.table.name for group in every})):
+        unknown = sorted(set(said) - known)
+        if unknown:
+            raise Failure(f"none that ships is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    chosen = [
+        each
+        for each in every
+        if each.name in (names or [each.name]) and each.table.name in (tables or [each.table.name])
+    ]
+    if not chosen:
+        raise Failure("no group that ships has all that was named")
+    return chosen
+
+
+def usable_compiler(groups: Sequence[Group]) -> tuple[Compiler, tuple[int, int]]:
+    """The nvcc that compiles the groups, and the version of its CUDA runtime.
+
+    Raises:
+      Failure: one of the groups cannot be compiled here.
+    """
+    reasons = dict.fromkeys(reason for group in groups for reason in missing(group.capability, group.table.packages))
+    compiler = find_compiler()
+    runtime = None if compiler is None else headers_version(compiler.root)
+    if compiler is None or reasons or runtime is None:
+        raise Failure("; ".join(reasons) or "the version of the CUDA runtime beside nvcc cannot be told")
+    return compiler, runtime
+
+
+def record_of(group: Group, path: Path, cuda: tuple[int, int]) -> ShippedRecord:
+    """What the wheel says of a group that was just built."""
+    built = json.loads((path.parent / RECORD).read_text())
+    return ShippedRecord(
+        schema=SCHEMA,
+        table=group.table.name,
+        group=group.name,
+        target=group.target,
+        content=shipped_key(group).content,
+        ffi=ffi_version(),  # a build with other headers of it would not have been found
+        cuda=cuda,
+        compiler=built["compiler"],
+        packages=built["packages"],
+        sha256=built["sha256"],
+        seconds=built["seconds"],
+    )
+
+
+def check_facts(group: Group, cache: BuildCache, path: Path) -> None:
+    """Holds a compiled group to what was assumed of it when it was chosen.
+
+    Raises:
+      Failure: no variant of it fits its device: calls would come to groups that are not in the wheel.
+    """
+    facts = library.load(group, cache, path).facts
+    device = device_values(Device("gpu", group.target, divmod(group.capability, 10))) or {}
+    for variant in group.table.in_group(group.name):
+        asked = [each for each in variant.requirements if not any(isinstance(o, Field) for o in each.operands())]
+        if variant.name in facts and all(each.holds(Values({}, device, facts[variant.name])) for each in asked):
+            return
+    raise Failure(f"no variant of {group} fits its device: {dict(facts)}")
+
+
+def licenses() -> dict[str, Path]:
+    """Of the code that is compiled into the objects."""
+    files = importlib.metadata.files("nvidia-cutlass") or []
+    (cutlass,) = (Path(str(file.locate())) for file in files if file.name == "LICENSE.txt")
+    return {"LICENSE": ROOT / "LICENSE", "LICENSE-CUTLASS.txt": cutlass}
+
+
+def print_sizes(wheel: Path, shipped: Sequence[Shipped]) -> None:
+    """Prints of every group its size, in the wheel and as it is loaded, and what it took to compile; and of all."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {
+            Path(entry.filename).parent.name: entry.compress_size
+            for entry in archive.infolist()
+            if entry.filename.endswith(".so")
+        }
+    made = table(
+        "shipped kernels",
+        "table",
+        "group",
+        "architecture",
+        "MB",
+        "in the wheel",
+        "compiled in",
+        right=("MB", "in the wheel", "compiled in"),
+    )
+    for record, path in shipped:
+        sizes = (path.stat().st_size, packed[record.folder])
+        said = [f"{size / 1e6:.2f}" for size in sizes]
+        made.add_row(record.table, record.group, f"sm_{record.target}", *said, f"{record.seconds:.0f} s")
+    stdout().print(made)
+    total = sum(path.stat().st_size for _, path in shipped)
+    seconds = sum(record.seconds for record, _ in shipped)
+    print(f"{wheel}: {size_of(wheel)}; {len(shipped)} groups, {total / 1e6:.1f} MB installed, {seconds:.0f} s of nvcc")
+
+
+def make_wheel(groups: Sequence[Group], jobs: int | None, work: Path) -> tuple[Path, list[Shipped]]:
+    """Compiles what is not compiled yet, and writes the wheel.
+
+    Raises:
+      Failure: there is no wheel.
+      KeyboardInterrupt: the build was interrupted; what was finished is kept.
+    """
+    compiler, cuda = usable_compiler(groups)
+    for name in _FLAGS:
+        os.environ.pop(name, None)  # what ships is compiled by our flags alone
+    cache = BuildCache(work / "builds", shipped=False)
+    progress = BuildProgress(stderr(), len(groups))
+    print(
+        f"{len(groups)} groups by nvcc {compiler.version}, for XLA's FFI {'.'.join(map(str, ffi_version()))} and later"
+    )
+    with terminated_as_interrupted(), progress.bar:
+        built = build(
+            groups, jobs=jobs, cache=cache, on_event=progress.on_event, timeout_s=COMPILE_LIMIT_S, keep_going=True
+        )
+    progress.report_failures()
+    if progress.failed:
+        raise Failure(f"{len(progress.failed)} of {len(groups)} groups failed; those that were built are kept")
+    for group, path in built.items():
+        check_facts(group, cache, path)
+    shipped = [(record_of(group, path, cuda), path) for group, path in built.items()]
+    tag = platform_tag(built.values(), platform.machine())
+    return write_wheel(work / "dist", shipped, cuda[0], tag, licenses()), shipped
+
+
+def list_groups(groups: Sequence[Group], work: Path) -> None:
+    """Prints every group that ships, and whether it is compiled."""
+    cache = BuildCache(work / "builds", shipped=False)
+    for group in groups:
+        path = cache.find(build_key(group))
+        print(group, size_of(path) if path else "not compiled")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.kernels_wheel", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--arch", action="append", default=[], help="only this architecture, such as 90a; repeatable")
+    parser.add_argument("--table", action="append", default=[], help="only this table; repeatable")
+    parser.add_argument("--group", action="append", default=[], help="only groups of this name; repeatable")
+    parser.add_argument("--jobs", "-j", type=int, help="compilers at once; by default as cores and memory allow")
+    parser.add_argument("--list", action="store_true", help="build nothing, show what ships and is compiled")
+    parser.add_argument("--work", type=Path, default=WORK, help="where builds and the wheel go; .kernels by default")
+    options = parser.parse_args(arguments)
+    try:
+        groups = chosen_groups(options.arch, options.group, options.table)
+        if options.list:
+            list_groups(groups, options.work)
+        else:
+            print_sizes(*make_wheel(groups, options.jobs, options.work))
+    except Failure as failure:
+        print(f"kernels_wheel: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("kernels_wheel: interrupted; what was compiled is kept", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The groups that ship: what calls come to that nothing was measured for, and what the tuned tables name."""
+
+import functools
+from collections.abc import Iterator
+from importlib.resources import files
+
+from tilewright.kernels import CUDA_TABLES
+from tilewright.kernels.cuda_build import Group, VariantTable
+from tilewright.kernels.cuda_build.devices import architecture, device_values
+from tilewright.kernels.flash_attention import cuda
+from tilewright.kernels.paged_attention import cuda_packed
+from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.registry import Platform
+from tilewright.ops.core.types import Device
+from tilewright.ops.execution.results import AutotuningResult
+from tilewright.ops.utils.serialize import resolve
+from tools.kernels_wheel.reach import first_groups
+
+CAPABILITIES = (80, 90)
+"""The compute capabilities, times ten, that the wheel is for."""
+
+CHAINS: tuple[tuple[VariantTable, ...], ...] = (cuda.TABLES["forward"], cuda.TABLES["backward"], (cuda_packed.TABLE,))
+"""Tables that are asked for a variant one after another."""
+
+_ANYWHERE = (-(1 << 31), 1 << 31)
+
+BOUNDS = {
+    **dict.fromkeys(("bias", "rows", "mask", "soft_cap", "sinks", "dropout", "deterministic", "exact"), (0, 1)),
+    **dict.fromkeys(("lowest", "highest", "left", "right"), _ANYWHERE),
+    "dtype": (0, 2),
+}
+"""Of the tables' fields that are no sizes."""
+
+
+@functools.cache
+def choosable_groups(capability: int) -> list[Group]:
+    """What ships for a compute capability, in the order of the tables: the first choices and those of the tuned tables.
+
+    That is for calls without a tuned config whatever platforms they allow: with ``platform="cuda"`` a call comes to
+    groups that `None` leaves to Pallas.
+    """
+    device = device_values(Device("gpu", f"sm_{architecture(capability)}", divmod(capability, 10)))
+    found = {group for chain in CHAINS for group in first_groups(chain, device or {}, BOUNDS)}
+    found |= {group for group in tabled_groups() if group.capability == capability}
+    tables: list[VariantTable] = [resolve(where) for where in CUDA_TABLES.values()]
+    every = (Group(table, name, capability) for table in tables for name in table.groups_for(capability))
+    return [group for group in every if group in found]
+
+
+@functools.cache
+def tabled_groups() -> frozenset[Group]:
+    """The groups of all variants that the tuned tables of the package name, each for the table's device."""
+    tables = (file.read_text() for file in (files("tilewright") / "tables").iterdir() if file.name.endswith(".json"))
+    return frozenset(group for text in tables for group in _named(AutotuningResult.from_json(text)))
+
+
+def _named(result: AutotuningResult) -> Iterator[Group]:
+    major, minor = result.device.rpartition(":")[2].split(".")
+    capability = 10 * int(major) + int(minor)
+    for call in result:
+        for candidate in call.candidates:
+            match candidate.config:
+                case Choice(platform=Platform.CUDA, algorithm=None, params=params) if call.op == "flash_attention":
+                    chain = cuda.TABLES["forward" if call.direction == "forward" else "backward"]
+                    variants = [(table, variant) for table in chain for variant in table.for_capability(capability)]
+                    yield from (Group(table, v.group, capability) for table, v in variants if v.name == params.variant)
