@@ -149,8 +149,13 @@ def print_sizes(wheel: Path, shipped: Sequence[Shipped]) -> None:
     print(f"{wheel}: {size_of(wheel)}; {len(shipped)} groups, {total / 1e6:.1f} MB installed, {seconds:.0f} s of nvcc")
 
 
-def make_wheel(groups: Sequence[Group], jobs: int | None, work: Path) -> tuple[Path, list[Shipped]]:
-    """Compiles what is not compiled yet, and writes the wheel.
+def make_wheel(
+    groups: Sequence[Group], jobs: int | None, cache: BuildCache, folder: Path
+) -> tuple[Path, list[Shipped]]:
+    """Compiles what is not compiled yet, and writes the wheel into a folder.
+
+    Args:
+      cache: one to which no wheel brings anything.
 
     Raises:
       Failure: there is no wheel.
@@ -159,7 +164,6 @@ def make_wheel(groups: Sequence[Group], jobs: int | None, work: Path) -> tuple[P
     compiler, cuda = usable_compiler(groups)
     for name in _FLAGS:
         os.environ.pop(name, None)  # what ships is compiled by our flags alone
-    cache = BuildCache(work / "builds", shipped=False)
     progress = BuildProgress(stderr(), len(groups))
     print(
         f"{len(groups)} groups by nvcc {compiler.version}, for XLA's FFI {'.'.join(map(str, ffi_version()))} and later"
@@ -175,12 +179,11 @@ def make_wheel(groups: Sequence[Group], jobs: int | None, work: Path) -> tuple[P
         check_facts(group, cache, path)
     shipped = [(record_of(group, path, cuda), path) for group, path in built.items()]
     tag = platform_tag(built.values(), platform.machine())
-    return write_wheel(work / "dist", shipped, cuda[0], tag, licenses()), shipped
+    return write_wheel(folder, shipped, cuda[0], tag, licenses()), shipped
 
 
-def list_groups(groups: Sequence[Group], work: Path) -> None:
+def list_groups(groups: Sequence[Group], cache: BuildCache) -> None:
     """Prints every group that ships, and whether it is compiled."""
-    cache = BuildCache(work / "builds", shipped=False)
     for group in groups:
         path = cache.find(build_key(group))
         print(group, size_of(path) if path else "not compiled")
@@ -199,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         groups = chosen_groups(options.arch, options.group, options.table)
+        cache = BuildCache(options.work / "builds", shipped=False)
         if options.list:
-            list_groups(groups, options.work)
+            list_groups(groups, cache)
         else:
-            print_sizes(*make_wheel(groups, options.jobs, options.work))
+            print_sizes(*make_wheel(groups, options.jobs, cache, options.work / "dist"))
     except Failure as failure:
         print(f"kernels_wheel: {failure}", file=sys.stderr)
         return 1
