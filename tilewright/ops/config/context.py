@@ -43,14 +43,14 @@ class AutotunePolicy:
         check_budget(self.budget_s)
 
 
-def check_budget(budget_s: float | None) -> None:
+def check_budget(budget_s: float | None, name: str = "budget_s") -> None:
     """Raises unless it is ``None`` or a positive number."""
     if budget_s is None:
         return
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
-        raise TypeError(f"{budget_s=} must be a number of seconds or None")
+        raise TypeError(f"{name}={budget_s!r} must be a number of seconds or None")
     if not budget_s > 0:
-        raise ValueError(f"{budget_s=} must be positive or None")
+        raise ValueError(f"{name}={budget_s!r} must be positive or None")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

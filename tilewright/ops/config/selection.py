@@ -274,6 +274,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             result = tuner.measure(inv)
         if result.interrupted:
             raise KeyboardInterrupt
+        if not result.entries:  # the budget had ended before anything was measured
+            return self._guess(inv)
         winner = result.entries[0].winner
         return Selection(winner.config, "autotune", inv.key, winner.time_ms)
 
