@@ -126,8 +126,7 @@ def test_an_interrupted_build_keeps_what_was_finished(number, nvcc, tmp_path):
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{heed}; from tilewright.cli import main; main()"
     arguments = ["build", "--arch", "90", "--table", "mine:TABLE", "--jobs", "1"]
-    script = nvcc.folder / "bin" / "nvcc"
-    script.write_text(script.read_text().replace('sleep "', 'case "$*" in *slow.cu*) exec sleep 100;; esac; sleep "'))
+    nvcc.behave("slow", "hang")
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], env={**os.environ, "PYTHONPATH": root},

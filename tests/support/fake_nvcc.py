@@ -1,7 +1,8 @@
 """A stand-in for nvcc that takes no time, for tests of what is around the compiler; and a table for it to compile.
 
-It "compiles" by copying an object that the C compiler made once, does what the environment tells it, and logs each
-compilation.
+It "compiles" by copying an object that the C compiler made once; for another table than `sample_table` the C compiler
+makes one of the group's names. It logs each compilation, and does what `FakeNvcc.behave` tells it of a group, or else
+the environment: ``FAKE_NVCC_SECONDS`` is what each takes, ``FAKE_NVCC_ERROR`` the message with which each fails.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tilewright.kernels.cuda_build import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
 
@@ -25,12 +26,38 @@ case "$1" in
 esac
 echo "$$ $*" >> "{log}"
 touch "$TMPDIR/scratch"
-sleep "${{FAKE_NVCC_SECONDS:-0}}"
-if [ -n "$FAKE_NVCC_ERROR" ]; then echo "$FAKE_NVCC_ERROR" >&2; exit 2; fi
-while [ $# -gt 1 ]; do
-  if [ "$1" = -o ]; then cp "{object}" "$2"; chmod 777 "$2"; fi
-  shift
+for each in "$@"; do
+  case "$each" in *.cu) source="$each";; -DTILEWRIGHT_ARCH=*) architecture="$each";; esac
+  if [ "$last" = -o ]; then output="$each"; fi
+  last="$each"
 done
+ending=done
+seconds="${{FAKE_NVCC_SECONDS:-0}}"
+if [ -n "$FAKE_NVCC_ERROR" ]; then ending=fail; fi
+while read -r pattern how long; do
+  case "${{source%.cu}}" in $pattern) ending="$how"; seconds="$long";; esac
+done < "{behaviours}"
+sleep "$seconds"
+case "$ending" in
+  fail) echo "${{FAKE_NVCC_ERROR:-error: told to fail}}" >&2; exit 2;;
+  die) kill -SEGV $$;;
+  hang) trap '' HUP INT TERM; exec sleep 86400;;
+esac
+if grep -q '<Sample<' "$source"; then
+  cp "{object}" "$output"
+else
+  {{
+    echo 'static const char* const names[] = {{'
+    sed -n 's/.*tilewright::entry<.*>("\\([A-Za-z0-9_]*\\)", \\([0-9]*\\), \\([0-9]*\\), .*/\\
+#if TILEWRIGHT_ARCH >= \\2 \\&\\& TILEWRIGHT_ARCH < \\3\\
+"\\1",\\
+#endif/p' "$source"
+    echo '}};'
+    cat "{plain}"
+  }} > "$TMPDIR/plain.c"
+  "{compiler}" -x c -shared -fPIC "$architecture" "$TMPDIR/plain.c" -o "$output" || exit 1
+fi
+chmod 777 "$output"
 """
 
 # What group.h exports, for the variants of `sample_table`: two in each group.
@@ -46,6 +73,20 @@ void tilewright_facts(int64_t index, int64_t* out) {
 int64_t tilewright_workspace(int64_t index, const int64_t* problem) { return problem[0] * problem[1] + index; }
 void* tilewright_call(void* frame) { return frame; }
 """
+
+# The same for any other group, whose names stand before it.
+_PLAIN = r"""
+#include <stdint.h>
+int64_t tilewright_abi(void) { return 1; }
+int64_t tilewright_variant_count(void) { return sizeof(names) / sizeof(*names); }
+const char* tilewright_variant_name(int64_t index) { return names[index]; }
+void tilewright_facts(int64_t index, int64_t* out) { out[0] = 1024; out[1] = 128; out[2] = 1; }
+int64_t tilewright_workspace(int64_t index, const int64_t* problem) { return 0; }
+void* tilewright_call(void* frame) { return frame; }
+"""
+
+type Ending = Literal["done", "fail", "die", "hang"]
+"""How a compilation ends: well, with exit code 2, by a signal of its own, or never, deaf to all signals but SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +111,31 @@ class FakeNvcc:
         """One line for each compilation that was started: its process and its arguments."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
+    def behave(self, group: str, ending: Ending = "done", seconds: float = 0.0) -> None:
+        """Says how compilations of groups end from now on, and after how long, to compilers in any process.
+
+        Args:
+          group: a shell pattern of groups' names, such as "f16_*"; what was said last of a group counts.
+        """
+        with open(self.behaviours, "a", encoding="ascii") as file:
+            file.write(f"{group} {ending} {seconds}\n")
+
+    @property
+    def behaviours(self) -> Path:
+        return self.folder / "behaviours"
+
 
 def install(folder: Path) -> FakeNvcc:
     """Makes a stand-in in a folder."""
     (folder / "bin").mkdir(parents=True)
     source, made = folder / "object.c", FakeNvcc(folder)
     source.write_text(_OBJECT)
+    (folder / "plain.c").write_text(_PLAIN)
+    made.behaviours.touch()
     subprocess.run([str(HOST_COMPILER), "-x", "c", "-shared", "-fPIC", source, "-o", folder / "object.so"], check=True)
     script = folder / "bin" / "nvcc"
-    script.write_text(_SCRIPT.format(log=made.log, object=folder / "object.so"))
+    places = {"object": folder / "object.so", "plain": folder / "plain.c", "compiler": HOST_COMPILER}
+    script.write_text(_SCRIPT.format(log=made.log, behaviours=made.behaviours, **places))
     os.chmod(script, 0o755)
     return made
 
@@ -116,8 +173,9 @@ class SampleVariant(Variant):
 
 
 def sample_table(folder: Path, name: str = "sample") -> VariantTable:
-    """A table whose header is written to a folder."""
-    (folder / "sample.cuh").write_text('#include "sample_part.h"\n')
-    (folder / "sample_part.h").write_text("// nothing\n")
+    """A table whose header is written to a folder, unless it is there."""
+    for file, text in (("sample.cuh", '#include "sample_part.h"\n'), ("sample_part.h", "// nothing\n")):
+        if not (folder / file).exists():  # or another process might read it while it is written
+            (folder / file).write_text(text)
     variants = tuple(SampleVariant(width, speed) for width in (256, 64) for speed in ("slow", "fast"))
     return VariantTable(name, folder / "sample.cuh", ("rows", "width"), variants)

@@ -16,29 +16,40 @@ import pytest
 
 from tests.support.fake_nvcc import sample_table
 from tilewright.errors import BuildError
-from tilewright.kernels.cuda_build import BuildCache, Group, GroupDone, GroupStarted, build, find, groups_of
+from tilewright.kernels.cuda_build import (
+    BuildCache,
+    Group,
+    GroupDone,
+    GroupFailed,
+    GroupStarted,
+    build,
+    find,
+    groups_of,
+    library,
+)
 from tilewright.kernels.cuda_build.build import _content, build_key, default_jobs
 from tilewright.kernels.cuda_build.headers import hash_headers
+from tilewright.kernels.flash_attention import cuda_ampere_variants
 from tilewright.ops.core import builds
 
 ROOT = Path(__file__).parents[3]
 
-# A process of its own that builds the group of its arguments: folder of the table, cache, group.
+# A process of its own that builds what its arguments name: folder of the table, cache, groups.
 BUILDER = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests.support.fake_nvcc import sample_table
 from tilewright.kernels.cuda_build import BuildCache, Group, build
-folder, cache, group = sys.argv[1:]
-wanted = Group(sample_table(Path(folder)), group, 90)
-print(build([wanted], cache=BuildCache(Path(cache)))[wanted])
+folder, cache, *names = sys.argv[1:]
+table = sample_table(Path(folder))
+print(*build([Group(table, name, 90) for name in names or ["fast"]], cache=BuildCache(Path(cache))).values())
 """
 
 
-def start_builder(folder, cache, group="fast", **environment):
+def start_builder(folder, cache, *groups, **environment):
     return subprocess.Popen(
-        [sys.executable, "-c", BUILDER, str(folder), str(cache.path), group],
+        [sys.executable, "-c", BUILDER, str(folder), str(cache.path), *groups],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": ".", **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -187,15 +198,65 @@ def test_a_failing_compiler_leaves_nothing_and_says_why(nvcc, cache, table, monk
 
 
 def test_when_one_fails_the_others_are_given_up(nvcc, cache, table, monkeypatch):
-    script = nvcc.folder / "bin" / "nvcc"
-    broken = 'case "$*" in *slow.cu*) echo broken; exit 1;; esac\nexec sleep 100\n'
-    head, _, _ = script.read_text().partition('echo "$$')
-    script.write_text(head + broken)
+    nvcc.behave("slow", "fail")
+    nvcc.behave("fast", "hang")
     started = time.monotonic()
-    with pytest.raises(BuildError, match="broken"):
+    with pytest.raises(BuildError, match="told to fail"):
         build(groups_of(table, 90), jobs=2, cache=cache)
     assert time.monotonic() - started < 60
     assert list(cache.path.iterdir()) == []
+    for line in nvcc.compilations():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(line.split()[0]), 0)
+
+
+def test_the_others_are_built_although_one_fails(nvcc, cache, table):
+    fast, slow = groups_of(table, 90)
+    nvcc.behave("fast", "fail")
+    events = []
+    built = build([fast, slow], jobs=1, cache=cache, keep_going=True, on_event=events.append)
+    assert built == {slow: find(slow, cache)}
+    (failed,) = (event for event in events if isinstance(event, GroupFailed))
+    assert (failed.group, failed.error.output) == (fast, "error: told to fail")
+    nvcc.behave("fast", "done")
+    assert set(build([fast, slow], cache=cache)) == {fast, slow}
+
+
+def test_a_compiler_that_dies_is_an_error_that_says_how(nvcc, cache, table):
+    nvcc.behave("*", "die")
+    with pytest.raises(BuildError, match=r"could not compile sample fast sm_90a \(ended by SIGSEGV\)"):
+        build([Group(table, "fast", 90)], cache=cache)
+    assert list(cache.path.iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_ended(nvcc, cache, table):
+    nvcc.behave("*", "hang")
+    with pytest.raises(BuildError, match=r"sample fast sm_90a was not built within 0.2 s: nvcc was still running"):
+        build([Group(table, "fast", 90)], cache=cache, timeout_s=0.2)
+    assert list(cache.path.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(nvcc.compilations()[0].split()[0]), 0)
+
+
+def test_the_wait_for_another_process_ends_too(nvcc, cache, table, tmp_path):
+    nvcc.behave("fast", "hang")
+    process = start_builder(tmp_path, cache)
+    try:
+        wait_for(nvcc.compilations, process)
+        with pytest.raises(BuildError, match=r"was not built within 0\.2 s: another process is building it"):
+            build([Group(table, "fast", 90)], cache=cache, timeout_s=0.2)
+        assert len(nvcc.compilations()) == 1
+    finally:
+        process.send_signal(signal.SIGINT)  # which ends its compiler too
+        process.communicate(timeout=60)
+
+
+def test_a_real_table_in_place_of_the_samples(nvcc, cache):
+    """What the stand-in makes of groups that are not its own: the names of those variants that an architecture has."""
+    group = Group(cuda_ampere_variants.FORWARD, "bf16_k128_plain", 80)
+    build([group], cache=cache)
+    made = library.loaded(group, cache)
+    assert list(made.facts) == [variant.name for variant in group.table.in_group("bf16_k128_plain")]
 
 
 def test_a_cache_that_cannot_be_made_is_an_error_of_the_build(nvcc, table, tmp_path):
@@ -247,6 +308,18 @@ def test_processes_that_build_the_same_group_at_once(nvcc, cache, table, tmp_pat
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert {output.strip() for output, _ in outputs} == {str(find(Group(table, "fast", 90), cache))}
     assert len(nvcc.compilations()) == 1  # the other one waited
+    assert left_behind(cache) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_built_twice_by_processes_that_build_a_whole_table(nvcc, cache, table, tmp_path):
+    processes = [
+        start_builder(tmp_path, cache, *groups, FAKE_NVCC_SECONDS="1")
+        for groups in (("fast", "slow"), ("slow", "fast"), ("fast", "slow"))
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert sorted(line.split()[-3] for line in nvcc.compilations()) == ["fast.cu", "slow.cu"]
     assert left_behind(cache) == []
 
 

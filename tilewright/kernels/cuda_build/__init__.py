@@ -3,7 +3,18 @@
 Not loaded by ``import tilewright``.
 """
 
-from tilewright.kernels.cuda_build.build import Group, GroupDone, GroupStarted, build, find, groups_of
+from tilewright.kernels.cuda_build.build import (
+    Event,
+    Group,
+    GroupDone,
+    GroupFailed,
+    GroupStarted,
+    SharedObject,
+    build,
+    find,
+    groups_of,
+    locate,
+)
 from tilewright.kernels.cuda_build.cache import BuildCache
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.requirements import (
@@ -28,14 +39,17 @@ __all__ = [
     "Compare",
     "CudaKernel",
     "DeviceField",
+    "Event",
     "Fact",
     "Field",
     "Group",
     "GroupDone",
+    "GroupFailed",
     "GroupStarted",
     "HeaderPackage",
     "MultipleOf",
     "Predicate",
+    "SharedObject",
     "Values",
     "Variant",
     "VariantTable",
@@ -45,5 +59,6 @@ __all__ = [
     "generate",
     "groups_of",
     "instance",
+    "locate",
     "one_of",
 ]

@@ -1,6 +1,7 @@
 """Compiles groups: several at once, as far as cores and memory go."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,15 +16,17 @@ from pathlib import Path
 
 from tilewright.errors import BuildError
 from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.cuda_build.cache import LIBRARY, BuildCache, BuildKey
+from tilewright.kernels.cuda_build.cache import LIBRARY, BuildCache, BuildKey, Limit, TimedOut
 from tilewright.kernels.cuda_build.devices import architecture
-from tilewright.kernels.cuda_build.headers import hash_headers
+from tilewright.kernels.cuda_build.headers import hash_headers, hash_own_headers
+from tilewright.kernels.cuda_build.shipped import ShippedKey, find_shipped
 from tilewright.kernels.cuda_build.sources import dispatch_header, group_source
 from tilewright.kernels.cuda_build.table import VariantTable
-from tilewright.ops.core.builds import Build, Cancelled, parallel_compilers
+from tilewright.ops.core.builds import Build, parallel_compilers
 from tilewright.ops.utils.serialize import canonical_json
 
-_POLL_S = 0.05
+COMPILE_LIMIT_S = 3600.0
+"""How long a compiler may take for one group: many times what the slowest one takes on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +49,26 @@ class Group(Build):
         return find(self) is not None
 
     def is_installed(self) -> bool:
-        return False
+        found = locate(self)
+        return found is not None and found.shipped
 
     def make(self, cancelled: threading.Event) -> None:
-        _build_one(self, BuildCache(), cancelled, lambda _: None)
+        _build_one(self, BuildCache(), Limit(cancelled, COMPILE_LIMIT_S), lambda _: None)
 
     def __str__(self) -> str:
         return f"{self.table.name} {self.name} sm_{self.target}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedObject:
+    """Where the shared object of a group is.
+
+    Attributes:
+      shipped: whether an installed wheel brings it; otherwise it was built here.
+    """
+
+    path: Path
+    shipped: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,18 +80,28 @@ class GroupStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupDone:
-    """A group is built.
+    """A group is there.
 
     Attributes:
       seconds: what it took to compile; 0 if it was there already, or another process built it.
+      shipped: whether an installed wheel brings it.
     """
 
     group: Group
     library: Path
     seconds: float
+    shipped: bool = False
 
 
-type Event = GroupStarted | GroupDone
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """A group could not be built."""
+
+    group: Group
+    error: BuildError
+
+
+type Event = GroupStarted | GroupDone | GroupFailed
 
 
 def groups_of(table: VariantTable, capability: int) -> list[Group]:
@@ -83,13 +109,30 @@ def groups_of(table: VariantTable, capability: int) -> list[Group]:
     return [Group(table, name, capability) for name in table.groups_for(capability)]
 
 
-def find(group: Group, cache: BuildCache | None = None) -> Path | None:
-    """The shared object of a group that is built already.
+def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None:
+    """Where the shared object of a group is, if it is anywhere and may be used; every use of one asks here.
+
+    What a wheel brings comes first: so all processes of a job run the same objects, whatever was built beside them.
 
     Raises:
       BuildError: the cache is not ours alone.
     """
-    return (cache or BuildCache()).find(build_key(group))
+    cache = cache or BuildCache()
+    shipped = find_shipped(shipped_key(group)) if cache.shipped else None
+    if shipped is not None:
+        return SharedObject(shipped, shipped=True)
+    built = cache.find(build_key(group))
+    return None if built is None else SharedObject(built)
+
+
+def find(group: Group, cache: BuildCache | None = None) -> Path | None:
+    """The shared object of a group that is built already, or that a wheel brings.
+
+    Raises:
+      BuildError: the cache is not ours alone.
+    """
+    found = locate(group, cache)
+    return None if found is None else found.path
 
 
 def build(
@@ -98,19 +141,23 @@ def build(
     jobs: int | None = None,
     cache: BuildCache | None = None,
     on_event: Callable[[Event], None] | None = None,
+    timeout_s: float = COMPILE_LIMIT_S,
+    keep_going: bool = False,
 ) -> dict[Group, Path]:
     """Builds what is not built yet and returns all shared objects.
 
     Args:
       jobs: compilers at once; by default as many as there are cores, and as many as fit into the free memory.
       on_event: called from several threads, one call at a time.
+      timeout_s: how long the compiler may take for one group, and how long to wait for another process that builds it.
+      keep_going: build the others although one failed; those that failed are missing in the result.
 
     Raises:
-      BuildError: one cannot be built; the others are given up.
+      BuildError: one cannot be built, or not in time; the others are given up. Not with ``keep_going``.
     """
     wanted = list(dict.fromkeys(groups))
     cache = cache or BuildCache()
-    cancelled = threading.Event()
+    limit = Limit(threading.Event(), timeout_s)
     reporting = threading.Lock()
 
     def report(event: Event) -> None:
@@ -118,16 +165,25 @@ def build(
             if on_event is not None:
                 on_event(event)
 
-    limit = jobs or default_jobs(wanted)
-    with concurrent.futures.ThreadPoolExecutor(max(1, limit), thread_name_prefix="nvcc") as pool:
-        futures = {pool.submit(_build_one, group, cache, cancelled, report): group for group in wanted}
+    def build_one(group: Group) -> Path | None:
+        try:
+            return _build_one(group, cache, limit, report)
+        except BuildError as error:
+            report(GroupFailed(group, error))
+            if not keep_going:
+                raise
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(jobs or default_jobs(wanted), thread_name_prefix="nvcc") as pool:
+        futures = {pool.submit(build_one, group): group for group in wanted}
         try:
             done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            return {group: future.result() for future, group in futures.items()}
+            built = {group: future.result() for future, group in futures.items()}
+            return {group: library for group, library in built.items() if library is not None}
         finally:  # also when interrupted: the compilers must not outlive the call
-            cancelled.set()
+            limit.cancelled.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -148,11 +204,29 @@ def build_key(group: Group) -> BuildKey:
     return BuildKey(group.table.name, group.name, group.target, _content(group), packages, identity)
 
 
+def shipped_key(group: Group) -> ShippedKey:
+    """What a group's shared object is known by in a wheel.
+
+    Raises:
+      OSError: the table's header cannot be read.
+    """
+    return ShippedKey(group.table.name, group.name, group.target, _shipped_content(group))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shipped_content(group: Group) -> str:
+    return _hash_content(group, hash_own_headers(group.table))
+
+
 @functools.lru_cache(maxsize=1024)
 def _content(group: Group) -> str:
+    return _hash_content(group, hash_headers(group.table)[0])
+
+
+def _hash_content(group: Group, headers: str) -> str:
     spec = {
         "sources": _sources(group),
-        "headers": hash_headers(group.table)[0],
+        "headers": headers,
         "flags": [*toolchain.FLAGS, *group.table.flags],
         "target": group.target,
     }
@@ -164,32 +238,31 @@ def _sources(group: Group) -> Mapping[str, str]:
     return {"dispatch.h": dispatch_header(group.table), f"{group.name}.cu": group_source(group.table, group.name)}
 
 
-def _build_one(group: Group, cache: BuildCache, cancelled: threading.Event, report: Callable[[Event], None]) -> Path:
-    key = build_key(group)
-    seconds = 0.0
-    library = cache.find(key)
-    if library is None:
+def _build_one(group: Group, cache: BuildCache, limit: Limit, report: Callable[[Event], None]) -> Path:
+    found, seconds = locate(group, cache), 0.0
+    if found is None:
         compiler = toolchain.find_compiler()
         reasons = toolchain.missing(group.capability, group.table.packages)
         if compiler is None or reasons:
             raise BuildError(f"{group} cannot be built: {'; '.join(reasons)}")
+        key = build_key(group)
         try:
-            with cache.lock(key, cancelled):
-                library = cache.find(key)  # another process may have built it while this one waited
-                if library is None:
+            with cache.lock(key, limit):
+                found = locate(group, cache)  # another process may have built it while this one waited
+                if found is None:
                     report(GroupStarted(group))
                     started = time.perf_counter()
-                    library = _compile(group, compiler, key, cache, cancelled)
+                    found = SharedObject(_compile(group, compiler, key, cache, limit))
                     seconds = time.perf_counter() - started
+        except TimedOut as error:
+            raise BuildError(f"{group} was not built within {limit.timeout_s:g} s: {error}") from None
         except OSError as error:
             raise BuildError(f"{group} cannot be built in {cache.path}: {error}") from error
-    report(GroupDone(group, library, seconds))
-    return library
+    report(GroupDone(group, found.path, seconds, found.shipped))
+    return found.path
 
 
-def _compile(
-    group: Group, compiler: toolchain.Compiler, key: BuildKey, cache: BuildCache, cancelled: threading.Event
-) -> Path:
+def _compile(group: Group, compiler: toolchain.Compiler, key: BuildKey, cache: BuildCache, limit: Limit) -> Path:
     table = group.table
     folders = (table.header.parent, *table.include_folders)
     command = toolchain.command(compiler, group.target, folders, table.packages, table.flags)
@@ -197,18 +270,32 @@ def _compile(
         for name, text in _sources(group).items():
             (folder / name).write_text(text)
         started = time.perf_counter()
-        code, output = _run([*command, f"{group.name}.cu", "-o", LIBRARY], folder, cancelled)
+        code, output = _run([*command, f"{group.name}.cu", "-o", LIBRARY], folder, limit)
         if code != 0 or not (folder / LIBRARY).is_file():
-            raise BuildError(f"nvcc could not compile {group} (exit code {code}):", output)
+            raise BuildError(f"nvcc could not compile {group} ({_ended(code)}):", output)
         seconds = round(time.perf_counter() - started, 1)
         return cache.publish(key, folder, {"seconds": seconds, "created": time.time()})
 
 
-def _run(command: list[str], folder: Path, cancelled: threading.Event) -> tuple[int, str]:
-    """Exit code and output of a compiler that is killed, with all that it started, when the build is given up."""
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended by signal {-code}"
+
+
+def _run(command: list[str], folder: Path, limit: Limit) -> tuple[int, str]:
+    """Exit code and output of a compiler; it is killed, with all that it started, when the build is given up.
+
+    Raises:
+      Cancelled: the build was given up.
+      TimedOut: it took longer than it may.
+    """
     scratch = folder / "scratch"  # nvcc's own temporary files go where they are removed whatever happens
     scratch.mkdir()
     log = scratch / "output.txt"
+    wait = limit.waiting("nvcc was still running, and was ended")
     with open(log, "wb") as file:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, "TMPDIR": str(scratch)}, stdin=subprocess.DEVNULL, stdout=file,
@@ -216,8 +303,7 @@ def _run(command: list[str], folder: Path, cancelled: threading.Event) -> tuple[
         )  # fmt: skip
         try:
             while process.poll() is None:
-                if cancelled.wait(_POLL_S):
-                    raise Cancelled
+                wait()
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # its session's, which is there until it is waited for
             process.wait()

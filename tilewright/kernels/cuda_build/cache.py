@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,44 @@ class BuildKey:
         return _digest(self.name.encode())[:32]
 
 
+class TimedOut(Exception):  # no TimeoutError, which as an OSError would say that the file system has no locks
+    """Something took longer than it may; says what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """How long a build may go on: until it is given up, and for so many seconds."""
+
+    cancelled: threading.Event
+    timeout_s: float
+
+    def waiting(self, what: str) -> Callable[[], None]:
+        """A function that waits a moment each time; from now on its time counts.
+
+        It raises `Cancelled` once the build is given up, and `TimedOut`, which says ``what``, when the time is over.
+        """
+        deadline = time.monotonic() + self.timeout_s
+
+        def wait() -> None:
+            if self.cancelled.wait(_POLL_S):
+                raise Cancelled
+            if time.monotonic() > deadline:
+                raise TimedOut(what)
+
+        return wait
+
+
 class BuildCache:
     """The folder ``cuda`` among Tilewright's caches; any number of processes may build into it at once.
 
     Args:
       path: another folder; it is made on the first build.
+      shipped: whether what an installed wheel brings is used in place of a build; for the user's own folder by default.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, shipped: bool | None = None) -> None:
         self.path = cache_folder("cuda") if path is None else path
+        self.shipped = path is None if shipped is None else shipped
 
     def find(self, key: BuildKey) -> Path | None:
         """The shared object of a group, if it is there and is what was compiled; its bytes are read.
@@ -139,7 +168,7 @@ class BuildCache:
             _remove(folder)
 
     @contextlib.contextmanager
-    def lock(self, key: BuildKey, cancelled: threading.Event) -> Iterator[None]:
+    def lock(self, key: BuildKey, limit: Limit) -> Iterator[None]:
         """Lets one process at a time build a group; those of one host, one for each GPU, would all compile the same.
 
         What killed processes left behind is removed. Without locks (some network file systems) all of them build, and
@@ -149,16 +178,13 @@ class BuildCache:
           BuildError: the cache is not ours alone.
           OSError: it cannot be written.
           Cancelled: the wait was given up.
+          TimedOut: another process holds it for too long.
         """
         self._make()
         self._sweep()
-
-        def wait(seconds: float = _POLL_S) -> None:
-            if cancelled.wait(seconds):
-                raise Cancelled
-
-        wait(0.0)
-        with locked(self.path / f".lock-{key.lock_name}", wait):
+        if limit.cancelled.is_set():
+            raise Cancelled
+        with locked(self.path / f".lock-{key.lock_name}", limit.waiting("another process is building it")):
             yield
 
     def _is_there(self) -> bool:

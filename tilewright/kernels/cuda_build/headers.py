@@ -36,6 +36,23 @@ def hash_headers(table: VariantTable) -> tuple[str, dict[str, str]]:
     return hashes.pop("").hexdigest(), {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
+@functools.lru_cache(maxsize=64)
+def hash_own_headers(table: VariantTable) -> str:
+    """A hash of the headers that are neither XLA's nor a package's: the same wherever the table is the same.
+
+    Raises:
+      OSError: the table's header cannot be read.
+    """
+    folders = (table.header.parent, own_folders()[0], *table.include_folders)
+    # What only a package's headers include counts as well, though the package may not be here.
+    further = sorted(path.name for folder in table.include_folders for path in folder.iterdir())
+    found = _closure([table.header.name, "tilewright/group.h", *further], folders)
+    total = hashlib.sha256()
+    for (folder, relative), digest in sorted(found.items()):
+        total.update(f"{folder}\0{relative}\0{digest}\0".encode())
+    return total.hexdigest()
+
+
 def _closure(names: Sequence[str], folders: Sequence[Path]) -> dict[_Place, str]:
     """The hashes of named headers and of what they include, as far as it is in one of the folders."""
     found: dict[_Place, str] = {}

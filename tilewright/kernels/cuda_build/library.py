@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from tilewright.errors import BuildError
-from tilewright.kernels.cuda_build.build import Group, build_key
+from tilewright.kernels.cuda_build.build import Group, locate
 from tilewright.kernels.cuda_build.cache import BuildCache
 from tilewright.kernels.cuda_build.requirements import FACT_FIELDS
 
@@ -56,12 +56,12 @@ _registered: set[str] = set()
 
 
 def loaded(group: Group, cache: BuildCache) -> Library | None:
-    """The library of a group that is loaded, or is built and can be; ``None`` if it is not built."""
+    """The library of a group that is loaded, or is built or shipped and can be; ``None`` if it is neither."""
     known = _loaded.get((cache.path, group))
     if known is not None:
         return known
-    path = cache.find(build_key(group))  # which compares the object's bytes with what was compiled
-    return None if path is None else _load(group, cache, path)
+    found = locate(group, cache)  # which compares the object's bytes with what was compiled
+    return None if found is None else _load(group, cache, found.path)
 
 
 def load(group: Group, cache: BuildCache, path: Path) -> Library:
