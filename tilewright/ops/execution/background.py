@@ -48,11 +48,11 @@ class BackgroundBuilds:
     other by the lock of its cache.
 
     Args:
-      timeout_s: seconds after which one build is ended, and has failed.
+      timeout_s: seconds after which one build is ended, and has failed; ``TIMEOUT_S`` by default.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S):
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float | None = None):
+        self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         self._why: dict[Build, str | None] = {}  # None while it is being made, then why it failed, or ""
         self._events: list[Any] = []
         self._changed = threading.Condition()
