@@ -93,7 +93,9 @@ def test_explain_takes_it_and_says_what_would_run(name, capsys):
 def test_tune_takes_it_and_the_call_then_runs_what_was_measured(name):
     function, args, kwargs, directions = CALLS[name]
     chain = ConfigSelectorChain()
-    result = tilewright.tune(function, *args, **kwargs, chooser=chain, tuner=Tuner(warmup=0, iters=1), budget_s=0.1)
+    result = tilewright.tune(
+        function, *args, **kwargs, chooser=chain, tuner=Tuner(warmup=0, iters=1), call_budget_s=0.1
+    )
     assert [entry.direction for entry in result.entries] == directions
     assert {call.step for call in tilewright.explain(function, *args, **kwargs, chooser=chain)} == {"memory"}
 
@@ -146,7 +148,9 @@ def test_logging_says_what_each_traced_call_chose_and_nothing_by_default(caplog)
 
 def test_logging_says_what_a_tuning_measures(caplog):
     with caplog.at_level(logging.INFO, logger="tilewright"):
-        tilewright.tune(layer, X[:, :16], chooser=ConfigSelectorChain(), tuner=Tuner(warmup=0, iters=1), budget_s=0.1)
+        tilewright.tune(
+            layer, X[:, :16], chooser=ConfigSelectorChain(), tuner=Tuner(warmup=0, iters=1), call_budget_s=0.1
+        )
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("tuning flash_attention forward f32[1,16,2,8]") for message in messages)
     assert any(message.startswith("tuned flash_attention forward: xla") for message in messages)

@@ -19,7 +19,11 @@ def tune(
     extra: options.Extra = None,
     shapes: options.Shapes = None,
     backward: options.Backward = True,
-    budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds for all of it, builds included; else 120 for each call.", show_default=False),
+    ] = None,
+    call_budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
     isolation: Annotated[
         str,
@@ -41,17 +45,20 @@ def tune(
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
+    Kernels in CUDA C++ are compiled beside the measurements; what is not made in time is left out, named, and goes on
+    being compiled for the next time.
+
     Candidates run in a process of their own: what crashes or hangs is noted, and the tuning goes on. Ctrl-C keeps what
     was measured, and a tuning that was killed goes on where it was.
     """
     wanted = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
-    if budget is not None and not budget > 0:
-        raise typer.BadParameter(f"{budget} is not a positive number of seconds", param_hint="--budget")
+    for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
+        if seconds is not None and not seconds > 0:
+            raise typer.BadParameter(f"{seconds} is not a positive number of seconds", param_hint=option)
     from tilewright.cli.tuning import tune_and_report, tuner_of
 
+    limits = {"budget_s": budget, "call_budget_s": call_budget}
     tuner = tuner_of(isolation, timeout)
-    raise typer.Exit(
-        tune_and_report(target, wanted, tuner, budget_s=budget, again=again, json_file=json_file, lock_file=lock)
-    )
+    raise typer.Exit(tune_and_report(target, wanted, tuner, again=again, json_file=json_file, lock_file=lock, **limits))

@@ -4,8 +4,9 @@ import datetime
 import math
 import os
 import sys
+import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import typer
 
@@ -16,9 +17,10 @@ from tilewright.cli.mistakes import first_line, user_mistakes
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import FAILED, Failure, Interrupted, complain, counted, stdout
 from tilewright.cli.progress import result_table
-from tilewright.cli.targets import NamedCall, named_calls
+from tilewright.cli.targets import named_calls
 from tilewright.ops import (
     AutotuningResult,
+    Invocation,
     Lock,
     PersistentCache,
     Tuner,
@@ -27,7 +29,7 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.execution.program import tune_until_interrupted
+from tilewright.ops.execution.program import find_invocations, tune_invocations
 from tilewright.ops.execution.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.progress import progress_for
@@ -51,6 +53,7 @@ def tune_and_report(
     tuner: Tuner,
     *,
     budget_s: float | None,
+    call_budget_s: float | None,
     again: bool,
     json_file: Path | None,
     lock_file: Path | None = None,
@@ -66,7 +69,8 @@ def tune_and_report(
     with use_lock(None):
         if lock_file is not None:
             _check_lock(lock_file)  # refused now rather than after the tuning
-        result, interrupted = _tune_all(target, options, tuner, budget_s=budget_s, again=again)
+        limits = {"budget_s": budget_s, "call_budget_s": call_budget_s}
+        result, interrupted = _tune_all(target, options, tuner, again=again, **limits)
         if json_file is not None and result.entries:
             with writing(json_file, "--json"):
                 json_file.write_text(result.to_json() + "\n")
@@ -80,36 +84,34 @@ def tune_and_report(
 
 
 def _tune_all(
-    target: str, options: CallOptions, tuner: Tuner, *, budget_s: float | None, again: bool
+    target: str, options: CallOptions, tuner: Tuner, *, again: bool, **limits: float | None
 ) -> tuple[AutotuningResult, bool]:
     """What was found, and whether an interrupt ended it."""
+    began = time.monotonic()
     calls = named_calls(target, options)
-    total = AutotuningResult()
-    interrupted = False
-    with progress_for(sys.stderr) as on_event:
+    invocations: list[Invocation[Any, Any]] = []
+    try:
         for call in calls:
-            try:
-                result = tune_until_interrupted(
-                    call.function, call.args, {}, tuner=tuner, budget_s=budget_s, reuse=not again, on_event=on_event
-                )
-            except KeyboardInterrupt:  # while the program was lowered: nothing of this call was measured yet
-                interrupted = True
-                break
-            except ExceptionGroup as group:
-                raise _all_failed(call, group) from group
-            total |= result
-            interrupted = result.interrupted
-            if interrupted:
-                break
-    return total, interrupted
+            invocations += find_invocations(call.function, *call.args)
+    except KeyboardInterrupt:  # nothing was measured yet
+        return AutotuningResult(), True
+    with progress_for(sys.stderr, plain=True) as on_event:
+        try:
+            result = tune_invocations(
+                invocations, began=began, tuner=tuner, reuse=not again, on_event=on_event, **limits
+            )
+        except ExceptionGroup as group:
+            raise _all_failed(target, group) from group
+    return result, result.interrupted
 
 
-def _all_failed(call: NamedCall, group: ExceptionGroup) -> Failure:
-    """What is to be said where no candidate of a call ran; those of earlier calls are kept."""
-    first = group.exceptions[0]
-    while isinstance(first, ExceptionGroup):
-        first = first.exceptions[0]
-    return Failure(f"{call.name}: {group.message}; the first: {type(first).__name__}: {first_line(first)}")
+def _all_failed(target: str, group: ExceptionGroup) -> Failure:
+    """What is to be said where no candidate of a call ran; those of other calls are kept."""
+    said = group
+    while isinstance(said.exceptions[0], ExceptionGroup):
+        said = said.exceptions[0]
+    first = said.exceptions[0]
+    return Failure(f"{target}: {said.message}; the first: {type(first).__name__}: {first_line(first)}")
 
 
 def _check_lock(file: Path) -> None:
@@ -144,8 +146,9 @@ def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, 
     """Prints what was found, and returns how many of the calls measured are not on disk."""
     if result.entries:
         stdout().print(result_table(result))
-    elif not interrupted:
+    elif not interrupted and not result.left_out:
         complain(f"{target} calls no kernel of tilewright; there is nothing to tune")
+    _report_left_out(result)
     measured = [call for call in result if call.step == "measured"]
     cache = _cache()
     if cache is None or not result.entries:
@@ -159,6 +162,15 @@ def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, 
         known = "the only call is known" if len(result) == 1 else f"all {counted(len(result), 'call')} known"
         typer.echo(f"{known}, nothing measured ({cache.path})")
     return lost
+
+
+def _report_left_out(result: AutotuningResult) -> None:
+    """Says what there was no time for."""
+    for call in result.left_out:
+        complain(f"not tuned, for the budget had ended: {call}")
+    for entry in result:
+        for name, why in entry.left_out.items():
+            complain(f"{entry.op} {entry.direction}: candidates of {name} were left out: {why}")
 
 
 def _kept(measured: int, lost: int, json_file: Path | None) -> str:

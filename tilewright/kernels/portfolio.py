@@ -20,7 +20,7 @@ from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
-from tilewright.ops.core.builds import Build
+from tilewright.ops.core.builds import Build, missing_builds
 from tilewright.ops.core.kernel import Invocation, Kernel, naming
 from tilewright.ops.core.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -190,7 +190,13 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     # What the framework asks of a kernel.
 
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
-        return next(iter(self._supported(inv)))
+        """The best that need not be built first, or else the best."""
+        choices = self._supported(inv)
+        return next((each for each in choices if not missing_builds(self.config_builds(inv, each))), choices[0])
+
+    def preferred_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
+        """The best, whether it must be built first or not."""
+        return self._supported(inv)[0]
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
         """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""

@@ -275,13 +275,13 @@ class TestPolicy:
 
     def test_budget_and_verification_reach_the_tuning(self, inv):
         seen = []
-        policy = AutotunePolicy(budget_s=1e-9, verify=False)
-        chain = ConfigSelectorChain(policy=policy, tuner=QUICK, on_event=seen.append)
-        chain.choose(inv)
-        assert [type(e).__name__ for e in seen].count("CandidateStarted") == 1
+        chain = ConfigSelectorChain(policy=AutotunePolicy(budget_s=1e-9), tuner=QUICK, on_event=seen.append)
+        assert chain.choose(inv).step == "heuristic"
+        assert "CandidateStarted" not in [type(e).__name__ for e in seen]
+        chain = ConfigSelectorChain(policy=AutotunePolicy(verify=False), tuner=QUICK, on_event=seen.append)
+        assert chain.choose(inv).step == "autotune"
         tuned = next(e.call for e in seen if type(e).__name__ == "CallTuned")
-        assert not tuned.complete
-        assert [c.check for c in tuned.candidates] == ["unchecked"]
+        assert {c.check for c in tuned.candidates} == {"unchecked"}
 
     def test_the_environment_allows_tuning(self, inv, monkeypatch):
         chain = ConfigSelectorChain(tuner=QUICK)

@@ -90,12 +90,12 @@ class TestCandidates:
         assert call.winner.eligible
         assert [c.heuristic for c in call.candidates] == [True] + [False] * 7
         names = [type(event).__name__ for event in events]
-        assert names[0] == "CallStarted"
+        assert names[:2] == ["TuningStarted", "CallStarted"]
         assert names[-1] == "CallTuned"
         assert names.count("CandidateStarted") == 8
         assert names.count("CandidateFailed") == 5
         assert names.count("CandidateMeasured") == 3
-        assert events[0].num_candidates == 8
+        assert events[1].num_candidates == 8
 
     def test_that_fail_at_run_time(self):
         (call,) = tuner().tune(Invocation(Scripted({2: "fails"}), (A, B))).entries
@@ -248,10 +248,19 @@ class TestWinner:
 class TestBudget:
     def test_ends_the_search_but_not_before_the_heuristic(self, monkeypatch):
         FakeClock({64: 1.0, 1: 0.1}, monkeypatch)
-        (call,) = tuner(budget_s=1e-9).tune(Invocation(Telling([1]), (A, B))).entries
+        (call,) = tuner(call_budget_s=1e-9).tune(Invocation(Telling([1]), (A, B))).entries
         assert not call.complete
-        assert [c.config for c in call.candidates] == [Config(64)]
+        assert [(c.config, c.check) for c in call.candidates] == [(Config(64), "unchecked"), (Config(1), "left out")]
+        assert call.candidates[1].error == "there was no time left to measure it"
         assert call.winner.time_ms == 1.0
+
+    def test_of_all_calls_that_is_over_measures_nothing_and_says_so(self):
+        events: list[Any] = []
+        kernel = Telling([1])
+        result = tuner(budget_s=1e-9, events=events).tune(Invocation(kernel, (A, B)))
+        assert not result.entries
+        assert [text.split()[0] for text in result.left_out] == [kernel.name]
+        assert [type(event).__name__ for event in events] == ["TuningStarted", "CallLeftOut"]
 
     def test_that_is_enough_changes_nothing(self):
         (call,) = tuner(budget_s=1000.0).tune(Invocation(Product(), (A, B))).entries

@@ -171,8 +171,8 @@ class TestTune:
         events = []
         kernel = Product("tests.program.options")
         function = lambda a: executor(kernel, a, B)
-        result = tune(function, A, chooser=chain, tuner=QUICK, budget_s=1e-9, verify=False, on_event=events.append)
-        assert [c.check for c in result.entries[0].candidates] == ["unchecked"]
+        result = tune(function, A, chooser=chain, tuner=QUICK, call_budget_s=1e-9, verify=False, on_event=events.append)
+        assert result.entries[0].candidates[0].check == "unchecked"
         assert type(events[-1]).__name__ == "CallTuned"
 
     def test_a_program_without_calls(self, chain):

@@ -234,7 +234,7 @@ class TestDropping:
         bench = Said([1.0, 9.0, 1.0, 0.9, 0.1])
         chosen, found, _ = race(bench, 5, outlooks=families)
         assert (chosen, bench.started) == (3, [0, 1, 3])
-        assert found[2].error == "the best of slow so far took 9 ms, and another implementation 1 ms"
+        assert found[2].error == "the best of slow so far took 9 ms, and another implementation 0.9 ms"
         assert found[2].dropped
 
     def test_an_implementation_that_tiles_may_bring_to_the_front_is_not(self):

@@ -187,8 +187,8 @@ class TestFailures:
 class TestBudgetAndInterrupts:
     def test_a_spent_budget_leaves_the_heuristic_and_says_so(self, clock: Any) -> None:
         clock.update({64: 1.0, 32: 0.1, 16: 0.1})
-        call = tuned(Blocks("t.budget"), budget_s=1e-9)
-        assert [c.config.block for c in call.candidates] == [64]
+        call = tuned(Blocks("t.budget"), call_budget_s=1e-9)
+        assert {c.config.block: c.check for c in call.candidates} == {64: "passed", 32: "left out", 16: "left out"}
         assert not call.complete
 
     def test_an_interrupt_keeps_what_was_measured(self, tmp_path: Any) -> None:

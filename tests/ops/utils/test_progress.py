@@ -67,7 +67,7 @@ CALL = TunedCall(
     (Candidate("slow", (4.0, 4.0), heuristic=True), Candidate("quick", (2.0, 2.0)), Candidate("no", check="dropped")),
     1,
 )  # fmt: skip
-INVOCATION = types.SimpleNamespace(kernel=types.SimpleNamespace(name="attention"), direction="forward")
+INVOCATION = types.SimpleNamespace(kernel=types.SimpleNamespace(name="attention"), direction="forward", key="key")
 STEPS = (
     events.CallStarted(INVOCATION, CALL.shapes, 3),
     events.CandidateStarted(0, "slow"),
@@ -206,6 +206,7 @@ def test_a_real_tuning_is_shown(tmp_path):
             kernel, jnp.ones(3), on_event=on_event, chooser=ConfigSelectorChain(ConfigCache()), verify=False
         )
     (call,) = result
-    (line,) = stream.shown()
+    budget, line = stream.shown()
+    assert budget == "tuning a call, within 120 s (the budget), builds included"
     assert line.startswith(f"shown_blocks forward f32[3] → {call.winner.config}: {call.winner.time_ms:.3g} ms")
     assert line.endswith("(2 tried)")

@@ -26,6 +26,8 @@ class AutotunePolicy:
       cache_miss_fallback: the first thing to try; "error" raises ``NoConfigError`` at once.
       budget_s: seconds that one tuning may take; ``None`` for no limit.
       verify: check every candidate against the kernel's reference, if it has one.
+      build_in_background: where the first choice must be compiled by nvcc, begin with that in another process, for
+        later programs; this one takes the best that need not be compiled either way.
     """
 
     allow_autotune: bool = True
@@ -33,9 +35,10 @@ class AutotunePolicy:
     cache_miss_fallback: Fallback = "autotune"
     budget_s: float | None = None
     verify: bool = True
+    build_in_background: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("allow_autotune", "allow_heuristics", "verify"):
+        for name in ("allow_autotune", "allow_heuristics", "verify", "build_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"AutotunePolicy needs a bool, got {name}={getattr(self, name)!r}")
         if self.cache_miss_fallback not in ("autotune", "heuristics", "error"):
@@ -43,14 +46,14 @@ class AutotunePolicy:
         check_budget(self.budget_s)
 
 
-def check_budget(budget_s: float | None) -> None:
+def check_budget(budget_s: float | None, name: str = "budget_s") -> None:
     """Raises unless it is ``None`` or a positive number."""
     if budget_s is None:
         return
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
-        raise TypeError(f"{budget_s=} must be a number of seconds or None")
+        raise TypeError(f"{name}={budget_s!r} must be a number of seconds or None")
     if not budget_s > 0:
-        raise ValueError(f"{budget_s=} must be positive or None")
+        raise ValueError(f"{name}={budget_s!r} must be positive or None")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.core.builds import Build, missing_builds
 from tilewright.ops.core.kernel import (
     Invocation,
     Kernel,
@@ -22,7 +23,7 @@ from tilewright.ops.core.kernel import (
     optional_method,
     remembers_configs,
 )
-from tilewright.ops.utils.describe import describe_key
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ Event = Callable[[Any], None]
 
 # Steps whose answers were not measured for the call: they never block a tuning, nor reach the disk.
 _GUESSES = ("nearest", "heuristic")
+# Steps whose answers nobody asked for: what must be compiled first is passed over.
+_UNTUNED = ("shipped", *_GUESSES)
+
+# Of which it was said that a call does without them.
+_SAID: set[Build] = set()
 
 
 class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
@@ -92,7 +98,9 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     tables, heuristic.
 
     A config from a cache that the kernel says it cannot run is logged and counts as none. Of a shipped table's entry
-    the fastest config counts that can run: the fastest of all may be by a package that is not installed.
+    the fastest config counts that can run: the fastest of all may be by a package that is not installed. Nor does what
+    nobody asked for, from the tables or by the heuristic, run if it must be compiled by nvcc first: the best that need
+    not be does, and that is said once.
 
     Args:
       cache: the memory cache; a fresh one by default.
@@ -161,6 +169,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         policy = self.policy
         if os.environ.get("TILEWRIGHT_AUTOTUNE", "") == "1":
             policy = dataclasses.replace(policy, allow_autotune=True)
+        if os.environ.get("TILEWRIGHT_BACKGROUND_BUILDS", "") == "1":
+            policy = dataclasses.replace(policy, build_in_background=True)
         return overrides.apply(policy)
 
     def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
@@ -172,6 +182,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             raise NoConfigError(refused)
         if selection is None:
             selection = self._miss(inv, overrides)
+        if selection.step in _UNTUNED and overrides.token is None:
+            self._say_what_is_not_built(inv, selection, overrides)
         if not decided:
             self.remember(selection)
         if self.on_event is not None:
@@ -181,6 +193,55 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
         return self._known(inv, cfg, overrides) or self._guess(inv)
+
+    def not_built(self, inv: Invocation[Any, Any], selection: Selection) -> tuple[Any, tuple[Build, ...]] | None:
+        """The config that would have been chosen instead if it were built, with what must be built; if there is one."""
+        if selection.step not in _UNTUNED or optional_method(inv.kernel, "config_builds") is None:
+            return None
+        preferred = self._preferred(inv)
+        if preferred is None or preferred == selection.config:
+            return None
+        missing = _missing(inv, preferred)
+        return (preferred, missing) if missing else None
+
+    def _preferred(self, inv: Invocation[Any, Any]) -> Any:
+        """What the steps that measure nothing would choose if everything were built."""
+        entry, near = self.shipped(inv), None
+        if entry is not None:
+            near = next((config for config in entry.ranked if not _reasons(inv, config)), None)
+        if near is None and not inv.is_symbolic:
+            nearest = self._nearest(inv, built=False)
+            near = None if nearest is None else nearest.config
+        preferred = optional_method(inv.kernel, "preferred_cfg")
+        return near if near is not None or preferred is None else preferred(inv)
+
+    def _say_what_is_not_built(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
+        """Says once of each build that a call does without it, and begins with it if the policy wants that."""
+        found = self.not_built(inv, selection)
+        if found is None:
+            return
+        preferred, missing = found
+        fresh = [each for each in missing if each not in _SAID]
+        _SAID.update(fresh)
+        if not fresh:
+            return
+        background = self.effective_policy(overrides).build_in_background
+        instead = (
+            "it is being compiled in the background, for later programs"
+            if background
+            else f"run `tilewright build {inv.kernel.name}` once, tune the call, or install tilewright-kernels"
+        )
+        logger.warning(
+            "%s %s would run by %s, but nvcc must compile that first, which takes minutes (%s): %s. It runs by %s",
+            inv.kernel.name, inv.direction, describe_config(preferred), ", ".join(map(str, missing)), instead,
+            describe_config(selection.config),
+        )  # fmt: skip
+        if background:
+            from tilewright.ops.execution.background import BackgroundBuilds  # starts processes
+
+            builds = BackgroundBuilds()
+            builds.add(fresh)
+            builds.leave()
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a guess never replaces anything that was measured."""
@@ -234,7 +295,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         entry = self.shipped(inv)
         configs = () if entry is None else entry.ranked
-        return next((config for config in configs if not _reasons(inv, config)), None)
+        return next((config for config in configs if not (_reasons(inv, config) or _missing(inv, config))), None)
 
     def shipped(self, inv: Invocation[Any, Any]) -> "TunedCall | None":
         """What the shipped tables say of the call."""
@@ -274,6 +335,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             result = tuner.measure(inv)
         if result.interrupted:
             raise KeyboardInterrupt
+        if not result.entries:  # the budget had ended before anything was measured
+            return self._guess(inv)
         winner = result.entries[0].winner
         return Selection(winner.config, "autotune", inv.key, winner.time_ms)
 
@@ -282,8 +345,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         near = None if inv.is_symbolic else self._nearest(inv)
         return near or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
 
-    def _nearest(self, inv: Invocation[Any, Any]) -> Selection | None:
-        """The config of the nearest shape in the shipped tables that can run the call."""
+    def _nearest(self, inv: Invocation[Any, Any], *, built: bool = True) -> Selection | None:
+        """The config of the nearest shape in the shipped tables that can run the call, and is built."""
         device = inv.device_fingerprint
         table = self._table(device)
         if not len(table):
@@ -292,7 +355,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
             for config in near.configs:
-                if not _reasons(inv, config):
+                if not (_reasons(inv, config) or (built and _missing(inv, config))):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
                     return Selection(config, "nearest", inv.key, detail=detail)
         return None
@@ -360,6 +423,12 @@ def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
         kernel = f"{inv.kernel.name} ({inv.direction})"
         logger.warning("%s cannot run %s, its config by the step %r: %s", kernel, cfg, step, "; ".join(why))
     return not why
+
+
+def _missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
+    """What must be built before a config that can run the call runs."""
+    builds = optional_method(inv.kernel, "config_builds")
+    return () if builds is None else missing_builds(builds(inv, cfg))
 
 
 def _reasons(inv: Invocation[Any, Any], cfg: Any) -> list[str]:

@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Iterable
 
+import jax
+
 
 class Build(abc.ABC):
     """Something that must be compiled before a config can run, in minutes rather than seconds: nvcc's shared objects.
@@ -38,6 +40,20 @@ class Build(abc.ABC):
 
 class Cancelled(Exception):
     """A build was given up because another failed, or by the user."""
+
+
+def missing_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
+    """Those for want of which a config is not chosen unless somebody asked for it.
+
+    In a program of several processes what one of them has built counts for nothing, for the others may lack it, and all
+    must choose alike.
+    """
+    wanted = tuple(builds)
+    if not wanted:
+        return ()
+    if jax.process_count() > 1:
+        return tuple(each for each in wanted if not each.is_installed())
+    return tuple(each for each in wanted if not each.is_made())
 
 
 def parallel_compilers(memory_bytes: Iterable[int], *, spared: int = 0) -> int:

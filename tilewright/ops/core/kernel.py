@@ -55,6 +55,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       candidate that cannot be faster than another was is not measured.
     - ``config_builds(invocation, cfg) -> [Build]``: what a compiler of minutes must have made before a config that can
       run the call runs, made already or not. Without tuning what is not made is not chosen; tuning makes it beside.
+    - ``preferred_cfg(invocation) -> Cfg``: what ``heuristic_cfg`` would return if everything were built.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
     - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 

@@ -17,6 +17,7 @@ from tilewright.ops.core.call import Selector, apply
 from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradient_form, naming, optional_method
 from tilewright.ops.core.programs import Program, Programs
 from tilewright.ops.core.types import Cfg, Out
+from tilewright.ops.utils.describe import describe_config
 
 __all__ = ["ConfigChooser", "Executor", "Explanation", "default_executor"]
 
@@ -97,6 +98,9 @@ class Executor(Generic[Cfg, Out]):
             policy = self.chooser.effective_policy()
             if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
                 step += ", until the call is tuned, which the policy allows"
+            unbuilt = self.chooser.not_built(inv, selection)
+            if unbuilt is not None:
+                step += f", until {', '.join(map(str, unbuilt[1]))} is built, for {describe_config(unbuilt[0])}"
             refused = "" if step in ("explicit", "overlay", "lock") else self.chooser.lock_refusal(inv)
             if refused:
                 step += f", but the call is an error: {refused}"

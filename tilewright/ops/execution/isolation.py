@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, TYPE_CHECKING, Any
@@ -137,7 +139,7 @@ class Worker:
         self.born_with = 0
         self.holds = 0
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: Task, timeout_s: float = START_TIMEOUT_S) -> None:
         """Gives the worker a task in place of the one before.
 
         Raises:
@@ -145,7 +147,7 @@ class Worker:
           RuntimeError: the call could not be made runnable; the message is the worker's.
         """
         try:
-            self.ask(START_TIMEOUT_S, "begin", pickle.dumps(task))
+            self.ask(timeout_s, "begin", pickle.dumps(task))
         except BaseException:
             self.end()
             raise
@@ -225,10 +227,11 @@ class ProcessBench(Bench):
 
     Args:
       idle: where the worker comes from, and where it goes if all is well with it in the end.
+      deadline: of ``time.monotonic``; what has not answered then is ended, and says nothing of the candidate.
     """
 
-    def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker):
-        self._task, self._timeout_s, self._idle = task, timeout_s, idle
+    def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker, deadline: float = math.inf):
+        self._task, self._timeout_s, self._idle, self._deadline = task, timeout_s, idle, deadline
         self._worker: Worker | None = None
         self._started: set[int] = set()
 
@@ -244,6 +247,8 @@ class ProcessBench(Bench):
             if trial.error:
                 self._replace_unless_healthy()
         except WorkerDied as error:
+            if time.monotonic() >= self._deadline:
+                return Trial("left out", "there was no time left to measure it")
             return Trial(error=f"the process that ran it is no more: {error}")
         if not trial.error:
             self._started.add(index)
@@ -260,6 +265,7 @@ class ProcessBench(Bench):
         if self._worker is not None:
             self._idle.give_back(self._worker)
         self._worker = None
+        self._started.clear()
 
     def _of_started(self, request: str, index: int) -> Any:
         self._replace_if_it_leaks()
@@ -281,14 +287,18 @@ class ProcessBench(Bench):
     def _ask(self, *request: Any) -> Any:
         if self._worker is None:
             worker = self._idle.take()
-            worker.begin(self._task)
+            worker.begin(self._task, self._seconds(START_TIMEOUT_S))
             self._worker = worker
         try:
-            return self._worker.ask(self._timeout_s, *request)
+            return self._worker.ask(self._seconds(self._timeout_s), *request)
         except WorkerDied:
             self._worker = None
             self._started.clear()
             raise
+
+    def _seconds(self, most: float) -> float:
+        """How long an answer is waited for."""
+        return max(0.1, min(most, self._deadline - time.monotonic()))
 
     def _replace_if_it_leaks(self) -> None:
         if self._worker is not None and self._worker.holds - self._worker.born_with > LEAK_LIMIT:

@@ -4,18 +4,21 @@ import contextlib
 import dataclasses
 import html
 import numbers
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tilewright.ops.config.context import current_overrides, in_force
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import check_budget, current_overrides, in_force
 from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
 from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.execution.confirming import check_confirmable, confirmed
 from tilewright.ops.execution.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.execution.results import AutotuningResult
-from tilewright.ops.execution.tuning import Autotuner, Event, Tuner
+from tilewright.ops.execution.tuning import DEFAULT_CALL_S, Autotuner, Event, Tuner
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.labels import CallLabel, find_labels_in_lowered, is_call_label, parse_label
 
@@ -56,7 +59,12 @@ def _is_lowered(fn: Any) -> bool:
 
 
 def _lower_plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
-    """Lowers a function with its arrays and positional numbers as arguments and everything else as it is."""
+    flat, arrays = _flat_call(fn, args, kwargs)
+    return flat.lower(arrays)
+
+
+def _flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A function, jitted, of its arrays and positional numbers, with everything else as it is; and these."""
     static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
     rest = {name: value for name, value in kwargs.items() if name not in static}
     leaves, tree = jax.tree.flatten((args, rest))
@@ -69,7 +77,7 @@ def _lower_plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         results = jax.tree.leaves(fn(*args, **rest, **static))
         return [result for result in results if _is_traceable(result)]
 
-    return jax.jit(flat).lower([leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array])
+    return jax.jit(flat), [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
 
 
 def _is_traceable(leaf: Any) -> bool:
@@ -102,8 +110,10 @@ def tune(
     *args: Any,
     tuner: Tuner | None = None,
     budget_s: float | None = None,
+    call_budget_s: float | None = None,
     verify: bool = True,
     reuse: bool = True,
+    confirm: bool = False,
     on_event: Event | None = None,
     chooser: ConfigSelectorChain | None = None,
     **kwargs: Any,
@@ -113,48 +123,82 @@ def tune(
     The function is lowered, not run; each call is measured on sampled inputs. Calls that the persistent cache has
     complete measurements of are taken from there. In a terminal or a notebook it shows its progress.
 
+    Kernels that must be compiled by nvcc are compiled beside the measurements, on the cores that are spare. What is not
+    made in time is left out, named in the result, and goes on being compiled: the next tuning measures it.
+
     Args:
       fn: any function that ``jax.jit`` can trace; what ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit`` returned, with
         its own static arguments; or what their ``lower`` returned, without arguments.
       *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place. Of a plain function keywords that are
         Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
       tuner: how to measure.
-      budget_s: seconds for one call.
+      budget_s: seconds that all of this may take, lowering and builds included; by default 120 for each call of a
+        kernel, ``math.inf`` for no limit.
+      call_budget_s: seconds for each call, within that.
       verify: check candidates against the kernels' references.
       reuse: ``False`` measures again what is already known.
+      confirm: run the function with what was chosen and with what would run without, in turn, and say in the result's
+        ``confirmation`` which was faster: a kernel that wins alone can lose beside others at the power limit. It runs
+        on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
       on_event: is called with the events of the tuning, instead of the progress that is shown otherwise.
       chooser: the chain to store the winners in; the default executor's by default.
 
     Raises:
       ExceptionGroup: every candidate of a call failed.
+      ValueError: ``confirm`` without arrays to run with.
       KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
     """
-    options = {"tuner": tuner, "budget_s": budget_s, "verify": verify, "chooser": chooser}
-    result = tune_until_interrupted(fn, args, kwargs, reuse=reuse, on_event=on_event, **options)
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result
-
-
-def tune_until_interrupted(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reuse: bool, on_event: Event | None, **options: Any
-) -> AutotuningResult:
-    """``tune`` for a caller who shows what an interrupt left: the result says so in ``interrupted``.
-
-    Args:
-      **options: of the ``Autotuner``.
-
-    Raises:
-      ExceptionGroup: every candidate of a call failed.
-      KeyboardInterrupt: the caller was interrupted while the function was lowered.
-    """
+    began = time.monotonic()
+    if confirm:
+        check_confirmable(fn, args, kwargs)
+    options: dict[str, Any] = {
+        "tuner": tuner, "call_budget_s": call_budget_s, "verify": verify, "chooser": chooser, "on_event": on_event,
+    }  # fmt: skip
+    check_budget(budget_s)
+    autotuner = Autotuner(**options)  # what is wrong with the options is said before the function is lowered
     invocations = find_invocations(fn, *args, **kwargs)
+    untuned = ConfigCache()
+    for inv in invocations if confirm else ():
+        untuned.put(inv.key, autotuner.chooser.lookup(inv).config)
     with contextlib.ExitStack() as stack:
         if on_event is None:
             from tilewright.ops.utils.progress import progress_for  # reads the terminal: not before it is needed
 
-            on_event = stack.enter_context(progress_for())
-        return Autotuner(on_event=on_event, **options).tune(*invocations, reuse=reuse)
+            options["on_event"] = stack.enter_context(progress_for())
+        result = tune_invocations(invocations, began=began, budget_s=budget_s, reuse=reuse, **options)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    if confirm and result.entries:
+        if callable(getattr(fn, "lower", None)):
+            result.confirmation = confirmed(fn, args, kwargs, tuned=result.cache(), untuned=untuned)
+        else:
+            flat, arrays = _flat_call(fn, args, kwargs)
+            result.confirmation = confirmed(flat, (arrays,), {}, tuned=result.cache(), untuned=untuned)
+    return result
+
+
+def tune_invocations(
+    invocations: Sequence[Invocation[Any, Any]],
+    *,
+    began: float,
+    budget_s: float | None,
+    reuse: bool,
+    **options: Any,
+) -> AutotuningResult:
+    """Tunes the calls that were found in programs, for a caller who shows what an interrupt left.
+
+    Args:
+      began: when the budget began, of ``time.monotonic``: finding the calls took some of it.
+      budget_s: of all; as ``tune`` takes it.
+      **options: of the ``Autotuner``.
+
+    Raises:
+      ExceptionGroup: every candidate of a call failed.
+    """
+    total = DEFAULT_CALL_S * max(1, len(invocations)) if budget_s is None else budget_s
+    # Never nothing: what is over is left out, call by call, and said.
+    left = max(total - (time.monotonic() - began), 1e-3)
+    return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

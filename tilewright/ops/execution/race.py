@@ -1,12 +1,20 @@
 """Which candidate wins: a strategy that sees samples alone, wherever they come from."""
 
+import abc
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
-from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, CandidateMeasured, CandidateStarted
+from tilewright.ops.execution.events import (
+    CandidateDropped,
+    CandidateFailed,
+    CandidateLeftOut,
+    CandidateMeasured,
+    CandidateStarted,
+)
 from tilewright.ops.execution.results import Candidate
 from tilewright.ops.execution.timing import Timer
 
@@ -35,6 +43,7 @@ class Limits:
       may_start: whether there is time left to start candidates that have not run yet.
       may_go_on: whether there is time left.
       cancelled: whether the user has had enough; then not even the heuristic is started.
+      seconds_left: for candidates to be started in; nothing is compiled ahead that would not be measured by then.
     """
 
     iters: int
@@ -43,6 +52,29 @@ class Limits:
     may_start: Callable[[], bool]
     may_go_on: Callable[[], bool]
     cancelled: Callable[[], bool]
+    seconds_left: Callable[[], float] = lambda: math.inf
+
+
+class Gate(abc.ABC):
+    """Tells which candidates can be started now, where some must be built first."""
+
+    @abc.abstractmethod
+    def is_open(self, index: int) -> bool:
+        """Whether a candidate can be started."""
+
+    @abc.abstractmethod
+    def refusal(self, index: int) -> str:
+        """Why a candidate will not be built; empty if it is, or may be."""
+
+
+class OpenGate(Gate):
+    """The gate where nothing must be built."""
+
+    def is_open(self, index: int) -> bool:
+        return True
+
+    def refusal(self, index: int) -> str:
+        return ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +99,9 @@ class Race:
     faster by more than the noise. The winner's results are checked once more, over poisoned memory; if they are wrong,
     the next best wins.
 
+    After the first ones, each implementation's best guess comes before anyone's second, and then the candidates of the
+    implementation that is the fastest so far. One that must be built is started when it is; what is open then goes on.
+
     A candidate is not started, and recorded as dropped, if its outlook is that it cannot run, or that it takes longer
     than another has taken: by more than clocks may be above their rating and a first sample may be too short. Nor is
     one of an implementation that is slower than another by more than tiles have been seen to change.
@@ -76,9 +111,11 @@ class Race:
       known: candidates that an earlier tuning measured or saw fail; they are started when they are needed.
       emit: is called with events.
       record: is called with every candidate that is new or was found wrong.
+      first: how many candidates come before all others, in their order.
+      gate: which candidates can be started.
 
     Attributes:
-      found: what is known of the candidates so far, in their order.
+      longest_start_s: what the slowest candidate took to be compiled, checked and sampled once.
     """
 
     def __init__(
@@ -91,44 +128,118 @@ class Race:
         known: Mapping[int, Candidate],
         emit: Callable[[Any], None],
         record: Callable[[Candidate], None],
+        first: int = 1,
+        gate: Gate | None = None,
     ):
         self._bench, self._configs, self._limits, self._known = bench, configs, limits, known
         self._outlooks = outlooks
         self._emit, self._record = emit, record
-        self.found: list[Candidate] = []
+        self._first, self._gate = first, gate or OpenGate()
+        self._found: dict[int, Candidate] = {}
         self._started: set[int] = set()
         # Candidates whose only sample was taken alone, right after the first run.
         self._alone: set[int] = set()
         self._repeats_to = Timer.repeats_to
+        self._starting_s: list[float] = []
+
+    @property
+    def found(self) -> list[Candidate]:
+        """What is known of the candidates so far, in their order."""
+        return [self._found[index] for index in sorted(self._found)]
+
+    @property
+    def longest_start_s(self) -> float:
+        return max(self._starting_s, default=0.0)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a candidate of which nothing is known may still be built."""
+        return any(not self._gate.is_open(i) and not self._gate.refusal(i) for i in self._unknown())
+
+    @property
+    def can_explore(self) -> bool:
+        """Whether a candidate of which nothing is known can be started."""
+        return any(self._gate.is_open(i) for i in self._unknown())
 
     def run(self) -> int | None:
         """The index of the winner; ``None`` if no candidate was found right."""
-        self._first_runs()
+        self.explore()
+        return self.decide()
+
+    def explore(self) -> None:
+        """Starts every candidate that can be, the most promising first, as long as there is time."""
+        while not self._limits.cancelled():
+            best = self._best_of_families()
+            open_now = self._in_order([i for i in self._unknown() if self._gate.is_open(i)], best)
+            if not open_now or (open_now[0] and not self._limits.may_start()):
+                return
+            self._look_at(open_now, best)
+
+    def decide(self) -> int | None:
+        """The index of the winner among what was started; what was not is left out."""
         eligible = self._eligible()
         if eligible:
             self._search(self._promising(eligible) if len(eligible) > 1 else eligible)
         while eligible := self._eligible():
             chosen = self._winner(eligible)
             if self._stands(chosen):
-                return chosen
-        return None
+                break
+        for index in self._unknown():
+            self._leave_out(index)
+        return chosen if eligible else None
 
-    def _first_runs(self) -> None:
-        for index in range(len(self._configs)):
-            best = self._best_of_families()
-            if self._limits.cancelled() or (index and not self._limits.may_start()):
-                return
-            if index in self._known:
-                self.found.append(dataclasses.replace(self._known[index], heuristic=index == 0))
-            elif why := self._hopeless(index, best):
-                self.found.append(Candidate(self._configs[index], (), "dropped", why))
-            else:
-                ahead = range(index, len(self._configs))
-                self._bench.expect([i for i in ahead if i not in self._known and not self._hopeless(i, best)])
-                self._emit(CandidateStarted(index, self._configs[index]))
-                self.found.append(self._candidate(index, self._start(index)))
-                self._record(self.found[index])
-            self._tell(index)
+    def _unknown(self) -> list[int]:
+        return [index for index in range(len(self._configs)) if index not in self._found]
+
+    def _in_order(self, indices: Sequence[int], families: Mapping[str, float]) -> list[int]:
+        """The most promising first; of an implementation of which nothing is known, one alone."""
+
+        def place(index: int) -> tuple[float, int]:
+            if index < self._first:
+                return -1.0, index
+            return families.get(self._outlooks[index].family, 0.0), index
+
+        ordered = sorted(indices, key=place)
+        guesses, seen = [], set(families)
+        for index in ordered:
+            family = self._outlooks[index].family
+            if index < self._first or family not in seen:
+                guesses.append(index)
+            seen.add(family)
+        return guesses or ordered
+
+    def _look_at(self, ordered: Sequence[int], best: Mapping[str, float]) -> None:
+        """Starts the first of some candidates, or says why that is not needed."""
+        index = ordered[0]
+        if index in self._known:
+            self._found[index] = dataclasses.replace(self._known[index], heuristic=index == 0)
+        elif why := self._hopeless(index, best):
+            self._found[index] = Candidate(self._configs[index], (), "dropped", why)
+        else:
+            ahead = [i for i in ordered if i not in self._known and not self._hopeless(i, best)]
+            self._bench.expect(ahead[: self._affordable()])
+            self._emit(CandidateStarted(index, self._configs[index]))
+            self._found[index] = self._candidate(index, self._start(index))
+            self._record(self._found[index])
+        self._tell(index)
+
+    def _affordable(self) -> int | None:
+        """How many candidates can be started in the time that is left, by what those before took; at least one."""
+        left = self._limits.seconds_left()
+        if not self._starting_s or not math.isfinite(left):
+            return None
+        return max(1, int(left / (sum(self._starting_s) / len(self._starting_s))))
+
+    def _leave_out(self, index: int) -> None:
+        refusal = self._gate.refusal(index)
+        if refusal:
+            why = f"its build failed: {refusal}"
+        elif self._gate.is_open(index):
+            why = "there was no time left to measure it"
+        else:
+            why = "there was no time left to build it"
+        self._found[index] = Candidate(self._configs[index], (), "left out", why, heuristic=index == 0)
+        self._emit(CandidateLeftOut(index, self._configs[index], why))
 
     def _best_of_families(self) -> dict[str, float]:
         """The least time of each family so far."""
@@ -156,7 +267,9 @@ class Race:
         )
 
     def _start(self, index: int) -> Trial:
+        began = time.monotonic()
         trial = self._bench.start(index)
+        self._starting_s.append(time.monotonic() - began)
         if not trial.error:
             self._repeats_to = trial.repeats_to
         return trial
@@ -184,7 +297,7 @@ class Race:
         return ""
 
     def _tell(self, index: int) -> None:
-        candidate = self.found[index]
+        candidate = self._found[index]
         if candidate.dropped:
             self._emit(CandidateDropped(index, candidate.config, candidate.error))
             return
@@ -196,16 +309,16 @@ class Race:
         )
 
     def _eligible(self) -> list[int]:
-        return [i for i, candidate in enumerate(self.found) if candidate.eligible]
+        return [i for i, candidate in sorted(self._found.items()) if candidate.eligible]
 
     def _time(self, index: int) -> float:
-        time_ms = self.found[index].time_ms
+        time_ms = self._found[index].time_ms
         return math.inf if time_ms is None else time_ms
 
     def _noise(self, one: int, other: int) -> float:
         """By how much the medians of two candidates may differ and mean nothing."""
         slower = max(self._time(one), self._time(other))
-        return max(self.found[one].noise_ms + self.found[other].noise_ms, self._repeats_to * slower)
+        return max(self._found[one].noise_ms + self._found[other].noise_ms, self._repeats_to * slower)
 
     def _promising(self, eligible: Sequence[int]) -> list[int]:
         best = min(map(self._time, eligible))
@@ -235,7 +348,7 @@ class Race:
     def _better_half(self, alive: Sequence[int]) -> list[int]:
         ranked = sorted(alive, key=self._time)
         best, limit = ranked[0], self._time(ranked[(len(ranked) - 1) // 2])
-        early = EARLY_NOISE * self._time(best) / math.sqrt(len(self.found[best].samples_ms))
+        early = EARLY_NOISE * self._time(best) / math.sqrt(len(self._found[best].samples_ms))
 
         def stays(index: int) -> bool:
             behind = self._time(index) - self._time(best)
@@ -254,9 +367,9 @@ class Race:
         impossible = self._impossible(sample)
         if impossible:
             return self._fail(index, impossible)
-        kept = () if index in self._alone else self.found[index].samples_ms
+        kept = () if index in self._alone else self._found[index].samples_ms
         self._alone.discard(index)
-        self.found[index] = dataclasses.replace(self.found[index], samples_ms=(*kept, sample))
+        self._found[index] = dataclasses.replace(self._found[index], samples_ms=(*kept, sample))
         return True
 
     def _is_started(self, index: int) -> bool:
@@ -270,8 +383,8 @@ class Race:
         return True
 
     def _fail(self, index: int, error: str, check: str = "failed") -> bool:
-        self.found[index] = dataclasses.replace(self.found[index], check=check, error=error)
-        self._record(self.found[index])
+        self._found[index] = dataclasses.replace(self._found[index], check=check, error=error)
+        self._record(self._found[index])
         self._tell(index)
         return False
 
@@ -283,14 +396,14 @@ class Race:
         near = [i for i in eligible if i == 0 or self._time(i) - self._time(best) <= self._noise(i, best)]
         if len(near) > 1 and self._limits.may_go_on():
             near = self._rounds(near, self._limits.iters) or near
-            best = min((i for i in near if self.found[i].eligible), key=self._time, default=best)
-        if 0 not in near or not self.found[0].eligible:
+            best = min((i for i in near if self._found[i].eligible), key=self._time, default=best)
+        if 0 not in near or not self._found[0].eligible:
             return best
         return best if self._time(best) < self._time(0) - self._noise(0, best) else 0
 
     def _stands(self, index: int) -> bool:
         """Whether a winner's results are right over poisoned memory, too."""
-        if not self.found[index].eligible or not self._is_started(index):
+        if not self._found[index].eligible or not self._is_started(index):
             return False
         try:
             wrong = self._bench.recheck(index)

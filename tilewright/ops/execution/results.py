@@ -30,9 +30,9 @@ class Candidate:
 
     Attributes:
       samples_ms: milliseconds per call; empty if it never ran.
-      check: "passed", "failed", "unchecked" where the kernel has no reference, or "dropped" if it was never started:
-        it cannot run, or cannot be the fastest.
-      error: the message of its exception, what its check found, or why it was dropped; empty if all was well.
+      check: "passed", "failed", "unchecked" where the kernel has no reference, "dropped" if it was never started: it
+        cannot run, or cannot be the fastest; or "left out" if there was no time to start it, or to build it.
+      error: the message of its exception, what its check found, or why it was not started; empty if all was well.
       heuristic: whether it is what would run without tuning.
       exception: the exception itself; not kept by JSON.
     """
@@ -61,7 +61,12 @@ class Candidate:
     @property
     def dropped(self) -> bool:
         """Whether it was never started, for the reason in ``error``."""
-        return self.check == "dropped"
+        return self.check in ("dropped", "left out")
+
+    @property
+    def left_out(self) -> bool:
+        """Whether it may be the fastest for all that is known: there was no time for it."""
+        return self.check == "left out"
 
     @property
     def failed(self) -> bool:
@@ -171,6 +176,15 @@ class TunedCall:
         over, best = self.regret_ms, self.fastest
         return over / best.time_ms if over is not None and best is not None and best.time_ms else None
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Why, by implementation, candidates were not measured though they may be the fastest; of each the first."""
+        out: dict[str, str] = {}
+        for candidate in self.candidates:
+            if candidate.left_out:
+                out.setdefault(kind_of(candidate.config) or str(candidate.config), candidate.error)
+        return out
+
     def essence(self) -> "TunedCall":
         """The same with the winner, the heuristic and the fastest of every kind of config alone."""
         kept, kinds = {self.chosen}, set()
@@ -194,6 +208,36 @@ class TunedCall:
         return cls(**(said | {"candidates": tuple(Candidate.of_json(c) for c in said["candidates"])}))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Confirmation:
+    """How a program did with what a tuning chose, and with what would have run without it.
+
+    Attributes:
+      tuned, untuned: samples of the whole program, taken in turn.
+    """
+
+    tuned: Timing
+    untuned: Timing
+
+    @property
+    def speedup(self) -> float:
+        """The time without over the time with."""
+        return self.untuned.median_ms / self.tuned.median_ms
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the winners made the program slower by more than the noise."""
+        noise = max(self.tuned.noise_ms + self.untuned.noise_ms, Timer.repeats_to * self.untuned.median_ms)
+        return self.tuned.median_ms > self.untuned.median_ms + noise
+
+    def __str__(self) -> str:
+        verdict = "slower: what wins alone can lose beside others" if self.is_slower else f"{self.speedup:.3g}×"
+        return (
+            f"the program takes {self.tuned.median_ms:.4g} ms with the winners and {self.untuned.median_ms:.4g} ms "
+            f"without ({verdict})"
+        )
+
+
 class AutotuningResult(AbstractContextManager["AutotuningResult"]):
     """The calls that a tuning measured or found.
 
@@ -205,6 +249,9 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
       device: fingerprint of the device that was measured.
       toolchain: versions of what compiled the candidates.
       interrupted: whether an interrupt ended the tuning.
+      left_out: calls that were not measured at all, in words, for the budget had ended; not kept by JSON.
+      confirmation: how the caller's program did with the winners and without, where that was asked for; not kept by
+        JSON.
     """
 
     def __init__(
@@ -214,6 +261,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         device: str = "",
         toolchain: dict[str, str] | None = None,
         interrupted: bool = False,
+        left_out: tuple[str, ...] = (),
     ):
         self.entries = tuple(entries)
         if not all(isinstance(entry, TunedCall) for entry in self.entries):
@@ -221,6 +269,8 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         self.device = device
         self.toolchain = dict(toolchain or {})
         self.interrupted = interrupted
+        self.left_out = tuple(left_out)
+        self.confirmation: Confirmation | None = None
         # One for all entries into this context, so that a function is traced once in it.
         self._overlay: ConfigCache | None = None
 
@@ -246,6 +296,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             device=other.device or self.device,
             toolchain=self.toolchain | other.toolchain,
             interrupted=self.interrupted or other.interrupted,
+            left_out=(*self.left_out, *other.left_out),
         )
 
     def __repr__(self) -> str:

@@ -10,24 +10,30 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
-from tilewright.ops.core.kernel import Invocation, Kernel, optional_method
+from tilewright.ops.core.kernel import Invocation, Kernel
 from tilewright.ops.execution.bench import Bench, local_bench
+from tilewright.ops.execution.calls import CallTuning
 from tilewright.ops.execution.events import (
+    BuildFailed,
+    BuildsLeft,
+    CallLeftOut,
     CallStarted,
     CallTuned,
     CandidateDropped,
     CandidateFailed,
+    CandidateLeftOut,
     CandidateMeasured,
     CandidateStarted,
     Event,
+    TuningStarted,
 )
 from tilewright.ops.execution.isolation import IdleWorker, ProcessBench, Task, why_not_sent
-from tilewright.ops.execution.journal import Journal
 from tilewright.ops.execution.outside import Interrupted, measuring_alone, outside_traces
-from tilewright.ops.execution.race import Limits, Outlook, Race, Search
-from tilewright.ops.execution.results import AutotuningResult, TunedCall, kind_of
+from tilewright.ops.execution.race import Search
+from tilewright.ops.execution.results import AutotuningResult, TunedCall
+from tilewright.ops.execution.schedule import Schedule
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
-from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
@@ -51,8 +57,8 @@ __all__ = [
 
 Isolation = Literal["none", "process", "auto"]
 
-# Of a budget, for candidates to run once; the rest is for those that may be the best to be told apart.
-FIRST_RUNS = 0.75
+DEFAULT_CALL_S = 120.0
+"""Of the budget that holds where the caller gives none: seconds for each call that must be measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,8 +109,9 @@ class Autotuner:
       tuner: how to measure.
       chooser: the chain to store in, and to take forward configs from when a backward pass is tuned; the default
         executor's by default.
-      budget_s: seconds for one call, from when its candidates start; those that are left after three quarters of it are
-        not tried.
+      budget_s: seconds for all calls together, builds included; no limit by default. What there is no time for is left
+        out, and said; builds go on by themselves.
+      call_budget_s: seconds for each call; candidates that are left after three quarters of it are not tried.
       verify: check candidates against the kernel's reference, if it has one.
       on_event: is called with the events of this module, from the thread that measures.
     """
@@ -115,6 +122,7 @@ class Autotuner:
         *,
         chooser: "ConfigSelectorChain | None" = None,
         budget_s: float | None = None,
+        call_budget_s: float | None = None,
         verify: bool = True,
         on_event: Event | None = None,
     ):
@@ -131,9 +139,11 @@ class Autotuner:
         if tuner is not None:
             check_tuner(tuner)
         check_budget(budget_s)
+        check_budget(call_budget_s, "call_budget_s")
         self.tuner = tuner or Tuner()
         self.chooser = chooser
         self.budget_s = budget_s
+        self.call_budget_s = call_budget_s
         self.verify = verify
         self._on_event = on_event
 
@@ -177,19 +187,23 @@ class Autotuner:
         if configs is not None and not isinstance(configs, Iterable):
             raise TypeError(f"{configs=} must be configs of the kernel, or None")
         given = None if configs is None else list(configs)
-        distinct = {inv.key: inv for inv in invocations}.values()
-        entries: list[TunedCall] = []
+        distinct = {inv.key: inv for inv in invocations}
+        deadline = time.monotonic() + _seconds(self.budget_s)
+        known = {key: entry for key, inv in distinct.items() if reuse and (entry := self._known(inv)) is not None}
+        schedules: list[Schedule] = []
 
         def work(cancelled: threading.Event) -> None:
+            for entry in known.values():
+                self._emit(CallTuned(entry))
+            unknown = [inv for key, inv in distinct.items() if key not in known]
+            if not unknown:
+                return
+            self._emit(TuningStarted(len(unknown), _seconds(self.budget_s)))
             with contextlib.closing(IdleWorker()) as idle:
-                for inv in distinct:
-                    if cancelled.is_set():
-                        return
-                    known = self._known(inv) if reuse else None
-                    entry = known or self._tune_one(inv, given, inputs, cancelled, idle)
-                    if entry is not None:
-                        entries.append(entry)
-                        self._emit(CallTuned(entry))
+                calls = [self._call(inv, given, inputs, cancelled, idle, deadline) for inv in unknown]
+                limits = {"deadline": deadline, "call_budget_s": _seconds(self.call_budget_s)}
+                schedules.append(Schedule(calls, cancelled=cancelled, emit=self._emit, **limits))
+                schedules[0].run()
 
         interrupted = False
         try:
@@ -197,11 +211,18 @@ class Autotuner:
                 outside_traces(work)
         except Interrupted:
             interrupted = True
+        failures = [failure for schedule in schedules for failure in schedule.failures]
+        if failures and not interrupted:
+            raise (
+                failures[0] if len(failures) == 1 else ExceptionGroup("every candidate of some calls failed", failures)
+            )
+        entries = known | {entry.key: entry for schedule in schedules for entry in schedule.entries}
         return AutotuningResult(
-            tuple(entries),
+            tuple(entries[key] for key in distinct if key in entries),
             device=invocations[0].device_fingerprint if invocations else "",
             toolchain=toolchain_fingerprint(),
             interrupted=interrupted,
+            left_out=tuple(text for schedule in schedules for text in schedule.left_out),
         )
 
     def _emit(self, event: Any) -> None:
@@ -224,59 +245,35 @@ class Autotuner:
         # Measurements of another source than the present one are not given out.
         return TunedCall.of(inv, candidates, chosen, step=step, source=implementation_source(inv))
 
-    def _tune_one(
+    def _call(
         self,
         inv: Invocation[Any, Any],
         configs: list[Any] | None,
         inputs: Any,
         cancelled: threading.Event,
         idle: IdleWorker,
-    ) -> TunedCall | None:
+        deadline: float,
+    ) -> CallTuning:
+        """The tuning of one call, before anything of it is measured."""
         from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
 
-        source = implementation_source(inv)
-        candidates = self._candidates(inv, configs)
-        self._emit(CallStarted(inv, describe_key(inv.key), len(candidates)))
-        journal = Journal(self.chooser, inv, source)
-        bench = self._bench(inv, candidates, inputs, idle)
-        race = Race(
-            bench,
+        candidates, first = self._candidates(inv, configs)
+        return CallTuning(
+            inv,
             candidates,
-            self._limits(inv, cancelled),
-            outlooks=[_outlook(inv, config) for config in candidates],
-            known=journal.known(candidates),
+            first=first,
+            bench=lambda: self._bench(inv, candidates, inputs, idle, deadline),
+            chooser=self.chooser,
+            source=implementation_source(inv),
+            iters=self.tuner.iters,
+            search=self.tuner.search,
+            cancelled=cancelled,
             emit=self._emit,
-            record=lambda _: journal.record(race.found),
-        )
-        try:
-            chosen = race.run()
-        finally:
-            bench.close()
-        if chosen is None:
-            if cancelled.is_set():
-                return None
-            errors = [c.exception or ValueError(c.error) for c in race.found]
-            raise ExceptionGroup(f"every candidate of {inv.kernel.name} ({inv.direction}) failed", errors)
-        complete = len(race.found) == len(candidates) and not cancelled.is_set()
-        entry = TunedCall.of(inv, race.found, chosen, complete=complete, source=source)
-        self.chooser.store(inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
-        if complete:
-            journal.finish()
-        return entry
-
-    def _limits(self, inv: Invocation[Any, Any], cancelled: threading.Event) -> Limits:
-        start, budget_s = time.monotonic(), math.inf if self.budget_s is None else self.budget_s
-        bound = optional_method(inv.kernel, "time_bound_ms")
-        return Limits(
-            self.tuner.iters,
-            self.tuner.search,
-            0.0 if bound is None else bound(inv),
-            may_start=lambda: not cancelled.is_set() and time.monotonic() < start + FIRST_RUNS * budget_s,
-            may_go_on=lambda: not cancelled.is_set() and time.monotonic() < start + budget_s,
-            cancelled=cancelled.is_set,
         )
 
-    def _bench(self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any, idle: IdleWorker) -> Bench:
+    def _bench(
+        self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any, idle: IdleWorker, deadline: float
+    ) -> Bench:
         """Where the candidates run.
 
         Raises:
@@ -287,7 +284,7 @@ class Autotuner:
             task = Task.of(inv, candidates, inputs, self.chooser, tuner.timer, tuner.warmup, verify=self.verify)
             why = why_not_sent(task)
             if not why:
-                return ProcessBench(task, timeout_s=tuner.timeout_s, idle=idle)
+                return ProcessBench(task, timeout_s=tuner.timeout_s, idle=idle, deadline=deadline)
             if tuner.isolation == "process":
                 raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
             logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
@@ -295,16 +292,20 @@ class Autotuner:
             inv, self.chooser, candidates, inputs=inputs, timer=tuner.timer, warmup=tuner.warmup, verify=self.verify
         )
 
-    def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> list[Any]:
-        """The heuristic, then what another toolchain found best, then the rest; each once."""
+    def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> tuple[list[Any], int]:
+        """Each candidate once, and how many come before all others: the heuristic, and what a stale entry holds."""
         stale = self.chooser.stale_config(inv)
         space = list(inv.kernel.config_space(inv)) if configs is None else configs
-        ordered = [inv.kernel.heuristic_cfg(inv), *([] if stale is None else [stale]), *space]
+        leading = [inv.kernel.heuristic_cfg(inv), *([] if stale is None else [stale])]
         unique: list[Any] = []
-        for config in ordered:
+        for config in [*leading, *space]:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
-        return unique
+        return unique, 1 if stale is None or stale == leading[0] else 2
+
+
+def _seconds(budget_s: float | None) -> float:
+    return math.inf if budget_s is None else budget_s
 
 
 def log_event(logger: logging.Logger, event: Any) -> None:
@@ -318,19 +319,16 @@ def log_event(logger: logging.Logger, event: Any) -> None:
             logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(won.config), time)
         case CandidateMeasured(_, config, time_ms):
             logger.debug("%s: %.4g ms", describe_config(config), time_ms)
-        case CandidateFailed(_, config, why) | CandidateDropped(_, config, why):
+        case CandidateFailed(_, config, why) | CandidateDropped(_, config, why) | CandidateLeftOut(_, config, why):
             logger.debug("%s: %s", describe_config(config), why)
-
-
-def _outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
-    """What a kernel says of a config without running it."""
-    family = kind_of(config)
-    reasons = optional_method(inv.kernel, "config_reasons")
-    against = [] if reasons is None else reasons(inv, config)
-    if against:
-        return Outlook("; ".join(against), family=family)
-    bound = optional_method(inv.kernel, "config_bound_ms")
-    return Outlook("", 0.0 if bound is None else bound(inv, config), family)
+        case TuningStarted(count, budget_s):
+            logger.info("%d calls are tuned, within %g s", count, budget_s)
+        case BuildFailed(build, why):
+            logger.info("%s could not be built: %s", build, why)
+        case BuildsLeft(builds):
+            logger.info("still being built, for the next tuning: %s", ", ".join(builds))
+        case CallLeftOut(inv, shapes, why):
+            logger.info("not tuned: %s %s %s: %s", inv.kernel.name, inv.direction, shapes, why)
 
 
 def autotune(

@@ -1,5 +1,7 @@
 """How far a tuning is, shown where somebody looks: a live line in a terminal or a notebook, else nothing."""
 
+import dataclasses
+import math
 import os
 import sys
 import time
@@ -20,7 +22,7 @@ NOTEBOOK_INTERVAL_S = 0.25
 
 
 @contextmanager
-def progress_for(stream: IO[str] | None = None) -> Iterator[events.Event]:
+def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Iterator[events.Event]:
     """Shows a tuning's progress for as long as it is entered.
 
     A terminal gets a live line, which is gone afterwards, and one that stays for each call that was measured; a
@@ -29,6 +31,7 @@ def progress_for(stream: IO[str] | None = None) -> Iterator[events.Event]:
 
     Args:
       stream: where to write; ``sys.stderr`` by default.
+      plain: write the lines that stay where nobody sees a line change, too: for commands, whose output is read later.
 
     Yields:
       The ``on_event`` for ``tune``, ``Autotuner`` and ``ConfigSelectorChain``. May be called from any thread; events
@@ -41,6 +44,8 @@ def progress_for(stream: IO[str] | None = None) -> Iterator[events.Event]:
     elif is_watched(stream) and (bar := _bar(stream)) is not None:
         with bar:
             yield TuningProgress(_TerminalLine(bar)).on_event
+    elif plain:
+        yield TuningProgress(_PlainLine(stream)).on_event
     else:
         yield _ignore
 
@@ -67,40 +72,76 @@ class Line(Protocol):
     def keep(self, text: str) -> None: ...
 
 
+@dataclasses.dataclass(slots=True)
+class _CallProgress:
+    """How far one call is."""
+
+    title: str
+    total: int
+    done: int = 0
+    failed: int = 0
+    best_ms: float | None = None
+
+
 class TuningProgress:
     """Turns the events of a tuning into lines."""
 
     def __init__(self, line: Line):
         self._line = line
-        self._title = ""
-        self._total = self._done = self._failed = 0
-        self._best_ms: float | None = None
+        self._calls: dict[str, _CallProgress] = {}
+        self._call = _CallProgress("", 0)
+        self._building: list[str] = []
 
     def on_event(self, event: Any) -> None:
         """Shows one event of a tuning; those of selection are let pass."""
         match event:
-            case events.CallStarted():
-                self._title = f"{event.inv.kernel.name} {event.inv.direction}"
-                self._total, self._done, self._failed, self._best_ms = event.num_candidates, 0, 0, None
+            case events.TuningStarted() if math.isfinite(event.budget_s):
+                calls = "a call" if event.num_calls == 1 else f"{event.num_calls} calls"
+                self._line.keep(f"tuning {calls}, within {event.budget_s:.0f} s (the budget), builds included")
+            case events.CallStarted() | events.CallResumed():
+                title = f"{event.inv.kernel.name} {event.inv.direction}"
+                self._call = self._calls.setdefault(event.inv.key, _CallProgress(title, event.num_candidates))
                 self._show("")
             case events.CandidateStarted():
                 self._show(f"trying {describe_config(event.config)}")
             case events.CandidateMeasured():
-                self._done, self._best_ms = self._done + 1, event.best_ms
+                self._call.done, self._call.best_ms = self._call.done + 1, event.best_ms
                 self._show("")
             case events.CandidateFailed():
-                self._done, self._failed = self._done + 1, self._failed + 1
+                self._call.done, self._call.failed = self._call.done + 1, self._call.failed + 1
                 self._show("")
-            case events.CandidateDropped():
-                self._done += 1
+            case events.CandidateDropped() | events.CandidateLeftOut():
+                self._call.done += 1
                 self._show("")
             case events.CallTuned() if event.call.step == "measured":
                 self._line.keep(summary(event.call))
+            case events.CallLeftOut():
+                name = f"{event.inv.kernel.name} {event.inv.direction} {event.shapes}"
+                self._line.keep(f"{name}: not tuned, {event.reason}")
+            case _:
+                self._on_build(event)
+
+    def _on_build(self, event: Any) -> None:
+        match event:
+            case events.BuildStarted():
+                self._building.append(event.build)
+                self._show("")
+            case events.BuildMade() | events.BuildFailed():
+                if event.build in self._building:
+                    self._building.remove(event.build)
+                if isinstance(event, events.BuildFailed):
+                    self._line.keep(f"{event.build} could not be built: {event.error.partition(chr(10))[0]}")
+                self._show("")
+            case events.BuildsLeft():
+                self._line.keep(f"still being built, for the next tuning: {', '.join(event.builds)}")
 
     def _show(self, trying: str) -> None:
-        best = "" if self._best_ms is None else f"best {milliseconds(self._best_ms)}"
-        failed = f"{self._failed} failed" if self._failed else ""
-        self._line.show(self._title, self._done, self._total, ", ".join(filter(None, (best, failed, trying))))
+        call = self._call
+        best = "" if call.best_ms is None else f"best {milliseconds(call.best_ms)}"
+        failed = f"{call.failed} failed" if call.failed else ""
+        building = f"nvcc at work on {len(self._building)}" if self._building else ""
+        remark = ", ".join(filter(None, (best, failed, trying, building)))
+        self._line.show(call.title, call.done, call.total, remark)
 
 
 def summary(call: TunedCall) -> str:
@@ -108,7 +149,8 @@ def summary(call: TunedCall) -> str:
     tried = sum(1 for candidate in call.candidates if not candidate.dropped)
     speedup = f", {call.speedup:.2f}× as fast as the default" if call.speedup else ""
     chosen = f"{describe_config(call.winner.config)}: {milliseconds(call.winner.time_ms)}"
-    return f"{call.op} {call.direction} {call.shapes} → {chosen}{speedup} ({tried} tried)"
+    out = f"; left out: {'; '.join(f'{name} ({why})' for name, why in call.left_out.items())}" if call.left_out else ""
+    return f"{call.op} {call.direction} {call.shapes} → {chosen}{speedup} ({tried} tried{out})"
 
 
 def milliseconds(time_ms: float | None) -> str:
@@ -152,6 +194,22 @@ def _bar(stream: IO[str]) -> "Progress | None":
     except ImportError:
         return None
     return event_bar(console, "{task.fields[remark]}", transient=True)
+
+
+class _PlainLine:
+    """Without a line that changes: each call is named when it begins."""
+
+    def __init__(self, stream: IO[str]):
+        self._stream = stream
+        self._title = ""
+
+    def show(self, title: str, done: int, total: int, remark: str) -> None:
+        if title and title != self._title:
+            self._title = title
+            self.keep(f"{title}: {total} candidates")
+
+    def keep(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
 
 
 class _TerminalLine:
