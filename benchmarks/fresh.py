@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +67,16 @@ SMALL = Sizes(1, 64, 2, 2, 1, 16, 64, 128, (1, 64, 2, 1, 16))
 
 def attention_of(name: str) -> Callable[..., jax.Array]:
     """Causal attention of ``[batch, length, heads, head_dim]``, by us or by the peer."""
-    if name == "tilewright":
-        return functools.partial(flash_attention, causal=True)
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+
+    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return flash_attention(query, key, value, causal=True)
+
+    def peer(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        by_cudnn = jax.default_backend() == "gpu" and query.dtype != jnp.float32  # which cuDNN does not serve
+        implementation: Literal["cudnn", "xla"] = "cudnn" if by_cudnn else "xla"
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+
+    return ours if name == "tilewright" else peer
 
 
 def call_operands(sizes: Sizes, dtype: Any) -> list[jax.Array]:

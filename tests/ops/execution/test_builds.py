@@ -27,7 +27,7 @@ from tilewright.ops import (
     PersistentCache,
     Tuner,
 )
-from tilewright.ops.config import selection
+from tilewright.ops.config import unbuilt
 from tilewright.ops.execution import background, timing, workload
 from tilewright.ops.execution.background import BackgroundBuilds
 from tilewright.ops.execution.events import (
@@ -68,7 +68,7 @@ class Compiled(Kernel[str, jax.Array]):
         return x + 1
 
     def heuristic_cfg(self, inv: Any) -> str:
-        return next((c for c in (*self.configs, self.ready) if not selection._missing(inv, c)), self.ready)
+        return next((c for c in (*self.configs, self.ready) if not unbuilt.missing(inv, c)), self.ready)
 
     def preferred_cfg(self, inv: Any) -> str:
         return self.configs[0]

@@ -26,6 +26,8 @@ from tilewright.ops import (
     tune,
 )
 from tilewright.ops.core.types import MappedAxis
+from tilewright.ops.execution.results import Confirmation
+from tilewright.ops.execution.timing import Timing
 
 A, B = operands((6, 5), (5, 4))
 QUICK = Tuner(0, 1)
@@ -191,3 +193,49 @@ class TestTune:
     def test_wrong_input(self, function, kwargs, message):
         with pytest.raises((TypeError, ValueError), match=message):
             tune(function, A, **kwargs)
+
+
+class TestConfirming:
+    """The caller's own program with what was chosen and without."""
+
+    @pytest.mark.parametrize("how", ["plain", "jit", "donating"])
+    def test_it_runs_the_program_both_ways_on_copies(self, executor, chain, how):
+        kernel = Product("tests.program.confirmed")
+        seen = []
+
+        def program(a, count):
+            jax.debug.callback(lambda _: seen.append(1), a)
+            return executor(kernel, a, B) * count
+
+        function = {"plain": program, "jit": jax.jit(program), "donating": jax.jit(program, donate_argnums=0)}[how]
+        a = jnp.array(A)
+        result = tune(function, a, 2.0, chooser=chain, tuner=QUICK, confirm=True)
+        both = result.confirmation
+        assert len(both.tuned.samples_ms) == len(both.untuned.samples_ms) == 5
+        assert len(seen) == 12
+        assert not a.is_deleted()
+        assert "with the winners" in str(both)
+
+    def test_a_program_that_became_slower_is_said_to_be(self, caplog):
+        with caplog.at_level("INFO", logger="tilewright"):
+            slower = Confirmation(Timing((2.0, 2.0, 2.1)), Timing((1.0, 1.0, 1.1)))
+            faster = Confirmation(slower.untuned, slower.tuned)
+            alike = Confirmation(Timing((1.01,)), Timing((1.0,)))
+        assert (slower.is_slower, faster.is_slower, alike.is_slower) == (True, False, False)
+        assert faster.speedup == pytest.approx(2.0)
+        assert "slower" in str(slower)
+        assert "2×" in str(faster)
+
+    @pytest.mark.parametrize(
+        ("function", "args"),
+        [
+            (jnp.sin, (jax.ShapeDtypeStruct((4,), jnp.float32),)),
+            (lambda: jax.jit(jnp.sin).lower(A), ()),
+        ],
+        ids=["shapes", "lowered"],
+    )
+    def test_what_cannot_run_is_refused_before_anything_is_tuned(self, chain, function, args):
+        given = function() if not args else function
+        with pytest.raises(ValueError, match="confirm=True runs the program"):
+            tune(given, *args, chooser=chain, confirm=True)
+        assert len(chain.cache) == 0

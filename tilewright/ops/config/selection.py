@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import NoConfigError
+from tilewright.ops.config import unbuilt
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
-from tilewright.ops.core.builds import Build, missing_builds
+from tilewright.ops.core.builds import Build
 from tilewright.ops.core.kernel import (
     Invocation,
     Kernel,
@@ -23,7 +24,7 @@ from tilewright.ops.core.kernel import (
     optional_method,
     remembers_configs,
 )
-from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
@@ -86,9 +87,6 @@ Event = Callable[[Any], None]
 _GUESSES = ("nearest", "heuristic")
 # Steps whose answers nobody asked for: what must be compiled first is passed over.
 _UNTUNED = ("shipped", *_GUESSES)
-
-# Of which it was said that a call does without them.
-_SAID: set[Build] = set()
 
 
 class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
@@ -201,7 +199,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         preferred = self._preferred(inv)
         if preferred is None or preferred == selection.config:
             return None
-        missing = _missing(inv, preferred)
+        missing = unbuilt.missing(inv, preferred)
         return (preferred, missing) if missing else None
 
     def _preferred(self, inv: Invocation[Any, Any]) -> Any:
@@ -220,28 +218,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         found = self.not_built(inv, selection)
         if found is None:
             return
-        preferred, missing = found
-        fresh = [each for each in missing if each not in _SAID]
-        _SAID.update(fresh)
-        if not fresh:
-            return
-        background = self.effective_policy(overrides).build_in_background
-        instead = (
-            "it is being compiled in the background, for later programs"
-            if background
-            else f"run `tilewright build {inv.kernel.name}` once, tune the call, or install tilewright-kernels"
-        )
-        logger.warning(
-            "%s %s would run by %s, but nvcc must compile that first, which takes minutes (%s): %s. It runs by %s",
-            inv.kernel.name, inv.direction, describe_config(preferred), ", ".join(map(str, missing)), instead,
-            describe_config(selection.config),
-        )  # fmt: skip
-        if background:
-            from tilewright.ops.execution.background import BackgroundBuilds  # starts processes
-
-            builds = BackgroundBuilds()
-            builds.add(fresh)
-            builds.leave()
+        in_background = self.effective_policy(overrides).build_in_background
+        unbuilt.say_once(inv, selection.config, *found, in_background=in_background)
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a guess never replaces anything that was measured."""
@@ -295,7 +273,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         entry = self.shipped(inv)
         configs = () if entry is None else entry.ranked
-        return next((config for config in configs if not (_reasons(inv, config) or _missing(inv, config))), None)
+        return next((config for config in configs if not (_reasons(inv, config) or unbuilt.missing(inv, config))), None)
 
     def shipped(self, inv: Invocation[Any, Any]) -> "TunedCall | None":
         """What the shipped tables say of the call."""
@@ -355,7 +333,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
             for config in near.configs:
-                if not (_reasons(inv, config) or (built and _missing(inv, config))):
+                if not (_reasons(inv, config) or (built and unbuilt.missing(inv, config))):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
                     return Selection(config, "nearest", inv.key, detail=detail)
         return None
@@ -423,12 +401,6 @@ def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
         kernel = f"{inv.kernel.name} ({inv.direction})"
         logger.warning("%s cannot run %s, its config by the step %r: %s", kernel, cfg, step, "; ".join(why))
     return not why
-
-
-def _missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
-    """What must be built before a config that can run the call runs."""
-    builds = optional_method(inv.kernel, "config_builds")
-    return () if builds is None else missing_builds(builds(inv, cfg))
 
 
 def _reasons(inv: Invocation[Any, Any], cfg: Any) -> list[str]:
