@@ -5,8 +5,19 @@ from typing import Annotated
 
 import typer
 
+from tilewright.cli import completion, options
+
 
 def build(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="Only what this needs: an op, of which all if it has neither --shape nor --case, or a function of "
+            "yours: module:function.",
+            show_default=False,
+            autocompletion=completion.targets,
+        ),
+    ] = None,
     arch: Annotated[
         list[str] | None,
         typer.Option(
@@ -20,6 +31,19 @@ def build(
     group: Annotated[
         list[str] | None, typer.Option("--group", help="Only this group; repeatable.", show_default=False)
     ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option("--lock", help="Only what the decisions of a lock file need, on its device.", show_default=False),
+    ] = None,
+    shape: options.Shape = None,
+    case: options.Cases = None,
+    kv_heads: options.KvHeads = None,
+    kv_length: options.KvLength = None,
+    causal: options.Causal = None,
+    dtype: options.Dtype = None,
+    extra: options.Extra = None,
+    shapes: options.Shapes = None,
+    backward: options.Backward = True,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Compilers at once; else by cores and memory.", show_default=False),
@@ -30,15 +54,19 @@ def build(
         typer.Option("--sources", help="Build nothing, write the generated C++ to a folder.", show_default=False),
     ] = None,
 ) -> None:
-    """Compile CUDA kernels ahead of their first use.
+    """Compile CUDA kernels ahead of their first use: all, or what an op, a program or a lock file needs.
 
-    What is built already is left alone. Ctrl-C keeps what was finished.
+    What is built or shipped already is left alone. Ctrl-C keeps what was finished; a group that fails keeps none of the
+    others from being built.
     """
-    from tilewright.cli.building import build_and_report, list_builds, named_groups, named_tables, write_sources
+    wanted = options.CallOptions(
+        shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
+    )
+    from tilewright.cli.building import build_and_report, list_builds, named_tables, write_sources
+    from tilewright.cli.needing import needs_of
 
-    tables = named_tables(table or [])
     if sources is not None:
-        write_sources(tables, sources)
+        write_sources(named_tables(table or []), sources)
         raise typer.Exit
-    groups = named_groups(tables, arch or [], group or [])
-    raise typer.Exit(list_builds(groups) if list_only else build_and_report(groups, jobs))
+    needs = needs_of(target, wanted, lock, table or [], arch or [], group or [])
+    raise typer.Exit(list_builds(needs()) if list_only else build_and_report(needs, jobs))

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -56,19 +56,35 @@ def named_groups(tables: Sequence[VariantTable], architectures: Sequence[str], n
     Raises:
       typer.BadParameter: a name or an architecture names nothing.
     """
-    capabilities = _capabilities(architectures)
-    known = {group for each in tables for group in each.groups}
-    for name in names:
-        one_of(name, sorted(known), "group", "--group")
-    groups = [group for each in tables for capability in capabilities for group in groups_of(each, capability)]
-    chosen = [group for group in groups if not names or group.name in names]
+    wanted = capabilities(architectures)
+    groups = [group for each in tables for capability in wanted for group in groups_of(each, capability)]
+    chosen = only_named(groups, names, {group for each in tables for group in each.groups})
     if not chosen:
-        wanted = ", ".join(architectures) or "this GPU"
-        raise typer.BadParameter(f"none of these groups has anything for {wanted}", param_hint="--arch")
-    return list(dict.fromkeys(chosen))
+        said = ", ".join(architectures) or "this GPU"
+        raise typer.BadParameter(f"none of these groups has anything for {said}", param_hint="--arch")
+    return chosen
 
 
-def _capabilities(architectures: Sequence[str]) -> list[int]:
+def only_named(groups: Sequence[Group], names: Sequence[str], known: Collection[str] | None = None) -> list[Group]:
+    """The groups of these names, or all if there is no name; each once.
+
+    Args:
+      known: the names that there are; by default those of the groups.
+
+    Raises:
+      typer.BadParameter: there is no group of one of the names.
+    """
+    for name in names:
+        one_of(name, sorted({group.name for group in groups} if known is None else known), "group", "--group")
+    return [group for group in dict.fromkeys(groups) if not names or group.name in names]
+
+
+def capabilities(architectures: Sequence[str]) -> list[int]:
+    """The compute capabilities, times ten, of architectures such as "90a", or else of this GPU.
+
+    Raises:
+      typer.BadParameter: one is none, or none is named and this is no such GPU.
+    """
     if not architectures:
         capability = capability_of(here())
         if capability is None:
@@ -126,6 +142,16 @@ class BuildProgress:
         running = ", ".join(map(str, self._running))
         self.bar.update(self._task, completed=len(self.done) + len(self.failed), running=running)
 
+    @property
+    def seen(self) -> set[Group]:
+        """The groups that were finished or failed."""
+        return {*self.done, *self.failed}
+
+    def expect(self, total: int) -> None:
+        """Says of how many groups it is from now on."""
+        self._total = total
+        self.bar.update(self._task, total=total)
+
     def _say(self, what: str) -> None:
         if not self._watched:
             ended = len(self.done) + len(self.failed)
@@ -140,28 +166,47 @@ class BuildProgress:
             complain(message)
 
 
-def build_and_report(groups: Sequence[Group], jobs: int | None) -> int:
+def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> int:
     """Builds, prints what was built, and returns the exit code: what fails does not keep the others from being built.
+
+    Args:
+      needs: what is to be built, as far as it can be told; asked again when all of that is built.
 
     Raises:
       Interrupted: by Ctrl-C or SIGTERM.
     """
+    groups = list(needs())
     interrupted = False
     progress = BuildProgress(stderr(), len(groups))
     with terminated_as_interrupted(), progress.bar:
         try:
-            build(groups, jobs=jobs, on_event=progress.on_event, keep_going=True)
+            waiting = groups
+            while waiting:
+                build(waiting, jobs=jobs, on_event=progress.on_event, keep_going=True)
+                fresh = any(done.seconds for done in progress.done.values())
+                waiting = [group for group in needs() if group not in progress.seen] if fresh else []
+                groups = groups + waiting
+                progress.expect(len(groups))
         except KeyboardInterrupt:
             interrupted = True
     if progress.done:
         _print_groups(groups, {group: _took(done) for group, done in progress.done.items()})
-    fresh = sum(1 for done in progress.done.values() if done.seconds)
-    typer.echo(f"{fresh} of {len(groups)} built now, {len(progress.done) - fresh} were there, in {BuildCache().path}")
+    if not groups:
+        typer.echo("nothing of it needs a kernel that nvcc compiles" + _as_far_as_can_be_told())
+        return 0
+    now = sum(1 for done in progress.done.values() if done.seconds)
+    typer.echo(f"{now} of {len(groups)} built now, {len(progress.done) - now} were there, in {BuildCache().path}")
     if interrupted:
         kept = counted(len(progress.done), "finished group")
         raise Interrupted(f"interrupted; {kept} of {len(groups)} {'is' if len(progress.done) == 1 else 'are'} kept")
     progress.report_failures()
     return FAILED if progress.failed else 0
+
+
+def _as_far_as_can_be_told() -> str:
+    """What is to be added where a missing compiler may be why nothing is needed."""
+    reasons = missing(None)
+    return f"; but nothing could be compiled here: {'; '.join(reasons)}" if reasons else ""
 
 
 def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
@@ -180,6 +225,9 @@ def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
 
 def list_builds(groups: Sequence[Group]) -> int:
     """Prints of every group whether it is built, and if not, why it cannot be; returns the exit code."""
+    if not groups:
+        typer.echo("nothing of it needs a kernel that nvcc compiles" + _as_far_as_can_be_told())
+        return 0
     found = {group: locate(group) for group in groups}
     said = {}
     for group, place in found.items():

@@ -82,6 +82,10 @@ class CallOptions:
     def describes_op(self) -> bool:
         return bool(self.shape or self.cases or self.fields())
 
+    @property
+    def describes_call(self) -> bool:
+        return self.describes_op or self.shapes is not None
+
 
 # Fields of cases that hold a dtype's name, and those that they may hold.
 _DTYPE_FIELDS = {"dtype": DTYPES, "kv_dtype": STORED_DTYPES}

@@ -22,7 +22,7 @@ from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
 from tilewright.ops.core.builds import Build, missing_builds
 from tilewright.ops.core.kernel import Invocation, Kernel, naming
-from tilewright.ops.core.types import Direction
+from tilewright.ops.core.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
@@ -294,6 +294,11 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     def config_builds(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Build]:
         """What a slow compiler must have made before a config that can run the call runs, made already or not."""
         return self._implementation(cfg).builds(self._problem(inv), inv.target, inv.direction, cfg.params)
+
+    def all_builds(self, device: Device) -> Sequence[Build]:
+        """All that `config_builds` may return for calls on a device."""
+        loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
+        return [build for each in loaded for build in each.all_builds(device)]
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""

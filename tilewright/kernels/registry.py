@@ -117,6 +117,10 @@ class Implementation(abc.ABC):
         """
         return ()
 
+    def all_builds(self, device: Device) -> Sequence[Build]:
+        """All that `builds` may return for calls on a device; none by default."""
+        return ()
+
     @abc.abstractmethod
     def forward(self, inputs: Any, params: Any) -> Any:
         """The op's results, in the form that all backends of the op share as residuals."""

@@ -1,10 +1,13 @@
 """A kernel in CUDA C++: selects the variant for a problem, has it built on first need, and calls it."""
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tilewright.errors import BuildError
@@ -20,6 +23,23 @@ from tilewright.ops.core.types import Device
 logger = logging.getLogger(__name__)
 
 type Problem = Mapping[str, int]
+
+_NOTED: ContextVar[dict[Group, None] | None] = ContextVar("noted groups", default=None)
+
+
+@contextlib.contextmanager
+def noting_groups() -> Iterator[dict[Group, None]]:
+    """Has calls in this context note the groups that they come to, and compile none of them.
+
+    What is lowered meanwhile is there to be read and must not run: a group that is not there is taken to serve whatever
+    is known of it, and its results are zeros.
+    """
+    noted: dict[Group, None] = {}
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
 
 
 class CudaKernel:
@@ -140,6 +160,12 @@ class CudaKernel:
           attributes: strings, and numpy scalars and arrays whose dtypes are those that the kernel asks for.
         """
         values = self._field_values(problem)
+        noted = _NOTED.get()
+        if noted is not None:
+            group = self._group_on(variant, device)
+            noted[group] = None
+            if library.loaded(group, self.cache) is None:
+                return [jnp.zeros(each.shape, each.dtype) for each in outputs]
         compiled = self._library(variant, device)
         workspace = jax.ShapeDtypeStruct((compiled.workspace(variant.name, values),), np.uint8)
         call = jax.ffi.ffi_call(compiled.registered, [*outputs, workspace], vmap_method="sequential")
@@ -176,6 +202,8 @@ class CudaKernel:
             missing = self._missing(values)
             if missing:
                 return missing
+            if _NOTED.get() is not None:
+                return []
             logger.warning("building %s into %s, once; this may take some minutes", group, self.cache.path)
             compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
         return _unmet(variant, values, compiled)
@@ -186,16 +214,21 @@ class CudaKernel:
     def _missing(self, values: Values) -> list[str]:
         return toolchain.missing(values.device["capability"], self.table.packages)
 
-    def _library(self, variant: Variant, device: Device) -> Library:
+    def _group_on(self, variant: Variant, device: Device) -> Group:
         capability = capability_of(device)
         if capability is None:
             raise ValueError(f"{variant.name} cannot run on {device.name}, which has no CUDA compute capability")
-        group = Group(self.table, variant.group, capability)
+        return Group(self.table, variant.group, capability)
+
+    def _library(self, variant: Variant, device: Device) -> Library:
+        group = self._group_on(variant, device)
         compiled = library.loaded(group, self.cache)
         if compiled is None:
             compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
         if variant.name not in compiled.facts:
-            raise ValueError(f"{variant.name} is for the architectures {variant.arch_range}, not for {capability}")
+            raise ValueError(
+                f"{variant.name} is for the architectures {variant.arch_range}, not for {group.capability}"
+            )
         return compiled
 
 

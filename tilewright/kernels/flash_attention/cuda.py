@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build.build import groups_of
 from tilewright.kernels.cuda_build.devices import capability_of
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.table import Variant
@@ -306,6 +307,10 @@ class CudaFlashAttention(Implementation):
                 if (group := kernel.needed(each, device, asked)) is not None:
                     return [group]
         return []
+
+    def all_builds(self, device: Device) -> list[Build]:
+        capability = capability_of(device) or 0
+        return [group for tables in TABLES.values() for table in tables for group in groups_of(table, capability)]
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
         """``(out, lse)``."""

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda_build.build import groups_of
+from tilewright.kernels.cuda_build.devices import capability_of
 from tilewright.kernels.cuda_build.kernel import CudaKernel
 from tilewright.kernels.cuda_build.requirements import Compare, DeviceField, Fact, Field, Predicate
 from tilewright.kernels.cuda_build.table import Variant, VariantTable, instance
@@ -132,6 +134,9 @@ class CudaPackedAttention(InferenceImplementation):
             return []
         group = KERNEL.needed(problem_fields(problem), device)
         return [] if group is None else [group]
+
+    def all_builds(self, device: Device) -> list[Build]:
+        return [*groups_of(TABLE, capability_of(device) or 0)]
 
     def forward(self, inputs: PagedInputs, params: CudaPackedParams) -> Results:
         """``(out, lse)``; lse is float32."""

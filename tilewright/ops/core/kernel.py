@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from tilewright.ops.core.arrays import abstract, is_symbolic
 from tilewright.ops.core.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
-from tilewright.ops.utils.serialize import canonical_json, tagged
+from tilewright.ops.utils.serialize import canonical_json, tagged, untagged
 
 _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakref.WeakValueDictionary()
 # The class that has a name and version, and what holds configs by them. A name stays taken when its kernels are gone:
@@ -256,6 +256,19 @@ class Invocation(Generic[Cfg, Out]):
             "kwargs": tagged(self.abstract_kwargs),
             **({"mapped": mapped} if mapped else {}),
         }
+
+    @classmethod
+    def of_description(
+        cls, kernel: Kernel[Any, Any], said: Mapping[str, Any], direction: Direction, device: Device | None = None
+    ) -> "Invocation[Any, Any]":
+        """The invocation whose ``description`` is given.
+
+        Raises:
+          ValueError: it is malformed, or names something that cannot be found.
+        """
+        mapped = tuple(MappedAxis(size, tuple(bool(m) for m in which)) for size, which in said.get("mapped", ()))
+        args, kwargs = untagged(said["args"]), untagged(said["kwargs"])
+        return cls(kernel, args, kwargs, direction=direction, mapped=mapped, device=device)
 
     def abstract(self) -> "Invocation[Cfg, Out]":
         """The same invocation without array values."""

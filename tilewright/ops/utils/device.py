@@ -1,6 +1,7 @@
 """The device that a call will run on."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -40,6 +41,17 @@ def local_devices(platform: str) -> list[Any]:
         return jax.local_devices(backend=platform)
     except RuntimeError:
         return []
+
+
+def device_of_fingerprint(fingerprint: str) -> Device:
+    """The device that a fingerprint, of a key or a lock, stands for: this process's, or one that is not present."""
+    kind, _, rest = fingerprint.partition(":")
+    for each in local_devices(kind):
+        if device_fingerprint(each) == fingerprint:
+            return _device(each)
+    said = re.fullmatch(r"(.*):(\d+)\.(\d+)", rest)
+    name, capability = (rest, None) if said is None else (said[1], (int(said[2]), int(said[3])))
+    return Device(kind, name, capability, fingerprint=fingerprint, present=False)
 
 
 @functools.cache

@@ -66,13 +66,8 @@ class CallLabel:
           ValueError: neither can be found.
         """
         from tilewright.ops.core.kernel import Invocation  # labels are used by the module that defines it
-        from tilewright.ops.core.types import MappedAxis
 
-        mapped = tuple(
-            MappedAxis(size, tuple(bool(m) for m in which)) for size, which in self.arguments.get("mapped", ())
-        )
-        args, kwargs = untagged(self.arguments["args"]), untagged(self.arguments["kwargs"])
-        return Invocation(self._kernel(), args, kwargs, direction=self.direction, mapped=mapped)  # type: ignore[arg-type]
+        return Invocation.of_description(self._kernel(), self.arguments, self.direction)  # type: ignore[arg-type]
 
     def _kernel(self) -> "Kernel[Any, Any]":
         from tilewright.ops.core.kernel import live_kernel

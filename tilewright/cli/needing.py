@@ -1,0 +1,140 @@
+"""The compiled groups that an op, a program or a lock file needs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import typer
+
+from tilewright.cli.building import capabilities, named_groups, named_tables, only_named
+from tilewright.cli.device import here
+from tilewright.cli.mistakes import first_line
+from tilewright.cli.options import CallOptions
+from tilewright.cli.output import complain, counted
+from tilewright.cli.targets import find_op, is_function, named_calls
+from tilewright.errors import UnsupportedError
+from tilewright.kernels import OPS, kernel
+from tilewright.kernels.cuda_build import Group
+from tilewright.kernels.cuda_build.devices import architecture
+from tilewright.kernels.cuda_build.kernel import noting_groups
+from tilewright.ops import Lock, default_executor
+from tilewright.ops.config.lockfile import Decision, key_fields
+from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
+from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.core.builds import Build
+from tilewright.ops.core.kernel import Invocation, live_kernel, optional_method
+from tilewright.ops.core.programs import Decisions
+from tilewright.ops.core.types import Device
+from tilewright.ops.execution.program import lower
+from tilewright.ops.utils.device import device_of_fingerprint
+
+type Needs = Callable[[], list[Group]]
+"""The groups as far as they can be told now: once some are built, what they say of themselves may call for others."""
+
+
+def needs_of(
+    target: str | None,
+    options: CallOptions,
+    lock: Path | None,
+    tables: Sequence[str],
+    architectures: Sequence[str],
+    names: Sequence[str],
+) -> Needs:
+    """What the arguments of ``tilewright build`` ask for.
+
+    Raises:
+      typer.BadParameter: they do not go together, or name nothing.
+    """
+    if sum((target is not None, lock is not None, bool(tables))) > 1:
+        raise typer.BadParameter("give one of a target, --lock and --table")
+    if target is None and options.describes_call:
+        raise typer.BadParameter("a shape or a case is that of an op, which must be named")
+    if target is None and lock is None:
+        groups = named_groups(named_tables(tables), architectures, names)
+        return lambda: groups
+    if target is not None and not is_function(target) and not options.describes_call:
+        groups = only_named(groups_of_op(target, architectures), names)
+        return lambda: groups
+    if architectures:
+        what = "a lock file is of one device" if target is None else "what a call needs depends on the device, this one"
+        raise typer.BadParameter(f"{what}: --arch is for tables and whole ops", param_hint="--arch")
+    if lock is not None:
+        return lambda: only_named(groups_of_lock(lock), names)
+    return lambda: only_named(groups_of_calls(target or "", options), names)
+
+
+def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
+    """All groups of an op, for each architecture or else for this GPU.
+
+    Raises:
+      typer.BadParameter: there is no such op, or an architecture names nothing.
+    """
+    find_op(name)
+    devices = [
+        Device("gpu", f"sm_{architecture(capability)}", divmod(capability, 10), present=False)
+        for capability in capabilities(architectures)
+    ]
+    return _groups(build for device in devices for build in kernel(name).all_builds(device))
+
+
+def groups_of_calls(target: str, options: CallOptions) -> list[Group]:
+    """What the calls of a program run by if everything is built, on this device; the program is lowered, not run.
+
+    Raises:
+      typer.BadParameter: the target or its options are wrong.
+      Failure: the user's module or function raised.
+    """
+    here()
+    with noting_groups() as noted, Decisions() as decisions:
+        for call in named_calls(target, options):
+            lower(call.function, call.args, {})
+    chooser = default_executor().chooser
+    instead = []
+    if isinstance(chooser, ConfigSelectorChain):
+        instead = [found for decision in decisions if (found := chooser.not_built(*decision)) is not None]
+    return _groups([*noted, *(build for _, builds in instead for build in builds)])
+
+
+def groups_of_lock(file: Path) -> list[Group]:
+    """What the decisions of a lock file need on its device, which need not be here.
+
+    Those on ops that are not ours, or on ours of another version, are passed over; a line says so.
+
+    Raises:
+      LockError: the file cannot be used.
+    """
+    lock = Lock.load(file)
+    device = device_of_fingerprint(lock.device)
+    found: list[Build] = []
+    passed: dict[str, int] = {}
+    for decision in lock.decisions:
+        try:
+            found += _builds_of(decision, device)
+        except (LookupError, UnsupportedError, *REBUILD_ERRORS) as error:
+            why = f"{decision.op}: {first_line(error)}"
+            passed[why] = passed.get(why, 0) + 1
+    for why, number in passed.items():
+        complain(f"{counted(number, 'decision')} of {file} passed over, on {why}")
+    return _groups(found)
+
+
+def _builds_of(decision: Decision, device: Device) -> Sequence[Build]:
+    """What one decision needs.
+
+    Raises:
+      LookupError, UnsupportedError, or one of ``REBUILD_ERRORS``: what it speaks of is not here.
+    """
+    said = key_fields(decision.key)
+    known = live_kernel(decision.op, said["version"])
+    if known is None and decision.op not in OPS:
+        raise LookupError("there is no such op here")
+    op = kernel(decision.op) if known is None else known
+    if op.version != said["version"]:
+        raise LookupError(f"its version here is {op.version}, not {said['version']}")
+    inv = Invocation.of_description(op, said, "forward" if decision.direction == "forward" else "backward", device)
+    config = rebuild_config(decision.config, type(op.heuristic_cfg(inv)))
+    builds = optional_method(op, "config_builds")
+    return () if builds is None else builds(inv, config)
+
+
+def _groups(builds: Iterable[Build]) -> list[Group]:
+    return list(dict.fromkeys(build for build in builds if isinstance(build, Group)))
