@@ -172,7 +172,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             raise NoConfigError(refused)
         if selection is None:
             selection = self._miss(inv, overrides)
-        if not decided:
+        if not decided and overrides.token is None:  # where a program is only read, what explains it says whence
             self.remember(selection)
         if self.on_event is not None:
             self.on_event(selection)

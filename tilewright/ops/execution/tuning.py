@@ -29,6 +29,7 @@ from tilewright.ops.execution.results import AutotuningResult, TunedCall, kind_o
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.target import check_runs_here
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
@@ -176,6 +177,7 @@ class Autotuner:
         """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
         if configs is not None and not isinstance(configs, Iterable):
             raise TypeError(f"{configs=} must be configs of the kernel, or None")
+        check_runs_here()
         given = None if configs is None else list(configs)
         distinct = {inv.key: inv for inv in invocations}.values()
         entries: list[TunedCall] = []

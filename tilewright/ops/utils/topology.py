@@ -1,0 +1,131 @@
+"""Devices of a topology description: XLA compiles for them, and nothing else can be done with them."""
+
+import functools
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+
+from tilewright.errors import TargetDeviceError
+from tilewright.ops.utils.known_devices import KnownDevice
+
+# From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": KB of shared memory of a
+# multiprocessor and of a block at most, threads of a multiprocessor; and its float32 units.
+_MULTIPROCESSORS = MappingProxyType(
+    {
+        (7, 0): (96, 96, 2048, 64),
+        (7, 5): (64, 64, 1024, 64),
+        (8, 0): (164, 163, 2048, 64),
+        (8, 6): (100, 99, 1536, 128),
+        (8, 9): (100, 99, 1536, 128),
+        (9, 0): (228, 227, 2048, 128),
+        (10, 0): (228, 227, 2048, 128),
+        (12, 0): (100, 99, 1536, 128),
+    }
+)
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_PTXAS_FOLDERS = ("cu13/bin", "cuda_nvcc/bin")
+
+
+def compile_only_devices(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
+    """Devices for ``lowered.compile(device_assignment=...)`` or a ``jax.sharding.Mesh``.
+
+    Raises:
+      TargetDeviceError: the compiler is not installed; says what is missing.
+    """
+    missing = _missing_for_gpus() if known.kind == "gpu" else _missing_for_tpus(known)
+    if missing:
+        raise TargetDeviceError(f"programs for {known.name} cannot be compiled here: {missing}")
+    return _gpus(known, count) if known.kind == "gpu" else _tpus(known, count)
+
+
+def target_config(known: KnownDevice) -> str:
+    """XLA's description of a GPU (``stream_executor.GpuTargetConfigProto`` as text), from what is known of it.
+
+    XLA's cost model reads it; what kernels do depends on compute capability and shared memory alone.
+    """
+    if known.capability is None:
+        raise ValueError(f"{known.name} is no GPU")
+    shared, shared_of_block, threads, units = _MULTIPROCESSORS[known.capability]
+    major, minor = known.capability
+    # Before 9.0 there are no features that only one architecture has.
+    features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: {48 << 10}
+  shared_memory_per_block_optin: {shared_of_block << 10}
+  shared_memory_per_core: {shared << 10}
+  threads_per_core_limit: {threads}
+  core_count: {known.cores}
+  fpus_per_core: {units}
+  block_dim_limit_x: {(1 << 31) - 1}
+  block_dim_limit_y: {(1 << 16) - 1}
+  block_dim_limit_z: {(1 << 16) - 1}
+  memory_bandwidth: {round(known.bandwidth_gbs * 1e9)}
+  l2_cache_size: {round(known.l2_mb * (1 << 20))}
+  clock_rate_ghz: {known.clock_ghz}
+  device_memory_size: {round(known.memory_gb * 1e9)}
+  cuda_compute_capability {{ major: {major} minor: {minor}{features} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{known.name}"
+"""
+
+
+@functools.cache
+def _gpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
+    from jax.experimental import topologies
+
+    _put_ptxas_on_path()
+    description = topologies.get_topology_desc(
+        known.name, platform="cuda", target_config=target_config(known), topology=f"1x1x{count}"
+    )
+    return tuple(description.devices)
+
+
+@functools.cache
+def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
+    raise NotImplementedError
+
+
+def _missing_for_gpus() -> str:
+    """What is not installed; empty if all is."""
+    missing = []
+    if not any(map(_is_installed, _PLUGINS)):
+        missing.append("JAX's CUDA plugin is not installed (pip install 'jax[cuda13]'; it wants no GPU)")
+    if shutil.which("ptxas") is None and _packaged_ptxas() is None:
+        missing.append("there is no ptxas, on the path or in a package (pip install nvidia-cuda-nvcc)")
+    return "; ".join(missing)
+
+
+def _missing_for_tpus(known: KnownDevice) -> str:
+    return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+def _packaged_ptxas() -> Path | None:
+    """The folder of ptxas in NVIDIA's packages, which share one namespace."""
+    nvidia = importlib.util.find_spec("nvidia")
+    roots = [] if nvidia is None else list(nvidia.submodule_search_locations or ())
+    folders = (Path(root, folder) for root in roots for folder in _PTXAS_FOLDERS)
+    return next((folder for folder in folders if (folder / "ptxas").exists()), None)
+
+
+def _put_ptxas_on_path() -> None:
+    # Mosaic GPU and XLA look for ptxas on the path, not among the packages.
+    folder = _packaged_ptxas()
+    if shutil.which("ptxas") is None and folder is not None:
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{folder}"
