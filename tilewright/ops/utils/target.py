@@ -150,6 +150,17 @@ def _entered(target: Target) -> Iterator[Target]:
         yield target
 
 
+def traced_as(name: str) -> contextlib.AbstractContextManager[None]:
+    """A context for interpreters: programs are traced as for a device that is not here, and run on those that are.
+
+    Raises:
+      ValueError: no device of this name is known.
+    """
+    known = find_device(name)
+    device = AbstractDevice(known.name, known.cores, known.platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def check_runs_here() -> None:
     """Raises where a target is in force.
 

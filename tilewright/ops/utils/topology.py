@@ -36,7 +36,7 @@ def compile_only_devices(known: KnownDevice, count: int) -> tuple[jax.Device, ..
     Raises:
       TargetDeviceError: the compiler is not installed; says what is missing.
     """
-    missing = _missing_for_gpus() if known.kind == "gpu" else _missing_for_tpus(known)
+    missing = missing_compiler(known)
     if missing:
         raise TargetDeviceError(f"programs for {known.name} cannot be compiled here: {missing}")
     return _gpus(known, count) if known.kind == "gpu" else _tpus(known, count)
@@ -95,18 +95,20 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     raise NotImplementedError
 
 
-def _missing_for_gpus() -> str:
-    """What is not installed; empty if all is."""
+def missing_compiler(known: KnownDevice) -> str:
+    """What is not installed of the compiler for a device; empty if all is."""
+    if known.kind == "tpu":
+        return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
     missing = []
     if not any(map(_is_installed, _PLUGINS)):
         missing.append("JAX's CUDA plugin is not installed (pip install 'jax[cuda13]'; it wants no GPU)")
-    if shutil.which("ptxas") is None and _packaged_ptxas() is None:
-        missing.append("there is no ptxas, on the path or in a package (pip install nvidia-cuda-nvcc)")
+    if shutil.which("ptxas") is None:
+        folder = _packaged_ptxas()
+        if folder is None:
+            missing.append("there is no ptxas, on the path or in a package (pip install nvidia-cuda-nvcc)")
+        elif not (folder.parent / "nvvm/libdevice/libdevice.10.bc").exists():
+            missing.append("there is no libdevice beside the package's ptxas (pip install nvidia-nvvm)")
     return "; ".join(missing)
-
-
-def _missing_for_tpus(known: KnownDevice) -> str:
-    return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
 
 
 def _is_installed(module: str) -> bool:
