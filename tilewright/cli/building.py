@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tilewright.cli.choices import meant, one_of
-from tilewright.cli.device import here
+from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
 from tilewright.errors import BuildError
@@ -27,7 +27,7 @@ from tilewright.kernels.cuda_build import (
     generate,
     groups_of,
 )
-from tilewright.kernels.cuda_build.devices import capability_of, parse_architecture
+from tilewright.kernels.cuda_build.devices import architecture, capability_of, parse_architecture
 from tilewright.kernels.cuda_build.toolchain import missing
 from tilewright.ops.utils.progress import event_bar, is_watched
 
@@ -63,6 +63,21 @@ def named_groups(tables: Sequence[VariantTable], architectures: Sequence[str], n
         wanted = ", ".join(architectures) or "this GPU"
         raise typer.BadParameter(f"none of these groups has anything for {wanted}", param_hint="--arch")
     return list(dict.fromkeys(chosen))
+
+
+def architectures_of(devices: Sequence[str]) -> list[str]:
+    """The architectures of GPUs by name.
+
+    Raises:
+      typer.BadParameter: a name is none of a GPU.
+    """
+    found = []
+    for name in devices:
+        capability = capability_of(named_device(name).device)
+        if capability is None:
+            raise typer.BadParameter(f"{name} is no NVIDIA GPU, and takes no CUDA kernels", param_hint="--device")
+        found.append(architecture(capability))
+    return found
 
 
 def _capabilities(architectures: Sequence[str]) -> list[int]:
