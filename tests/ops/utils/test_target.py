@@ -24,7 +24,6 @@ from tilewright.ops import (
     policy_override,
 )
 from tilewright.ops.utils.device import current_device, device_for_platform, devices_for_platforms
-from tilewright.ops.utils.fingerprint import default_device
 from tilewright.ops.utils.target import target_in_force
 
 H200, A100, T4, TPU = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla T4", "TPU v5e"
@@ -51,7 +50,7 @@ def test_selection_sees_it_and_afterwards_the_device_that_is_here():
         assert (target.name, target.count, target.kind) == (H200, 1, "gpu")
         assert current_device() == target.device == device_for_platform("cuda")
         assert (device_fingerprint(), device_kind(), get_device_platform()) == ("gpu:NVIDIA H200:9.0", "gpu", "triton")
-        assert device_fingerprint(default_device()) != device_fingerprint()
+        assert device_fingerprint(jax.devices()[0]) != device_fingerprint()
     assert current_device() == here
     assert target_in_force() is None
 

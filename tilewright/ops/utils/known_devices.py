@@ -109,7 +109,7 @@ _ROWS = (
     _tpu("TPU v5 lite", "v5e", 1, 17.2),
     _tpu("TPU v5", "v5p", 2, 102),
     _tpu("TPU v6 lite", "v6e", 1, 34.4),
-    _tpu("TPU7x", "TPU7x", 1, 103),
+    _tpu("TPU7x", "tpu7x", 1, 103),
 )
 
 KNOWN_DEVICES: Mapping[str, KnownDevice] = MappingProxyType({row.name: row for row in _ROWS})

@@ -26,6 +26,13 @@ _MULTIPROCESSORS = MappingProxyType(
         (12, 0): (100, 99, 1536, 128),
     }
 )
+# Of Google Cloud's "TPU versions": what slices of how many chips are called.
+_FLAT = ("v2", "v3", "v5e", "v6e")
+_FLAT_SLICES = MappingProxyType(
+    {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+)
+_CUBIC_SLICES = MappingProxyType({1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"})
+_TWO_DEVICES_A_CHIP = ("v2", "v3", "tpu7x")
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _PTXAS_FOLDERS = ("cu13/bin", "cuda_nvcc/bin")
 
@@ -84,15 +91,36 @@ def _gpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     _put_ptxas_on_path()
-    description = topologies.get_topology_desc(
-        known.name, platform="cuda", target_config=target_config(known), topology=f"1x1x{count}"
-    )
+    try:
+        description = topologies.get_topology_desc(
+            known.name, platform="cuda", target_config=target_config(known), topology=f"1x1x{count}"
+        )
+    except NotImplementedError as error:  # the plugin is installed, and what it checks at its start is not
+        raise TargetDeviceError(
+            f"programs for {known.name} cannot be compiled here: JAX has not loaded its CUDA plugin, and has said why; "
+            "with JAX_PLATFORMS=cpu it does not look for what only running needs"
+        ) from error
     return tuple(description.devices)
 
 
 @functools.cache
 def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
-    raise NotImplementedError
+    from jax.experimental import topologies
+
+    a_chip = 2 if known.model in _TWO_DEVICES_A_CHIP else 1
+    shapes = _FLAT_SLICES if known.model in _FLAT else _CUBIC_SLICES
+    sizes = {a_chip * chips: shape for chips, shape in shapes.items()}
+    if count not in sizes:
+        counts = ", ".join(map(str, sizes))
+        raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
+    description = topologies.get_topology_desc(f"{known.model}:{sizes[count]}", platform="tpu")
+    cores = {device.num_cores for device in description.devices}
+    if cores != {known.cores}:
+        raise TargetDeviceError(
+            f"libtpu describes {known.name} with {cores} cores a device, and a real one has {known.cores}: "
+            "nothing is compiled for it here"
+        )
+    return tuple(description.devices)
 
 
 def missing_compiler(known: KnownDevice) -> str:
