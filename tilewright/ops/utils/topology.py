@@ -114,7 +114,7 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
         counts = ", ".join(map(str, sizes))
         raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
     description = topologies.get_topology_desc(f"{known.model}:{sizes[count]}", platform="tpu")
-    cores = {device.num_cores for device in description.devices}
+    cores = {device.num_cores for device in description.devices}  # type: ignore[attr-defined]
     if cores != {known.cores}:
         raise TargetDeviceError(
             f"libtpu describes {known.name} with {cores} cores a device, and a real one has {known.cores}: "
