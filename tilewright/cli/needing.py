@@ -96,13 +96,11 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
     """
     here()
     known = None if device is None else named_device(device)
-    calls = named_calls(target, options, None if known is None else known.kind)
-    with contextlib.ExitStack() as stack:
-        if known is not None:
-            stack.enter_context(target_device(known.name))
-        noted, decisions = stack.enter_context(noting_groups()), stack.enter_context(Decisions())
-        for call in calls:
-            lower(call.function, call.args, {})
+    with noting_groups() as noted, Decisions() as decisions:
+        calls = named_calls(target, options, None if known is None else known.kind)
+        with contextlib.nullcontext() if known is None else target_device(known.name):
+            for call in calls:
+                lower(call.function, call.args, {})
     chooser = default_executor().chooser
     instead = []
     if isinstance(chooser, ConfigSelectorChain):
