@@ -121,6 +121,7 @@ def test_tuning_while_a_server_or_a_library_profiles(process: Process, caplog: A
     assert "jax.profiler.start_server" in caplog.records[0].getMessage()
     running.stop()
     assert profilers.running_session() == ""
+    assert timing.timer_for(GPU) == XlaTimer()
 
 
 @watched

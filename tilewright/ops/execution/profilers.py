@@ -4,7 +4,8 @@ Mosaic GPU's profiler up to JAX 0.11 subscribes to CUPTI as if nobody else did. 
 in the process, CUPTI counts records that were dropped meanwhile; Mosaic's callback throws for them, across CUPTI's C
 frames, and that ends the process (``callback_complete`` in ``jaxlib/mosaic/gpu/mosaic_gpu_ext.cc``). Of a session that
 is over nothing is left that could be asked. So that profiler is only used where none can have been: every way from JAX
-into XLA's profiler is watched since before JAX had any device, and none was taken.
+into XLA's profiler is watched since before JAX had any device, and none was taken. Unseen are only sessions that other
+libraries start by themselves and that are over before the first look.
 """
 
 import contextlib
@@ -83,6 +84,7 @@ def running_session() -> str:
     if fields.get("session", fields.get("profile_session")) is not None:  # the first since JAX 0.12
         return "a trace is being taken in this process (jax.profiler)"
     if jax.profiler.TraceAnnotation.is_enabled():  # of sessions that were not started by jax.profiler's functions
+        _traced.set()
         return "XLA's profiler is at work in this process (jax.profiler.start_server, or a library that profiles)"
     return ""
 
