@@ -84,7 +84,9 @@ def test_all_of_an_op(nvcc, tmp_path):
 
 
 def test_a_group_of_an_op(nvcc, tmp_path):
-    invoke("ragged_page_attention", "--arch", "90a", "--group", "bf16_k64")
+    command = Group(cuda_packed.TABLE, "bf16_k64", 90).command("ragged_page_attention")
+    assert command == "tilewright build ragged_page_attention --group bf16_k64"
+    invoke(*command.split()[2:])  # for this GPU
     assert built(tmp_path) == ["packed_attention_hopper-bf16_k64-sm_90a"]
 
 
