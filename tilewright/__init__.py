@@ -7,12 +7,14 @@ from tilewright import errors as errors
 from tilewright._version import __version__ as __version__
 from tilewright.errors import LockError as LockError
 from tilewright.errors import NoConfigError as NoConfigError
+from tilewright.errors import TargetDeviceError as TargetDeviceError
 from tilewright.errors import UnsupportedError as UnsupportedError
 
 if TYPE_CHECKING:
     from tilewright import modules as modules
     from tilewright import ops as ops
     from tilewright.ops import explain as explain
+    from tilewright.ops import target_device as target_device
     from tilewright.ops import tune as tune
 
 
@@ -21,11 +23,11 @@ def __getattr__(name: str) -> Any:
     # command line for completions, at every press of a key, not for JAX.
     if name in ("modules", "ops"):
         return importlib.import_module(f"tilewright.{name}")
-    if name in ("explain", "tune"):
+    if name in ("explain", "target_device", "tune"):
         globals()[name] = found = getattr(importlib.import_module("tilewright.ops"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "explain", "modules", "ops", "tune"})
+    return sorted({*globals(), "explain", "modules", "ops", "target_device", "tune"})

@@ -31,6 +31,10 @@ class LockError(TilewrightError):
     """A lock file that was asked for is missing, damaged, altered, or of another schema."""
 
 
+class TargetDeviceError(TilewrightError, RuntimeError):
+    """Something was to run on, or to be compiled for, the device of ``target_device``, and cannot be here."""
+
+
 class BuildError(TilewrightError):
     """CUDA sources could not be compiled or what was compiled may not be used.
 

@@ -1,17 +1,13 @@
 """What ptxas makes of Mosaic GPU kernels for an H100, on a machine that has none.
 
-Wants jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version, nvidia-cuda-nvcc and nvidia-nvvm. The GPU's
-properties that XLA asks a driver for are in h100.txtpb.
+Wants jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version, nvidia-cuda-nvcc and nvidia-nvvm.
 """
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import importlib.util
 import itertools
 import os
-import pathlib
 import re
 import sys
 import tempfile
@@ -21,10 +17,13 @@ from typing import Any
 from unittest import mock
 
 import jax
-from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 
-_H100 = pathlib.Path(__file__).with_name("h100.txtpb")
+import tilewright
+from tilewright.ops.utils.known_devices import find_device
+from tilewright.ops.utils.topology import missing_compiler
+
+H100 = "NVIDIA H100 80GB HBM3"
 _DUMPS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")  # on standard output; a folder would get every pass
 _SALTS = itertools.count()
 
@@ -63,15 +62,8 @@ class KernelReport:
 
 def missing_packages() -> str:
     """Why nothing can be compiled here; empty if it can."""
-    found = _spec("jax_plugins.xla_cuda13") is not None
-    missing = [] if found else ["jax-cuda13-plugin and jax-cuda13-pjrt"]
-    tools = _cuda_tools()
-    missing += [
-        package
-        for package, path in (("nvidia-cuda-nvcc", "bin/ptxas"), ("nvidia-nvvm", "nvvm/libdevice/libdevice.10.bc"))
-        if tools is None or not (tools / path).exists()
-    ]
-    return f"not installed: {', '.join(missing)} (make aot installs them)" if missing else ""
+    missing = missing_compiler(find_device(H100))
+    return f"{missing} (make aot installs it)" if missing else ""
 
 
 def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
@@ -80,23 +72,16 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
     beyond the shared memory of a block raises here as it would on the card.
     """
-    sharding = jax.sharding.SingleDeviceSharding(_topology().devices[0])
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with (
         _standard_output() as output,
         _kernels_of_their_own(),
         mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
-        abstract_h100(),
+        tilewright.target_device(H100) as target,
     ):
         fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
-        fresh.trace(*structs).lower(lowering_platforms=("cuda",)).compile()
+        fresh.lower(*structs).compile(device_assignment=target.devices)
     return parse_reports(output())
-
-
-def abstract_h100() -> Any:
-    """Context in which programs are traced as for an H100."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def parse_reports(text: str) -> list[KernelReport]:
@@ -117,31 +102,6 @@ def parse_reports(text: str) -> list[KernelReport]:
     if len(shared) == len(reports):
         reports = [dataclasses.replace(r, shared_bytes=size) for r, size in zip(reports, shared, strict=True)]
     return reports
-
-
-def _spec(module: str) -> Any:
-    try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the package that it would be in
-        return None
-
-
-def _cuda_tools() -> pathlib.Path | None:
-    """The folder of the nvidia packages for CUDA 13, which hold their parts of one toolkit."""
-    nvidia = _spec("nvidia")
-    folders = [] if nvidia is None else [pathlib.Path(path, "cu13") for path in nvidia.submodule_search_locations]
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-@functools.cache
-def _topology() -> Any:
-    reason = missing_packages()
-    if reason:
-        raise RuntimeError(reason)
-    # Mosaic GPU and XLA look for ptxas on the path, not among the packages.
-    os.environ["PATH"] = f"{_cuda_tools()}/bin{os.pathsep}{os.environ['PATH']}"
-    importlib.import_module("jax_plugins.xla_cuda13")._load_nvidia_libraries()
-    return topologies.get_topology_desc("h100", platform="cuda", target_config=_H100.read_text(), topology="1x1x1")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.aot.compiler import abstract_h100, compile_for_h100, missing_packages
+import tilewright
+from tests.aot.compiler import H100, compile_for_h100, missing_packages
 from tests.kernels.conftest import abstract_arguments
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -102,7 +103,7 @@ def compilations() -> Iterator[Compilation]:
         arrays, kwargs = abstract_arguments(each)
         inputs = op.inputs(**_named(op, arrays, kwargs))
         problem = AttentionProblem.of(inputs)
-        with abstract_h100():
+        with tilewright.target_device(H100):
             device = current_device()
             for direction in ("forward", "backward"):
                 if BACKEND.not_supported_reasons(problem, device, direction):

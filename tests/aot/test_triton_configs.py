@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import tilewright
 from tilewright.kernels.flash_attention import cases
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -17,8 +18,8 @@ from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton import TritonFlashAttention
 from tilewright.kernels.triton_bridge import recorded_launches
-from tilewright.ops.core.types import Device, Direction
-from tilewright.ops.utils import device as devices
+from tilewright.ops.core.types import Direction
+from tilewright.ops.utils.known_devices import find_device
 
 pytest.importorskip("triton")
 
@@ -26,9 +27,9 @@ from tilewright.kernels.triton_bridge.compiler import report
 
 BACKEND = TritonFlashAttention()
 CARDS = {
-    "a100": Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, present=False),
-    "rtx4090": Device("gpu", "NVIDIA GeForce RTX 4090", (8, 9), 128, present=False),
-    "h100": Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, present=False),
+    "a100": find_device("NVIDIA A100-SXM4-80GB").device,
+    "rtx4090": find_device("NVIDIA GeForce RTX 4090").device,
+    "h100": find_device("NVIDIA H100 80GB HBM3").device,
 }
 
 SPILLED = {"everything": 900, "d256": 200, "a100": 24, "rtx4090": 24, "h100": 0}
@@ -110,11 +111,9 @@ def trace(compilation: Compilation) -> None:
 
 
 @pytest.mark.parametrize("compilation", list(compilations()), ids=lambda compilation: compilation.name)
-def test_compiles_without_spills(compilation: Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_without_spills(compilation: Compilation) -> None:
     device = CARDS[compilation.card]
-    for name in ("_device", "_device_of_mesh"):
-        monkeypatch.setattr(devices, name, lambda *_: device)
-    with recorded_launches() as launches:
+    with tilewright.target_device(device.name), recorded_launches() as launches:
         trace(compilation)
     assert device.capability is not None
     reports = [report(launch, device.capability) for launch in launches]

@@ -4,9 +4,9 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-import jax
 import pytest
 
+import tilewright
 from benchmarks.attention import SMOKE_CASES, chosen_cases
 from benchmarks.attention_tuned import behind, contenders, invocation, main
 from benchmarks.common import RESULTS
@@ -84,8 +84,7 @@ def test_what_ships_is_what_the_recorded_run_found(device_kind: str, name: str) 
     found = AutotuningResult.from_json(files("tilewright").joinpath("tables", f"nvidia-{name}.json").read_text())
     winners = {entry.key: entry.winner.config for entry in found}
     chain = ConfigSelectorChain()
-    device = jax.sharding.AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=132)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with tilewright.target_device(device_kind):
         for cell in record["cells"]:
             inv = invocation(chosen_cases(cell["case"])[0], cell["direction"])
             assert str(winners.pop(inv.key)) == cell["tuned_config"]

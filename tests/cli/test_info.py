@@ -52,7 +52,7 @@ def test_a_device_that_no_problem_is_served_on_is_not_listed():
     assert (one.devices, one.why) == (("cpu",), "")
     other = served(f"{__name__}:Picky", present=[GPU])
     assert (other.devices, other.why) == ((), "needs a CPU")
-    assert served(f"{__name__}:Picky", problems=[1]).why == "is for 2; needs a CPU, got NVIDIA H100 " + (
+    assert served(f"{__name__}:Picky", problems=[1]).why == "is for 2; needs a CPU, got NVIDIA H100 80GB HBM3 " + (
         "(device.capability=(9, 0))"
     )
     assert "no device" in served(f"{__name__}:Picky", problems=[], present=[]).why

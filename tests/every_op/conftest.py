@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from jax._src.lib import gpu_triton
 
-from tests.support.abstract_gpu import h100  # noqa: F401 - a fixture
 from tilewright.kernels.cuda_build import toolchain
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tilewright
 from tests.every_op.matrix import call_of, choices, every_op
 from tilewright.kernels.portfolio import PerDirection
 from tilewright.modules import flash_attention
@@ -40,9 +41,8 @@ def test_integers_of_64_bits_are_taken(op):
 
 
 def lowered_text(function, arrays):
-    """What a call is lowered to for a GPU, without what differs by nature: locations and labels."""
-    traced = jax.jit(function).trace(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-    lowered = traced.lower(lowering_platforms=("cuda",))
+    """What a call is lowered to on the target, without what differs by nature: locations and labels."""
+    lowered = jax.jit(function).lower(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
     return lowered.as_text(), [(label.direction, label.config.implementation) for label in labels]
 
@@ -65,10 +65,9 @@ def every_implementation_lowers(call):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", every_op())
-def test_on_an_h100_the_same_program_is_lowered(op, dtype, h100, without_builds):
-    call = call_of(op, dtype)
-    with h100():
-        function, arrays = call.training()
+def test_on_an_h100_the_same_program_is_lowered(op, dtype, without_builds):
+    function, arrays = call_of(op, dtype).training()
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         text, ran = lowered_text(function, arrays)
         with jax.enable_x64(True):
             wide_text, wide_ran = lowered_text(function, arrays)
@@ -81,14 +80,15 @@ def test_on_an_h100_the_same_program_is_lowered(op, dtype, h100, without_builds)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", every_op())
-def test_on_an_h100_every_implementation_lowers(op, dtype, h100, without_builds):
-    with h100(), jax.enable_x64(True):
-        lowered = every_implementation_lowers(call_of(op, dtype))
+def test_on_an_h100_every_implementation_lowers(op, dtype, without_builds):
+    call = call_of(op, dtype)
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"), jax.enable_x64(True):
+        lowered = every_implementation_lowers(call)
     alone = op == "update_pages" or (op == "mla_decode" and dtype == "float32")
     assert len(lowered) >= (1 if alone else 2)
 
 
-def test_arrays_that_are_float64_by_default_do_not_keep_a_call_from_the_gpu(h100):
+def test_arrays_that_are_float64_by_default_do_not_keep_a_call_from_the_gpu():
     with jax.enable_x64(True):
         q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
         bias = jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.float64)
@@ -98,10 +98,8 @@ def test_arrays_that_are_float64_by_default_do_not_keep_a_call_from_the_gpu(h100
             out = flash_attention(q, q, q, bias, softmax_aux=sinks, softmax_scale=np.float64(0.1))
             return out.astype(jnp.float32).sum()
 
-        with h100():
-            lowered = (
-                jax.jit(jax.grad(step, argnums=(0, 1, 2))).trace(q, bias, sinks).lower(lowering_platforms=("cuda",))
-            )
+        with tilewright.target_device("NVIDIA H100 80GB HBM3"):
+            lowered = jax.jit(jax.grad(step, argnums=(0, 1, 2))).lower(q, bias, sinks)
         labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
         assert [label.config.implementation for label in labels] == ["pallas", "pallas"]
         arrays = [jnp.ones(x.shape, x.dtype) for x in (q, bias, sinks)]

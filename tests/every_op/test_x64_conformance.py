@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import tilewright
 from tests.every_op.matrix import OpCall
 from tests.every_op.test_x64 import every_implementation_lowers
 from tests.kernels.flash_attention import conformance as of_attention
@@ -88,14 +89,16 @@ def test_serving_gives_what_it_gives_without(name: str):
 
 
 @attention_cases
-def test_attention_lowers_on_an_h100_by_every_implementation(name: str, h100, without_builds):
-    with h100(), jax.enable_x64(True):
-        lowered = every_implementation_lowers(attention_call(name))
+def test_attention_lowers_on_an_h100_by_every_implementation(name: str, without_builds):
+    call = attention_call(name)
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"), jax.enable_x64(True):
+        lowered = every_implementation_lowers(call)
     assert len(lowered) > 1
 
 
 @serving_cases
-def test_serving_lowers_on_an_h100_by_every_implementation(name: str, h100, without_builds):
-    with h100(), jax.enable_x64(True):
-        lowered = every_implementation_lowers(serving_call(name))
+def test_serving_lowers_on_an_h100_by_every_implementation(name: str, without_builds):
+    call = serving_call(name)
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"), jax.enable_x64(True):
+        lowered = every_implementation_lowers(call)
     assert len(lowered) > 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tilewright
 from tilewright.modules import FlashAttention, decode_attention, flash_attention
 from tilewright.ops import Kernel
 
@@ -64,11 +65,11 @@ def test_of_some_arguments_under_vmap_and_a_gradient_around_it():
     np.testing.assert_allclose(jax.vmap(along)(batch), jax.vmap(wanted)(batch), atol=1e-5)
 
 
-def test_a_platform_without_forward_mode_names_the_op_and_what_to_use(h100):
+def test_a_platform_without_forward_mode_names_the_op_and_what_to_use():
     def tangent(x):
         return jax.jvp(lambda x: flash_attention(x, x, x, platform="pallas"), (x,), (x,))[1]
 
-    with h100():
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         traced = jax.jit(tangent).trace(jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16))
         with pytest.raises(TypeError, match=r"flash_attention has no forward-mode .*'pallas'.*platform='xla'"):
             traced.lower(lowering_platforms=("cuda",))

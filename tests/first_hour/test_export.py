@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
+import tilewright
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.modules import flash_attention
@@ -109,9 +110,9 @@ def test_it_is_neither_measured_nor_remembered_on_disk(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_a_platform_that_cannot_says_why(h100):
+def test_a_platform_that_cannot_says_why():
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in symbols("b", "n", "m")]
-    with h100():
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         chosen = export.export(jax.jit(lambda *x: flash_attention(*x)), platforms=["cuda"])(*shapes)
         with pytest.raises(UnsupportedError, match="pallas: its programs are for given shapes, got symbolic"):
             export.export(jax.jit(lambda *x: flash_attention(*x, platform="pallas")), platforms=["cuda"])(*shapes)

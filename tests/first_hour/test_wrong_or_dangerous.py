@@ -67,8 +67,8 @@ def without_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn_jax, "cudnn_version", missing)
 
 
-def test_a_machine_without_cudnn_runs_every_other_backend(without_cudnn, h100):
-    with h100():
+def test_a_machine_without_cudnn_runs_every_other_backend(without_cudnn):
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         structs = [jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)] * 3
         explained = default_executor().explain(tilewright.modules.FlashAttention(), *structs, quiet=True)
     assert explained.config.implementation == "pallas"

@@ -3,7 +3,10 @@
 import concurrent.futures
 import functools
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from tilewright.ops import CuptiTimer, XlaTimer
+from tilewright.ops.execution.profilers import nobody_else_profiles, shares_cupti
 from tilewright.ops.execution.timing import KernelTimer, timer_for
 from tilewright.ops.utils.device import current_device
 
@@ -67,7 +71,7 @@ def apart() -> Iterator[dict[str, Apart]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         with (
-            concurrent.futures.ProcessPoolExecutor(1, spawning) as cupti,
+            concurrent.futures.ProcessPoolExecutor(1, spawning, nobody_else_profiles) as cupti,
             concurrent.futures.ProcessPoolExecutor(1, spawning) as xla,
         ):
             yield {
@@ -79,8 +83,16 @@ def apart() -> Iterator[dict[str, Apart]]:
 TIMERS = {"cupti": CuptiTimer, "xla": XlaTimer}
 
 
-def test_cupti_is_what_an_nvidia_gpu_gets():
-    assert timer_for(current_device()) == CuptiTimer()
+def suited() -> KernelTimer:
+    return timer_for(current_device())
+
+
+def test_cupti_is_what_an_nvidia_gpu_gets_where_nobody_else_profiles(apart: dict[str, Apart]):
+    assert apart["cupti"](suited) == CuptiTimer()
+
+
+def test_the_process_of_a_user_gets_it_where_it_is_shared(apart: dict[str, Apart]):
+    assert apart["xla"](suited) == (CuptiTimer() if apart["xla"](shares_cupti) else XlaTimer())
 
 
 def test_both_agree_on_a_matrix_product(apart: dict[str, Apart]):
@@ -104,4 +116,73 @@ def test_a_trace_has_the_kernels_of_every_call(apart: dict[str, Apart]):
 
 def test_cupti_after_xlas_profiler_never_ends_the_process(apart: dict[str, Apart]):
     said = apart["xla"](cupti_after_xla)
-    assert said == "agrees: True" or "XLA's profiler was used in this process" in said
+    assert said == "agrees: True" or "ends a process in which XLA's was ever used" in said
+
+
+PRELUDE = """
+import pathlib, sys, tempfile
+import jax, jax.numpy as jnp
+from jax._src.lib import _profiler
+from tests.ops.core.samples import Product, operands
+from tilewright.ops import Autotuner, ConfigSelectorChain, CuptiTimer, Invocation, Tuner
+from tilewright.ops.execution.timing import gpu_kernels, timer_for
+from tilewright.ops.utils.device import current_device
+
+def work():
+    return jax.block_until_ready(jax.jit(lambda x: jnp.sin(x @ x) @ x)(jnp.ones((1024, 1024))))
+
+def tune():
+    tuner = Tuner(1, 3, isolation=sys.argv[1])
+    (call,) = Autotuner(tuner, chooser=ConfigSelectorChain()).tune(Invocation(Product("tests.gpu.timing"), OPERANDS))
+    print("timed", timer_for(current_device()), call.winner.time_ms)
+    assert call.winner.time_ms > 0
+
+def cupti():
+    try:
+        print("cupti", CuptiTimer().sample_ms(jax.jit(lambda x: x @ x), (jnp.ones((1024, 1024)),), 1))
+    except RuntimeError as error:
+        print("refused", error)
+
+def trace(inside=lambda: None):
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work()
+            inside()
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        found = gpu_kernels(jax.profiler.ProfileData.from_file(str(file)))
+    assert found, "a user's own trace has no kernel"
+    print("traced", len(found))
+
+OPERANDS = operands((1024, 1024), (1024, 1024))
+"""
+
+BESIDE = {
+    "traces, then tunes": "trace(); tune(); cupti()",
+    "tunes inside of a trace": "trace(tune); trace(cupti)",
+    "tunes, then traces": "tune(); cupti(); trace()",
+    "again and again": "trace(); tune(); trace(); tune(); cupti(); trace()",
+    "a server": "jax.profiler.start_server(0); tune(); cupti(); jax.profiler.stop_server(); trace()",
+    "a session that jax.profiler does not know of": """
+session = _profiler.ProfilerSession(jax.profiler.ProfileOptions())
+tune(); cupti()
+session.stop()
+tune(); trace()
+""",
+}
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("case", BESIDE)
+def test_beside_a_users_own_profiler(case: str, isolation: str):
+    """Whatever the user does with XLA's profiler, the process goes on, tuning has a time, and traces have kernels."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PRELUDE}\n{BESIDE[case]}\nprint('the end')", isolation],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    print(f"{case}, {isolation}: {done.stdout}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "the end"

@@ -16,9 +16,10 @@ from tilewright.kernels.flash_attention import cases
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils import device as devices
+from tilewright.ops.utils.known_devices import find_device
 
-H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, fingerprint="gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
-A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, fingerprint="gpu:NVIDIA A100-SXM4-80GB:8.0", present=False)
+H100 = find_device("NVIDIA H100 80GB HBM3").device
+A100 = find_device("NVIDIA A100-SXM4-80GB").device
 
 
 def nvcc_marks(missing: list[str]) -> list[pytest.MarkDecorator]:

@@ -30,6 +30,7 @@ from jax._src.state import discharge, indexing
 from jax._src.state import types as state_types
 
 from tests.support.unoptimised import unoptimised
+from tilewright.ops.utils.target import traced_as
 
 __all__ = ["KernelError", "interpret_mosaic"]
 
@@ -52,8 +53,6 @@ def interpret_mosaic(detect_races: bool = False) -> Iterator[None]:
     that grows with the square of the number of tiles. A kernel that fails makes the context raise `KernelError`, and
     leaves nothing behind in the interpreter.
     """
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     params = InterpretGPUParams(
         detect_races=detect_races,
         num_tma_threads_per_device=_ASYNC_PLACES,
@@ -67,7 +66,7 @@ def interpret_mosaic(detect_races: bool = False) -> Iterator[None]:
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(_watchdog.on_duty())
         stack.enter_context(unoptimised())
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        stack.enter_context(traced_as("NVIDIA H100 80GB HBM3"))
         stack.enter_context(force_gpu_interpret_mode(params))
         try:
             yield

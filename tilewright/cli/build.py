@@ -24,6 +24,15 @@ def build(
             "--arch", help="A GPU architecture, such as 90a; repeatable; else this GPU's.", show_default=False
         ),
     ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--device",
+            help="A GPU that is not here, by JAX's name: 'NVIDIA H200'; repeatable.",
+            show_default=False,
+            autocompletion=completion.devices,
+        ),
+    ] = None,
     table: Annotated[
         list[str] | None,
         typer.Option("--table", help="A table's name, or module:NAME; repeatable; else all.", show_default=False),
@@ -68,5 +77,5 @@ def build(
     if sources is not None:
         write_sources(named_tables(table or []), sources)
         raise typer.Exit
-    needs = needs_of(target, wanted, lock, table or [], arch or [], group or [])
+    needs = needs_of(target, wanted, lock, table or [], arch or [], group or [], device or [])
     raise typer.Exit(list_builds(needs()) if list_only else build_and_report(needs, jobs))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tilewright.cli.choices import meant, one_of
-from tilewright.cli.device import here
+from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
 from tilewright.errors import BuildError
@@ -29,7 +29,7 @@ from tilewright.kernels.cuda_build import (
     groups_of,
     locate,
 )
-from tilewright.kernels.cuda_build.devices import capability_of, parse_architecture
+from tilewright.kernels.cuda_build.devices import architecture, capability_of, parse_architecture
 from tilewright.kernels.cuda_build.shipped import shipped_folders
 from tilewright.kernels.cuda_build.toolchain import missing
 from tilewright.ops.utils.progress import event_bar, is_watched
@@ -77,6 +77,21 @@ def only_named(groups: Sequence[Group], names: Sequence[str], known: Collection[
     for name in names:
         one_of(name, sorted({group.name for group in groups} if known is None else known), "group", "--group")
     return [group for group in dict.fromkeys(groups) if not names or group.name in names]
+
+
+def architectures_of(devices: Sequence[str]) -> list[str]:
+    """The architectures of GPUs by name.
+
+    Raises:
+      typer.BadParameter: a name is none of a GPU.
+    """
+    found = []
+    for name in devices:
+        capability = capability_of(named_device(name).device)
+        if capability is None:
+            raise typer.BadParameter(f"{name} is no NVIDIA GPU, and takes no CUDA kernels", param_hint="--device")
+        found.append(architecture(capability))
+    return found
 
 
 def capabilities(architectures: Sequence[str]) -> list[int]:

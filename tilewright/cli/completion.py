@@ -27,6 +27,12 @@ def isolations(incomplete: str) -> list[str]:
     return _beginning(ISOLATIONS, incomplete)
 
 
+def devices(incomplete: str) -> list[str]:
+    from tilewright.ops.utils.known_devices import KNOWN_DEVICES
+
+    return _beginning(KNOWN_DEVICES, incomplete)
+
+
 def entry_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the cache's entries, each with its op and direction: both stand in the names of the files."""
     folder = context.params.get("path") or _cache_folder()

@@ -1,11 +1,14 @@
-"""The device of this process, where it has one."""
+"""The device of this process, where it has one, and those that can be named."""
 
 from typing import TYPE_CHECKING
+
+import typer
 
 from tilewright.cli.output import Failure
 
 if TYPE_CHECKING:
     from tilewright.ops import Device
+    from tilewright.ops.utils.known_devices import KnownDevice
 
 
 def here() -> "Device":
@@ -20,3 +23,17 @@ def here() -> "Device":
         return current_device()
     except RuntimeError as error:
         raise Failure(f"JAX finds no device to compute on: {error}") from error
+
+
+def named_device(name: str) -> "KnownDevice":
+    """The device of a name, as ``tilewright.target_device`` takes it.
+
+    Raises:
+      typer.BadParameter: none is known by it.
+    """
+    from tilewright.ops.utils.known_devices import find_device
+
+    try:
+        return find_device(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error

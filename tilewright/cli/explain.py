@@ -14,6 +14,7 @@ def explain(
     extra: options.Extra = None,
     shapes: options.Shapes = None,
     backward: options.Backward = True,
+    device: options.Device = None,
 ) -> None:
     """Say which config every kernel call would run with, whence, and why no other. Measures nothing."""
     wanted = options.CallOptions(
@@ -21,4 +22,4 @@ def explain(
     )
     from tilewright.cli.explaining import explain_and_print
 
-    explain_and_print(target, wanted)
+    explain_and_print(target, wanted, device)

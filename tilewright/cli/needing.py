@@ -1,12 +1,13 @@
 """The compiled groups that an op, a program or a lock file needs."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import typer
 
-from tilewright.cli.building import capabilities, named_groups, named_tables, only_named
-from tilewright.cli.device import here
+from tilewright.cli.building import architectures_of, capabilities, named_groups, named_tables, only_named
+from tilewright.cli.device import here, named_device
 from tilewright.cli.mistakes import first_line
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import complain, counted
@@ -26,6 +27,7 @@ from tilewright.ops.core.programs import Decisions
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.program import lower
 from tilewright.ops.utils.device import device_of_fingerprint
+from tilewright.ops.utils.target import target_device
 
 type Needs = Callable[[], list[Group]]
 """The groups as far as they can be told now: once some are built, what they say of themselves may call for others."""
@@ -38,6 +40,7 @@ def needs_of(
     tables: Sequence[str],
     architectures: Sequence[str],
     names: Sequence[str],
+    devices: Sequence[str] = (),
 ) -> Needs:
     """What the arguments of ``tilewright build`` ask for.
 
@@ -48,18 +51,23 @@ def needs_of(
         raise typer.BadParameter("give one of a target, --lock and --table")
     if target is None and options.describes_call:
         raise typer.BadParameter("a shape or a case is that of an op, which must be named")
+    is_call = target is not None and (is_function(target) or options.describes_call)
+    if not is_call:
+        architectures = [*architectures, *architectures_of(devices)]
     if target is None and lock is None:
         groups = named_groups(named_tables(tables), architectures, names)
         return lambda: groups
-    if target is not None and not is_function(target) and not options.describes_call:
+    if target is not None and not is_call:
         groups = only_named(groups_of_op(target, architectures), names)
         return lambda: groups
     if architectures:
-        what = "a lock file is of one device" if target is None else "what a call needs depends on the device, this one"
+        what = "a lock file is of one device" if target is None else "what a call needs depends on the device, --device"
         raise typer.BadParameter(f"{what}: --arch is for tables and whole ops", param_hint="--arch")
+    if len(devices) > 1:
+        raise typer.BadParameter("what a call needs depends on the device: give one", param_hint="--device")
     if lock is not None:
         return lambda: only_named(groups_of_lock(lock), names)
-    return lambda: only_named(groups_of_calls(target or "", options), names)
+    return lambda: only_named(groups_of_calls(target or "", options, devices[0] if devices else None), names)
 
 
 def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
@@ -76,16 +84,24 @@ def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
     return _groups(build for device in devices for build in kernel(name).all_builds(device))
 
 
-def groups_of_calls(target: str, options: CallOptions) -> list[Group]:
-    """What the calls of a program run by if everything is built, on this device; the program is lowered, not run.
+def groups_of_calls(target: str, options: CallOptions, device: str | None = None) -> list[Group]:
+    """What the calls of a program run by if everything is built; the program is lowered, not run.
+
+    Args:
+      device: the name of one that is not here; this one by default.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
       Failure: the user's module or function raised.
     """
     here()
-    with noting_groups() as noted, Decisions() as decisions:
-        for call in named_calls(target, options):
+    known = None if device is None else named_device(device)
+    calls = named_calls(target, options, None if known is None else known.kind)
+    with contextlib.ExitStack() as stack:
+        if known is not None:
+            stack.enter_context(target_device(known.name))
+        noted, decisions = stack.enter_context(noting_groups()), stack.enter_context(Decisions())
+        for call in calls:
             lower(call.function, call.args, {})
     chooser = default_executor().chooser
     instead = []

@@ -50,6 +50,13 @@ Shapes = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="A device that is not here, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
+        autocompletion=completion.devices,
+    ),
+]  # fmt: skip
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gradients of an op too.")]
 
 

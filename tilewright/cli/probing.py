@@ -18,8 +18,9 @@ from tilewright.kernels.registry import Implementation
 from tilewright.ops.core.types import Device
 from tilewright.ops.execution.executor import prepared
 from tilewright.ops.utils.device import current_device, local_devices
+from tilewright.ops.utils.known_devices import find_device
 
-STAND_IN = Device("gpu", "NVIDIA H100", (9, 0), 132, "gpu:NVIDIA H100:9.0", present=False)
+STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """Asked about where there is no GPU: what a backend lacks besides one can be installed before one is there."""
 
 LATE_IMPORTS: Mapping[str, str] = MappingProxyType(

@@ -84,8 +84,11 @@ def is_function(target: str) -> bool:
     return ":" in target
 
 
-def named_calls(target: str, options: CallOptions) -> list[NamedCall]:
+def named_calls(target: str, options: CallOptions, kind: str | None = None) -> list[NamedCall]:
     """What a command shall work on.
+
+    Args:
+      kind: of the device whose cases are meant by "all"; this process's by default.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
@@ -97,7 +100,7 @@ def named_calls(target: str, options: CallOptions) -> list[NamedCall]:
         return [NamedCall(target, *user_function(target, options.shapes))]
     if options.shapes is not None:
         raise typer.BadParameter(f"{target} is an op: it takes --shape or --case, not --shapes")
-    return [op_call(target, case, backward=options.backward) for case in op_cases(target, options)]
+    return [op_call(target, case, backward=options.backward) for case in op_cases(target, options, kind)]
 
 
 def find_op(name: str) -> Op:
@@ -108,7 +111,7 @@ def find_op(name: str) -> Op:
     return OPS[name]
 
 
-def op_cases(name: str, options: CallOptions) -> list[Any]:
+def op_cases(name: str, options: CallOptions, kind: str | None = None) -> list[Any]:
     """The cases that the options describe: a shape, or named ones with fields replaced."""
     op = find_op(name)
     module = importlib.import_module(op.cases)
@@ -123,7 +126,8 @@ def op_cases(name: str, options: CallOptions) -> list[Any]:
         raise typer.BadParameter(f"{name} needs either --shape {','.join(op.shape)} or --case NAME")
     with user_mistakes():
         if not options.shape:
-            return [dataclasses.replace(case, **fields) for case in _named_cases(name, op, module, options.cases)]
+            named = _named_cases(name, op, module, options.cases, kind)
+            return [dataclasses.replace(case, **fields) for case in named]
         sizes = parse_sizes(options.shape, "--shape")
         if len(sizes) != len(op.shape):
             raise typer.BadParameter(f"{options.shape!r} is not {','.join(op.shape)}", param_hint="--shape")
@@ -137,8 +141,8 @@ def _check_float64(dtype: str | None) -> None:
         raise typer.BadParameter("float64 needs JAX_ENABLE_X64=1; JAX would compute in float32", param_hint="--dtype")
 
 
-def _named_cases(name: str, op: Op, module: Any, wanted: tuple[str, ...]) -> list[Any]:
-    here = device_cases(name)
+def _named_cases(name: str, op: Op, module: Any, wanted: tuple[str, ...], kind: str | None) -> list[Any]:
+    here = device_cases(name, kind)
     every = {case: made for table in op.device_cases.values() for case, made in getattr(module, table).items()}
     found: list[Any] = []
     for case in wanted:
@@ -153,12 +157,12 @@ def _named_cases(name: str, op: Op, module: Any, wanted: tuple[str, ...]) -> lis
     return found
 
 
-def device_cases(name: str) -> dict[str, Any]:
-    """The op's named cases for the device of this process."""
+def device_cases(name: str, kind: str | None = None) -> dict[str, Any]:
+    """The op's named cases for a kind of device, or else for the device of this process."""
     from tilewright.ops.utils.device import current_device
 
     op = find_op(name)
-    table = op.device_cases.get(current_device().kind, op.device_cases["cpu"])
+    table = op.device_cases.get(kind or current_device().kind, op.device_cases["cpu"])
     return getattr(importlib.import_module(op.cases), table)
 
 

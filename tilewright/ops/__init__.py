@@ -55,3 +55,5 @@ from tilewright.ops.utils.labels import labels_to_configs as labels_to_configs
 from tilewright.ops.utils.serialize import from_json as from_json
 from tilewright.ops.utils.serialize import stable_json as stable_json
 from tilewright.ops.utils.serialize import to_json as to_json
+from tilewright.ops.utils.target import Target as Target
+from tilewright.ops.utils.target import target_device as target_device

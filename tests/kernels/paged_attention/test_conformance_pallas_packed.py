@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tilewright
 from tests.kernels.conftest import H100
 from tests.kernels.kv_buffer.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check, inputs_of, problem_of
@@ -174,8 +175,7 @@ def test_the_op_takes_chunks_that_fill_the_device_there(
     monkeypatch.setattr(toolchain, "missing", lambda *_: [] if compiler else ["there is no nvcc"])
     sizes = {"kv_heads": 4, "kv_length": 128} | fields
     positional, keywords = RaggedPageCase("", **SIZES | sizes).arguments()
-    device = jax.sharding.AbstractDevice(device_kind=H100.name, platform="gpu", num_cores=H100.cores)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with tilewright.target_device(H100.name):
         choose = functools.partial(
             Executor(ConfigSelectorChain()).choose_config, kernel("ragged_page_attention"), *positional, **keywords
         )

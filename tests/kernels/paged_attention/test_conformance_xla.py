@@ -25,8 +25,9 @@ from tilewright.kernels.registry import Implementation
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.known_devices import find_device
 
-GPU = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, "gpu:NVIDIA H100 80GB HBM3:9.0", present=False)
+GPU = find_device("NVIDIA H100 80GB HBM3").device
 
 
 class TestXla(PagedConformance):

@@ -1,5 +1,7 @@
 """``tune``: every kernel call of a function, found in its lowered program, measured, and used from then on."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +178,18 @@ class TestTune:
         result = tune(function, A, chooser=chain, tuner=QUICK, call_budget_s=1e-9, verify=False, on_event=events.append)
         assert result.entries[0].candidates[0].check == "unchecked"
         assert type(events[-1]).__name__ == "CallTuned"
+
+    def test_the_budget_begins_before_the_function_is_lowered(self, executor, chain):
+        kernel = Product("tests.program.slow_to_trace")
+
+        def function(a):
+            time.sleep(0.3)
+            return executor(kernel, a, B)
+
+        result = tune(function, A, chooser=chain, tuner=QUICK, budget_s=0.25)
+        assert len(result) == 0
+        assert len(result.left_out) == 1
+        assert "tests.program.slow_to_trace forward" in result.left_out[0]
 
     def test_a_program_without_calls(self, chain):
         assert len(tune(lambda x: x + 1, A, chooser=chain)) == 0

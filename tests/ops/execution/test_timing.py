@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from tilewright.ops import Device, benchmark
-from tilewright.ops.execution import timing
+from tilewright.ops.execution import profilers, timing
 from tilewright.ops.execution.timing import Timing, calls_per_sample, time_interleaved
 
 
@@ -106,7 +106,10 @@ def launching(launched: list[Any], *times: float) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The kernels that were launched; overwriting the cache is one of 5 ms."""
     found: list[Any] = []
-    monkeypatch.setattr(timing, "_traced", threading.Event())  # other tests trace, too
+    alone = threading.Event()
+    alone.set()
+    monkeypatch.setattr(profilers, "_alone", alone)
+    monkeypatch.setattr(profilers, "_traced", threading.Event())  # other tests trace, too
     write = timing._write
     monkeypatch.setattr(timing, "_write", lambda size: found.append(("fill", 5.0)) or write(8))
     timing._flushing_kernels.cache_clear()
@@ -260,9 +263,9 @@ class TestTimerFor:
 
     @pytest.fixture(autouse=True)
     def fresh(self) -> Iterator[None]:
-        timing.timer_for.cache_clear()
+        timing._profiling_timer.cache_clear()
         yield
-        timing.timer_for.cache_clear()
+        timing._profiling_timer.cache_clear()
 
     @staticmethod
     def refuse(function: Any, *, aggregate: bool, iterations: int) -> Any:

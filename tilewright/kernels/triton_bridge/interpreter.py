@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from tilewright.kernels.triton_bridge.launch import Launch, run_by
+from tilewright.ops.utils.target import traced_as
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 
@@ -39,9 +40,7 @@ def interpret_triton(device_kind: str = DEVICE) -> Iterator[None]:
 
     Outputs are filled with what shows when it is read, so that elements left unwritten are found.
     """
-    device = jax.sharding.AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=132)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), run_by(_by_callback):
+    with traced_as(device_kind), run_by(_by_callback):
         yield
 
 

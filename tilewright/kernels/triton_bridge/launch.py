@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from tilewright.errors import TargetDeviceError
 from tilewright.ops.utils.device import current_device
 
 ALIGNMENT = 16
@@ -227,6 +228,11 @@ def _scratch(launch: Launch, metadata: Any) -> list[jax.core.ShapedArray]:
 def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: int) -> Any:
     from jax._src.lib import gpu_triton  # without a public name; registers the custom call
 
+    if not callable(getattr(gpu_triton, "TritonKernelCall", None)):  # what stands there where no plugin is installed
+        raise TargetDeviceError(
+            f"{launch.name} is a Triton kernel, which JAX lowers only where its CUDA plugin is installed "
+            "(pip install 'jax[cuda13]'; it wants no GPU); tilewright.explain needs none"
+        )
     metadata, ptx = kernel.metadata, kernel.asm["ptx"]
     number = 10 * capability[0] + capability[1]
     clusters = 1

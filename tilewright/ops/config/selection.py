@@ -182,7 +182,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             selection = self._miss(inv, overrides)
         if selection.step in _UNTUNED and overrides.token is None:
             self._say_what_is_not_built(inv, selection, overrides)
-        if not decided:
+        if not decided and overrides.token is None:  # where a program is only read, what explains it says whence
             self.remember(selection)
         if self.on_event is not None:
             self.on_event(selection)

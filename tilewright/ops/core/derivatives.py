@@ -31,7 +31,8 @@ from tilewright.ops.core.gradients import with_manual_axes
 from tilewright.ops.core.kernel import Kernel, gradient_form, optional_method
 from tilewright.ops.core.programs import MOST_PROGRAMS
 from tilewright.ops.core.types import Device, MappedAxis
-from tilewright.ops.utils.device import current_device, device_for_platform
+from tilewright.ops.utils.device import current_device, devices_for_platforms
+from tilewright.ops.utils.target import check_runs_here
 
 
 def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
@@ -41,6 +42,8 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
     form = gradient_form(call.kernel)
     if form is not None and call.stage == "run":
         return _with_own_gradients(primals, tangents, call, mapped, form)
+    if not any(isinstance(x, jax.core.Tracer) for x in primals):
+        check_runs_here()
     # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself,
     # so the choice cannot wait; a vmap that follows is not seen.
     avals = [jax.typeof(x) for x in primals]
@@ -293,6 +296,7 @@ def forward_mode_config(kernel: Kernel[Any, Any]) -> Callable[[Any], Any]:
 
 
 def _linear_impl(*operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
+    check_runs_here()
     return _compiled(linear, tuple(jax.typeof(x) for x in operands), mapped, current_device())(*operands)
 
 
@@ -308,7 +312,8 @@ def _compiled(
 
 def _linear_lowering(ctx: Any, *operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
-    branches = {p: _forward_mode(linear, ctx.avals_in, mapped, device_for_platform(p)) for p in platforms}
+    devices = devices_for_platforms(platforms)
+    branches = {p: _forward_mode(linear, ctx.avals_in, mapped, device) for p, device in devices.items()}
     chosen = next(iter(branches.values()))
     if len(branches) > 1:
         chosen = functools.partial(jax.lax.platform_dependent, **branches)

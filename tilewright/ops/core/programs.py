@@ -10,6 +10,7 @@ import jax
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.utils.target import target_in_force
 
 # A program keeps its executables alive; the least recently used one goes when there are more.
 MOST_PROGRAMS = 512
@@ -48,9 +49,11 @@ class Program:
             return self._jitted(*operands)
 
     def compile(self, *structs: Any) -> None:
-        """Compiles for arguments of these shapes without running."""
+        """Compiles for arguments of these shapes without running, for the target in force if there is one."""
+        target = target_in_force()
         with self._decisions:
-            self._jitted.lower(*structs).compile()
+            lowered = self._jitted.lower(*structs)
+            lowered.compile(device_assignment=None if target is None else target.devices)
 
     def valid_for(self, version: Any, chooser: ConfigChooser, overrides: Overrides) -> bool:
         """Whether every choice would come out the same now; asked again only when a cache has changed."""

@@ -18,6 +18,7 @@ from tilewright.ops.core.kernel import Invocation, Kernel, check_kernel, gradien
 from tilewright.ops.core.programs import Program, Programs
 from tilewright.ops.core.types import Cfg, Out
 from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.target import check_runs_here
 
 __all__ = ["ConfigChooser", "Executor", "Explanation", "default_executor"]
 
@@ -43,6 +44,7 @@ class Executor(Generic[Cfg, Out]):
         for array in arrays:
             if isinstance(array, jax.core.Tracer):
                 return call_kernel(kernel, selector, args, kwargs, {})
+        check_runs_here()
         return self._program(kernel, selector, structure, arrays).run(arrays)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:

@@ -197,7 +197,7 @@ def tune_invocations(
     """
     total = DEFAULT_CALL_S * max(1, len(invocations)) if budget_s is None else budget_s
     # Never nothing: what is over is left out, call by call, and said.
-    left = max(total - (time.monotonic() - began), 1e-3)
+    left = max(total - (time.monotonic() - began), 1e-9)
     return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
 
 

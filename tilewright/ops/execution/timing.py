@@ -9,7 +9,6 @@ import pathlib
 import re
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.ops.core.types import Device
+from tilewright.ops.execution.profilers import running_session, trace_into, why_not_cupti
 
 logger = logging.getLogger(__name__)
 
@@ -222,28 +222,13 @@ def kernels(function: Callable[..., Any], args: Sequence[Any], calls: int = 1) -
     """
     from jax.experimental.mosaic.gpu import profiler  # loads CUPTI
 
-    if _traced.is_set() and not _shares_cupti():
-        raise RuntimeError(
-            "XLA's profiler was used in this process, after which CUPTI drops records; this jaxlib's profiler of "
-            "kernels ends the process for it"
-        )
+    if why := why_not_cupti():
+        raise RuntimeError(why)
     _, found = profiler.measure(function, aggregate=False, iterations=calls)(*args)
     if not found:
         raise RuntimeError(f"{function} started no kernel")
     each: list[Any] = [found] if calls == 1 else list(found)
     return [[(name, float(time_ms)) for name, time_ms in one] for one in each]
-
-
-# Whether XLA's profiler was used here; what others do with it leaves no sign.
-_traced = threading.Event()
-
-
-def _shares_cupti() -> bool:
-    """Whether Mosaic GPU's profiler is a subscriber to CUPTI of its own, which XLA's does not disturb."""
-    from jax._src.lib import mosaic_gpu  # without a public name
-
-    available = getattr(mosaic_gpu._mosaic_gpu_ext, "_cupti_v2_available", None)
-    return available is not None and bool(available())
 
 
 def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
@@ -256,12 +241,8 @@ def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        _traced.set()
-        jax.profiler.start_trace(folder, profiler_options=options)
-        try:
+        with trace_into(folder, options):
             run()
-        finally:
-            jax.profiler.stop_trace()
         files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise RuntimeError("XLA's profiler has recorded nothing")
@@ -290,11 +271,21 @@ def _write(size: int) -> jax.Array:
     return jnp.ones((size,), jnp.uint8)
 
 
-@functools.cache
 def timer_for(device: Device) -> Timer:
-    """On an NVIDIA GPU CUPTI's, or else XLA's profiler's, if one can be had; the host's clock elsewhere."""
+    """On an NVIDIA GPU CUPTI's, or else XLA's profiler's, if one can be had; the host's clock elsewhere.
+
+    While somebody else uses XLA's profiler it is the host's clock, unless CUPTI can be shared.
+    """
     if device.kind != "gpu" or device.capability is None:
         return WallTimer()
+    if why_not_cupti() and (who := running_session()):
+        logger.warning("kernels are timed by the host's clock: %s", who)
+        return WallTimer()
+    return _profiling_timer()
+
+
+@functools.cache
+def _profiling_timer() -> Timer:
     profilers: tuple[tuple[str, KernelTimer], ...] = (("CUPTI", CuptiTimer()), ("XLA's profiler", XlaTimer()))
     for name, timer in profilers:
         try:

@@ -35,6 +35,7 @@ from tilewright.ops.execution.schedule import Schedule
 from tilewright.ops.execution.timing import Timer, benchmark, check_counts
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.target import check_runs_here
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
@@ -186,6 +187,7 @@ class Autotuner:
         """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
         if configs is not None and not isinstance(configs, Iterable):
             raise TypeError(f"{configs=} must be configs of the kernel, or None")
+        check_runs_here()
         given = None if configs is None else list(configs)
         distinct = {inv.key: inv for inv in invocations}
         deadline = time.monotonic() + _seconds(self.budget_s)

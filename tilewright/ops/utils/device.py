@@ -2,25 +2,48 @@
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from tilewright.errors import TargetDeviceError
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
+from tilewright.ops.utils.known_devices import capability_by_name
+from tilewright.ops.utils.target import TargetDevice, target_in_force
 
 _KINDS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
-# Programs are lowered for cards that are not there, so the capability is known by name too.
-_CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "H20": (9, 0), "B200": (10, 0)}
-
 
 def current_device() -> Device:
-    """The device of the mesh in force, or else the default device."""
+    """The device of ``target_device`` or else of the mesh in force, or else the default device."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if isinstance(abstract, TargetDevice):
+        return abstract.selected
+    target = target_in_force()
+    if target is not None:  # under a mesh of other devices, such as a CPU's that stand in for it
+        return target.device
     if abstract is not None:
         return _device_of_mesh(abstract.device_kind, abstract.platform, abstract.num_cores)
     return _device(default_device())
+
+
+def devices_for_platforms(platforms: Iterable[str]) -> dict[str, Device]:
+    """The device of each platform that a program is lowered for.
+
+    Raises:
+      TargetDeviceError: none of them is the platform of the ``target_device`` in force.
+    """
+    found = {platform: device_for_platform(platform) for platform in platforms}
+    target = target_in_force()
+    if target is not None and target.kind not in {device.kind for device in found.values()}:
+        raise TargetDeviceError(
+            f"inside of target_device({target.name!r}) a program with a call of a kernel is lowered for "
+            f"{', '.join(found)}, as if it were to run here or on a mesh of devices that are here; nothing runs there: "
+            "lower it (jax.jit(f).lower(...)), with meshes that Target.make_mesh makes"
+        )
+    return found
 
 
 def device_for_platform(platform: str) -> Device:
@@ -64,7 +87,7 @@ def _device(device: Any) -> Device:
         kind=_KINDS.get(device.platform, device.platform),
         name=device.device_kind,
         capability=capability,
-        cores=int(getattr(device, "core_count", 0) or 0),
+        cores=int(getattr(device, "num_cores" if device.platform == "tpu" else "core_count", 0) or 0),
         fingerprint=device_fingerprint(device),
     )
 
@@ -76,6 +99,6 @@ def _device_of_mesh(name: str, platform: str, cores: int | None) -> Device:
     if here is not None:
         return _device(here)
     kind = _KINDS.get(platform, platform)
-    capability = next((c for model, c in _CAPABILITIES.items() if model in name.replace("-", " ").split()), None)
+    capability = capability_by_name(name)
     suffix = f":{capability[0]}.{capability[1]}" if capability else ""
     return Device(kind, name, capability, cores or 0, fingerprint=f"{kind}:{name}{suffix}", present=False)

@@ -47,10 +47,14 @@ def default_device() -> "jax.Device":
 
 
 def device_kind() -> Literal["gpu", "tpu", "cpu"]:
-    """The kind of the device that a computation runs on now: JAX's default device or backend.
+    """The kind of the device that a computation runs on now: ``target_device``'s, JAX's default device or backend.
 
     A backend that is neither a GPU nor a TPU counts as "cpu", for which only XLA compiles.
     """
+    from tilewright.ops.utils.target import target_in_force  # imports jax
+
+    if (target := target_in_force()) is not None:
+        return target.kind
     name = default_device().platform
     if name in _GPU_PLATFORMS:
         return "gpu"
@@ -66,11 +70,15 @@ def get_device_platform() -> Literal["triton", "pallas", "xla"]:
 
 
 def device_fingerprint(device: "jax.Device | None" = None) -> str:
-    """Names the kind of ``device`` (default: the one in use), such as ``"gpu:NVIDIA H100 80GB HBM3:9.0"``.
+    """Names the kind of ``device``, such as ``"gpu:NVIDIA H100 80GB HBM3:9.0"``.
 
-    Two devices share it if a config tuned on one suits the other. A CPU's holds architecture, model and the number of
-    cores that this process may use.
+    By default of the device in use, or of that of ``target_device``. Two devices share it if a config tuned on one
+    suits the other. A CPU's holds architecture, model and the number of cores that this process may use.
     """
+    from tilewright.ops.utils.target import target_in_force  # imports jax
+
+    if device is None and (target := target_in_force()) is not None:
+        return target.device.fingerprint
     return _describe_device(default_device() if device is None else device)
 
 

@@ -1,0 +1,110 @@
+"""What runs on a GPU where nvcc has compiled nothing yet, and once it has."""
+
+import dataclasses
+import logging
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.conftest import A100, H100, abstract_arguments
+from tests.support import fake_nvcc
+from tests.support.fake_nvcc import FakeNvcc
+from tilewright.kernels import kernel
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.ops import ConfigSelectorChain, Invocation
+from tilewright.ops.core.types import Device
+from tilewright.ops.execution.executor import prepared
+
+pytestmark = pytest.mark.skipif(fake_nvcc.HOST_COMPILER is None or sys.platform != "linux", reason=fake_nvcc.NEEDED)
+
+FLASH = kernel("flash_attention")
+H200 = Device("gpu", "NVIDIA H200", (9, 0), 132, fingerprint="gpu:NVIDIA H200:9.0", present=False)
+
+
+@pytest.fixture(autouse=True)
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
+    made = fake_nvcc.install(tmp_path / "cuda")
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "caches"))
+    return made
+
+
+def invocation(device: Device, dtype: str, direction: str = "forward", **options: object) -> Invocation:
+    case = AttentionCase("unbuilt", batch=1, q_length=512, heads=4, head_dim=128, dtype=dtype, **options)
+    args, keywords = abstract_arguments(case)
+    inv, _ = prepared(FLASH, args, keywords, concrete=False)
+    return dataclasses.replace(inv, device=device, direction=direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("device", [A100, H100], ids=["A100", "H100"])
+def test_float32_runs_by_xla_until_its_group_is_built(nvcc: FakeNvcc, device: Device, direction: str):
+    inv = invocation(device, "float32", direction)
+    assert FLASH.preferred_cfg(inv).implementation == "cuda"
+    assert FLASH.heuristic_cfg(inv).implementation == "xla"
+    (group,) = FLASH.config_builds(inv, FLASH.preferred_cfg(inv))
+    assert not nvcc.compilations()
+    group.make(threading.Event())
+    assert FLASH.heuristic_cfg(inv).implementation == "cuda"
+    assert len(nvcc.compilations()) == 1
+
+
+def test_what_needs_no_compiler_is_the_first_choice_as_before(nvcc: FakeNvcc, caplog: pytest.LogCaptureFixture):
+    inv = invocation(H100, "bfloat16", causal=True)
+    with caplog.at_level(logging.WARNING):
+        assert ConfigSelectorChain().choose(inv).config.implementation == "pallas"
+    assert not caplog.records
+    assert not nvcc.compilations()
+
+
+def test_a_platform_that_was_asked_for_is_not_passed_over():
+    inv = invocation(H100, "float32")
+    asked = dataclasses.replace(inv, kwargs={**inv.kwargs, "platform": ("cuda",)})
+    assert FLASH.heuristic_cfg(asked).implementation == "cuda"
+    either = dataclasses.replace(inv, kwargs={**inv.kwargs, "platform": ("cuda", "xla")})
+    assert FLASH.heuristic_cfg(either).implementation == "xla"
+
+
+def test_a_named_variant_needs_its_own_group():
+    inv = invocation(H100, "bfloat16", causal=True)
+    cuda = [choice for choice in FLASH.config_space(inv) if choice.implementation == "cuda"]
+    groups = {choice.params.variant: FLASH.config_builds(inv, choice) for choice in cuda}
+    assert all(len(needed) == 1 for needed in groups.values())
+    assert groups["fmha_hopperF_bf16_128x128_k128_upper"] == groups[None]
+    assert len({needed[0] for needed in groups.values()}) > 2
+
+
+def test_the_shipped_tables_pass_over_what_is_not_built(nvcc: FakeNvcc):
+    """A call that the H200's table has, whose winner is compiled by nvcc."""
+    case = AttentionCase("f32", batch=4, q_length=4096, heads=16, head_dim=128, causal=True, dtype="float32")
+    args, keywords = abstract_arguments(case)
+    inv = dataclasses.replace(prepared(FLASH, args, keywords, concrete=False)[0], device=H200)
+    chain = ConfigSelectorChain()
+    entry = chain.shipped(inv)
+    assert entry is not None
+    assert entry.winner.config.implementation == "cuda"
+    chosen = chain.lookup(inv)
+    assert (chosen.step, chosen.config.implementation) == ("shipped", entry.ranked[1].implementation)
+    preferred, builds = chain.not_built(inv, chosen)
+    assert preferred == entry.winner.config
+    assert not nvcc.compilations()
+    for build in builds:
+        build.make(threading.Event())
+    assert chain.lookup(inv).config == entry.winner.config
+
+
+def test_packed_queries_run_without_cuda_until_their_group_is_built(nvcc: FakeNvcc):
+    op = kernel("ragged_page_attention")
+    case = RaggedPageCase("unbuilt", 8, 2048, 32, 128, kv_heads=8, dtype="bfloat16", q_lengths=(512,))
+    args, keywords = case.arguments()
+    inv, _ = prepared(op, args, keywords, concrete=False)
+    inv = dataclasses.replace(inv, device=H100)
+    assert op.preferred_cfg(inv).implementation == "cuda"
+    assert op.heuristic_cfg(inv).implementation == "pallas"
+    (group,) = op.config_builds(inv, op.preferred_cfg(inv))
+    group.make(threading.Event())
+    assert op.heuristic_cfg(inv).implementation == "cuda"
