@@ -44,16 +44,14 @@ BACKWARD = "flash_attention_ampere_backward-f32_k64_plain-sm_90a"
 
 
 @pytest.fixture
-def nvcc(tmp_path, monkeypatch):
-    """The stand-in, caches of the test's own, an H100 for selection, and a module ``mine`` with programs."""
+def stand_in(tmp_path, monkeypatch):
+    """The stand-in for nvcc, caches of the test's own, and a module ``mine`` with programs."""
     if fake_nvcc.HOST_COMPILER is None:
         pytest.skip(fake_nvcc.NEEDED)
     made = fake_nvcc.install(tmp_path / "cuda")
     for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])  # whatever headers are installed
-    for name in ("_device", "_device_of_mesh"):
-        monkeypatch.setattr(devices, name, lambda *_: H100)
     (tmp_path / "mine.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -64,6 +62,14 @@ def nvcc(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def nvcc(stand_in, monkeypatch):
+    """The same, with an H100 for selection."""
+    for name in ("_device", "_device_of_mesh"):
+        monkeypatch.setattr(devices, name, lambda *_: H100)
+    return stand_in
 
 
 def invoke(*arguments, code=0):
@@ -114,6 +120,28 @@ def test_a_shape_of_an_op_needs_what_would_run_if_it_were_built(nvcc, tmp_path):
 
 def test_a_call_without_cuda_needs_nothing(nvcc):
     assert "nothing of it needs" in invoke("update_pages", "--shape", "2,128,2,64").output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "head_dim", "needed"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 128, ["flash_attention_ampere_forward-bf16_k128_plain-sm_80"]),
+        ("NVIDIA H200", 128, []),  # Pallas serves it
+        ("NVIDIA H200", 320, ["flash_attention_hopper_wide_forward-bf16_k512-sm_90a"]),
+    ],
+)
+def test_for_a_device_that_is_not_here(device, head_dim, needed, stand_in, tmp_path):
+    shape = ("--shape", f"1,256,2,{head_dim}", "--dtype", "bfloat16", "--no-backward")
+    invoke("flash_attention", *shape, "--device", device)
+    assert built(tmp_path) == needed
+
+
+@pytest.mark.slow
+def test_a_program_that_asks_for_cuda_for_a_device_that_is_not_here(stand_in, tmp_path):
+    arrays = ("--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
+    invoke("mine:by_cuda", *arrays, "--device", "NVIDIA H200")
+    assert built(tmp_path) == [FORWARD]
 
 
 def test_a_program_needs_what_its_calls_need(nvcc, tmp_path):
