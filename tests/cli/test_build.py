@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tests.support import fake_nvcc
 from tilewright.cli import main
 from tilewright.cli.app import app
+from tilewright.cli.inventory import machine_facts
 from tilewright.kernels.cuda_build import BuildCache, Group, build
 from tools.kernels_wheel.__main__ import record_of
 from tools.kernels_wheel.wheel import write_wheel
@@ -74,6 +75,10 @@ def test_the_list_says_where_each_comes_from(nvcc, tmp_path, monkeypatch):
     assert "shipped, 0.0 MB" in listed
     assert f"1 of 2 built in {tmp_path / 'cache' / 'cuda'}" in listed
     assert f"1 shipped in {tmp_path / 'site' / 'tilewright_kernels' / 'cu13'}" in listed
+    assert (
+        dict(machine_facts())["shipped CUDA kernels"]
+        == f"{tmp_path / 'site' / 'tilewright_kernels' / 'cu13'} (1 group)"
+    )
     again = invoke("--arch", "90a", "--table", "mine:TABLE").output
     assert "0 of 2 built now, 2 were there" in again
     assert "shipped, 0.0 MB" in again
