@@ -46,7 +46,6 @@ from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import BACKWARD_FLOPS, FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.ops.execution.numerics import violations
-from tilewright.ops.execution.profilers import nobody_else_profiles
 from tilewright.ops.execution.timing import kernels, sample_ms
 
 LONGEST_SAMPLE_MS = 75.0
@@ -588,7 +587,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu = jax.default_backend() == "gpu"
     device_time = chosen.device_time or ("cupti" if gpu else "wall")
     method = Method(chosen.rounds, chosen.calls, device_time, chosen.jobs, chosen.pause)
-    nobody_else_profiles()
     run: dict[str, Any] = {
         "environment": environment(),
         "versions": versions(),

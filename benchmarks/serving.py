@@ -37,7 +37,6 @@ from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 from tilewright.kernels.registry import Platform
 from tilewright.ops.execution.numerics import violations
-from tilewright.ops.execution.profilers import nobody_else_profiles
 from tilewright.ops.utils.device import current_device
 
 _DECODE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "ragged": False}
@@ -370,7 +369,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     clock = given.device_time or ("cupti" if jax.default_backend() == "gpu" else "wall")
     method = Method(given.rounds, given.calls, clock, jobs=1)
-    nobody_else_profiles()
     copy = copy_bandwidth(method, given.copy_bytes)
     speeds = ", ".join(f"by the {by} {rate / 1e12:.3f}" for by, rate in copy["bytes_per_s_by"].items())
     print(f"copy, TB/s: {speeds}", flush=True)

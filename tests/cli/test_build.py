@@ -84,6 +84,12 @@ def test_the_list_says_where_each_comes_from(nvcc, tmp_path, monkeypatch):
     assert "shipped, 0.0 MB" in again
 
 
+def test_devices_stand_for_their_architectures(nvcc):
+    there = ("--table", "mine:TABLE", "--list")
+    listed = invoke("--device", "NVIDIA H200", "--device", "NVIDIA A100-SXM4-80GB", *there).output
+    assert listed == invoke("--arch", "90a", "--arch", "80", *there).output
+
+
 def test_one_group(nvcc):
     assert "1 of 1 built" in invoke("--arch", "9.0", "--table", "mine:TABLE", "--group", "slow").output
     (line,) = nvcc.compilations()
@@ -117,6 +123,8 @@ def test_the_generated_sources_can_be_had(nvcc, tmp_path):
     [
         (["--arch", "hopper", "--table", "mine:TABLE"], "hopper"),
         (["--table", "mine:TABLE"], "no NVIDIA GPU here"),
+        (["--device", "H200", "--table", "mine:TABLE"], "did you mean 'NVIDIA H200'"),
+        (["--device", "TPU v5e", "--table", "mine:TABLE"], "TPU v5e is no NVIDIA GPU"),
         (["--arch", "60", "--table", "mine:TABLE"], "60"),
         (["--arch", "90", "--table", "mine:OTHER"], "not a VariantTable"),
         (["--arch", "90", "--table", "mine:NONE"], "not a VariantTable"),

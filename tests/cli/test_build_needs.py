@@ -2,6 +2,7 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
@@ -164,6 +165,14 @@ def test_calls_that_ask_for_cuda_are_found_in_one_go(nvcc, tmp_path):
     said = result.stderr.splitlines()
     assert sum(line.startswith("building flash_attention") for line in said) == 2
     assert sum(line.startswith("built flash_attention") for line in said) == 2
+
+
+def test_what_was_lowered_to_be_read_is_not_what_runs(nvcc):
+    """In place of kernels that are not there it has zeros."""
+    invoke("mine:by_cuda", "--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
+    query = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)
+    text = jax.jit(sys.modules["mine"].by_cuda).lower(query, query, query).as_text()
+    assert "stablehlo.custom_call @tilewright_flash_attention_ampere_forward_f32_k64_plain_sm_90a_" in text
 
 
 def lock_of(*decided, device="gpu:NVIDIA H200:9.0"):

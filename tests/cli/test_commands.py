@@ -135,6 +135,15 @@ def test_explain_before_and_after_tuning(cache_directory):
     assert re.search(r"memory|disk", invoke("explain", *arguments))
 
 
+def test_explain_for_a_device_that_is_not_here(cache_directory):
+    call = ("flash_attention", "--shape", "4,4096,16,128", "--causal", "--dtype", "bf16", "--no-backward")
+    there = invoke("explain", *call, "--device", "NVIDIA H200")
+    assert "pallas" in there
+    assert "shipped" in there
+    assert re.search(r"0\.4\d\d ms", there)
+    assert "pallas: needs a GPU" in " ".join(invoke("explain", *call, "--device", "TPU v5e").split())
+
+
 @pytest.mark.slow
 def test_tuning_into_a_lock(cache_directory, tmp_path, monkeypatch):
     from tilewright.ops import Lock
@@ -227,6 +236,7 @@ def test_bench_says_what_jax_cannot_do():
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/nonesuch/x.json"], "/nonesuch"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/"], "not a regular file"),
         (["explain", "math:nonesuch"], "nonesuch"),
+        (["explain", "flash_attention", "--shape", "1,64,2,16", "--device", "H200"], "did you mean 'NVIDIA H200'"),
         (["bench", "math:sin"], "math:sin"),
         (["bench", "flash_attention", "--iters", "0"], "0"),
         (["cache", "show", "zzz"], "zzz"),

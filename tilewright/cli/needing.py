@@ -24,7 +24,7 @@ from tilewright.ops.core.builds import Build
 from tilewright.ops.core.kernel import Invocation, live_kernel, optional_method
 from tilewright.ops.core.programs import Decisions
 from tilewright.ops.core.types import Device
-from tilewright.ops.execution.program import lower
+from tilewright.ops.execution.program import lower, only_reading
 from tilewright.ops.utils.device import device_of_fingerprint
 
 type Needs = Callable[[], list[Group]]
@@ -97,7 +97,8 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
     here()
     known = None if device is None else named_device(device)
     chooser, instead = default_executor().chooser, []
-    with noting_groups() as noted:  # also what traces the calls to see whether they can be
+    # Both also for what traces the calls to see whether they can be.
+    with only_reading(), noting_groups() as noted:
         calls = named_calls(target, options, known)
         with on_device(known), Decisions() as decisions:
             for call in calls:

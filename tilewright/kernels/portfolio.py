@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +306,14 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         modules = [inspect.getmodule(kind) for kind in (type(self), *loaded)]
         return "".join(source_fingerprint(module)[:16] for module in modules)
 
+    def lowering_packages(self, cfg: Choice) -> tuple[str, ...]:
+        """The packages whose sources decide what a config is lowered to; none if that is not to be kept on disk."""
+        implementation = self._implementation(cfg)
+        if not implementation.keeps_lowering:
+            return ()
+        kinds = (Portfolio, type(self), type(implementation))
+        return tuple(sorted({kind.__module__.partition(".")[0] for kind in kinds}))
+
     # The table of implementations.
 
     def reasons(self, inv: Invocation[Choice, Any]) -> dict[str, list[str]]:
@@ -384,6 +392,8 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
 class PortfolioKernel(Portfolio, abc.ABC):
     """A portfolio with gradients, which an implementation computes from any other's forward results."""
+
+    run_is_forward: ClassVar[bool] = True
 
     @abc.abstractmethod
     def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:

@@ -77,6 +77,8 @@ class Implementation(abc.ABC):
       backward_params: type of the params of ``backward``.
       forward_mode: whether JAX can differentiate ``forward`` in forward mode.
       symbolic_dimensions: whether shapes may have symbolic dimensions, of ``jax.export``.
+      keeps_lowering: whether what it is lowered to is kept on disk. It is worth that where lowering takes long, and may
+        be where nothing of the process that lowered it is needed to run it.
     """
 
     platform: ClassVar[Platform]
@@ -85,6 +87,7 @@ class Implementation(abc.ABC):
     backward_params: ClassVar[type] = BwdParams
     forward_mode: ClassVar[bool] = False
     symbolic_dimensions: ClassVar[bool] = False
+    keeps_lowering: ClassVar[bool] = False
 
     @abc.abstractmethod
     def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:

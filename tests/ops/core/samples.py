@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from tilewright.ops import Invocation, Kernel
+from tilewright.ops.core.memory import forget_all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ FORMS = (Product, Recomputing, Pair)
 
 @contextlib.contextmanager
 def watching(kernel: type[Product] = Product) -> Iterator[list[Seen]]:
-    """Collects what is traced inside."""
+    """Collects what is traced inside, as if none of it had been traced before."""
+    forget_all()
     start = len(kernel.traced)
     seen: list[Seen] = []
     try:

@@ -4,6 +4,8 @@ By JAX 0.11's profiler of kernels the process would end; the fake ends the test.
 """
 
 import pathlib
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -14,22 +16,23 @@ import jax.numpy as jnp
 import pytest
 from jax._src.lib import _profiler
 
-from tests.ops.core.samples import Product, operands
-from tilewright.ops import Autotuner, ConfigSelectorChain, CuptiTimer, Device, Invocation, Tuner, WallTimer, XlaTimer
+from tilewright.ops import CuptiTimer, Device, WallTimer, XlaTimer
 from tilewright.ops.execution import profilers, timing
 
+watched = pytest.mark.skipif(not profilers._watched.is_set(), reason="JAX had devices before the package was imported")
 GPU = Device("gpu", "NVIDIA Test", (9, 0), 132, fingerprint="gpu:test")
 
 
 class Process:
-    """A process as JAX 0.11 or 0.12 has it: whether it is ours, and what CUPTI was asked."""
+    """A process as JAX 0.11 or 0.12 has it, watched from the start, and how often CUPTI was asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
         self.lethal = False
         self._patch = monkeypatch
-        monkeypatch.setattr(profilers, "_alone", threading.Event())
+        monkeypatch.setattr(profilers, "_watched", threading.Event())
         monkeypatch.setattr(profilers, "_traced", threading.Event())
+        profilers._watched.set()
         monkeypatch.setattr("jax.experimental.mosaic.gpu.profiler.measure", self._measure)
         monkeypatch.setattr(timing, "gpu_kernels", lambda profile: [("kernel", 0.5)])
         monkeypatch.setattr(timing, "_flushing_kernels", lambda timer: ())
@@ -67,16 +70,37 @@ def recorded(folder: pathlib.Path) -> list[str]:
     return [file.name for file in folder.rglob("*.xplane.pb")]
 
 
-@pytest.mark.parametrize("traces_before", [False, True])
-def test_a_users_process_is_left_alone(process: Process, traces_before: bool, tmp_path: pathlib.Path):
+def test_cupti_times_where_nobody_traces(process: Process):
+    assert timing.timer_for(GPU) == CuptiTimer()
+    assert measured_ms() == 0.5
+    assert process.asked > 1
+
+
+def refused() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        CuptiTimer().sample_ms(jax.jit(lambda x: x + 1), (jnp.zeros(8),), 1)
+    return str(caught.value)
+
+
+def test_not_where_tilewright_was_imported_too_late_to_know(process: Process):
     process.lethal = True
-    if traces_before:
-        with jax.profiler.trace(tmp_path):
-            jnp.ones(3)
+    profilers._watched.clear()
     assert timing.timer_for(GPU) == XlaTimer()
     assert measured_ms() == 0.5
-    with pytest.raises(RuntimeError, match=r"ends a process in which XLA's was ever used.*isolation='process'"):
-        CuptiTimer().sample_ms(jax.jit(lambda x: x + 1), (jnp.zeros(8),), 1)
+    profilers._traced.clear()
+    assert "tilewright was imported too late to know" in refused()
+
+
+@watched
+def test_not_after_a_trace_of_the_user(process: Process, tmp_path: pathlib.Path):
+    assert timing.timer_for(GPU) == CuptiTimer()
+    with jax.profiler.trace(tmp_path):
+        jnp.ones(3)
+    process.lethal = True
+    assert timing.timer_for(GPU) == XlaTimer()
+    assert measured_ms() == 0.5
+    assert "XLA's profiler was used in this process" in refused()
+    assert "isolation='process'" in refused()
 
 
 def test_tuning_inside_of_a_trace_is_by_the_hosts_clock(process: Process, tmp_path: pathlib.Path, caplog: Any):
@@ -87,7 +111,7 @@ def test_tuning_inside_of_a_trace_is_by_the_hosts_clock(process: Process, tmp_pa
     said = {record.getMessage() for record in caplog.records}
     assert said == {"kernels are timed by the host's clock: a trace is being taken in this process (jax.profiler)"}
     assert recorded(tmp_path)
-    assert timing.timer_for(GPU) == XlaTimer()  # nothing of it is remembered
+    assert timing.timer_for(GPU) == XlaTimer()  # the host's clock is not remembered
 
 
 def test_tuning_while_a_server_or_a_library_profiles(process: Process, caplog: Any):
@@ -100,15 +124,16 @@ def test_tuning_while_a_server_or_a_library_profiles(process: Process, caplog: A
     assert timing.timer_for(GPU) == XlaTimer()
 
 
-@pytest.mark.slow
-def test_a_server_that_nobody_asks_changes_nothing(process: Process):
+@watched
+def test_not_where_a_server_was_started_which_may_have_been_asked(process: Process):
     process.lethal = True
     jax.profiler.start_server(0)
     try:
-        assert profilers.running_session() == ""
+        assert timing.timer_for(GPU) == XlaTimer()
         assert measured_ms() == 0.5
     finally:
         jax.profiler.stop_server()
+    assert timing.timer_for(GPU) == XlaTimer()
 
 
 def test_a_user_traces_after_tuning(process: Process, tmp_path: pathlib.Path):
@@ -136,31 +161,21 @@ def test_a_profiler_that_shares_cupti_is_used_beside_everybody(process: Process,
     assert process.asked > 1
 
 
-def test_a_process_of_ours_has_cupti_until_we_trace(process: Process):
-    profilers.nobody_else_profiles()
-    assert timing.timer_for(GPU) == CuptiTimer()
-    assert measured_ms() == 0.5
-    asked = process.asked
-    timing.traced(lambda: None)
-    process.lethal = True
-    with pytest.raises(RuntimeError, match="XLA's profiler was used in this process"):
-        timing.kernels(jax.jit(lambda x: x + 1), (jnp.zeros(8),))
-    assert process.asked == asked
-
-
-class Claims(WallTimer):
-    """Measures whose the process is."""
-
-    def sample_ms(self, function: Callable[..., Any], args: Any, calls: int) -> float:
-        return 2.0 if profilers._alone.is_set() else 1.0
-
-
 @pytest.mark.slow
-def test_the_process_of_the_candidates_is_ours():
-    inv = Invocation(Product("tests.profilers"), operands((8, 5), (5, 4)))
-    times = {}
-    for isolation in ("process", "none"):
-        tuner = Tuner(0, 1, isolation=isolation, timer=Claims())  # type: ignore[arg-type]
-        (call,) = Autotuner(tuner, chooser=ConfigSelectorChain()).tune(inv)
-        times[isolation] = call.winner.time_ms
-    assert times == {"process": 2.0, "none": 1.0}
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import tilewright.ops", "True False"),
+        ("import tilewright.ops, jax; jax.numpy.ones(3)", "True False"),
+        ("import jax; jax.numpy.ones(3); import tilewright.ops", "False False"),
+        ("import tilewright.ops, jax; jax.numpy.ones(3); jax.profiler.start_trace('TMP')", "True True"),
+        ("import tilewright.ops, jax; jax.profiler.start_server(0)", "True True"),
+        ("import tilewright.ops; from jax._src.profiler import PGLEProfiler; PGLEProfiler(1, 0.5)", "True True"),
+    ],
+    ids=["early", "computes", "late", "traces", "serves", "optimises by profiles"],
+)  # fmt: skip
+def test_what_a_process_knows(program: str, said: str, tmp_path: pathlib.Path):
+    report = "\nfrom tilewright.ops.execution import profilers as p; print(p._watched.is_set(), p._traced.is_set())"
+    command = [sys.executable, "-c", program.replace("TMP", str(tmp_path)) + report]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == said, done.stderr

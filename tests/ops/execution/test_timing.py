@@ -106,9 +106,9 @@ def launching(launched: list[Any], *times: float) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The kernels that were launched; overwriting the cache is one of 5 ms."""
     found: list[Any] = []
-    alone = threading.Event()
-    alone.set()
-    monkeypatch.setattr(profilers, "_alone", alone)
+    watched = threading.Event()
+    watched.set()
+    monkeypatch.setattr(profilers, "_watched", watched)
     monkeypatch.setattr(profilers, "_traced", threading.Event())  # other tests trace, too
     write = timing._write
     monkeypatch.setattr(timing, "_write", lambda size: found.append(("fill", 5.0)) or write(8))

@@ -141,6 +141,7 @@ class PallasGpuFlashAttention(Implementation):
     """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = HopperForwardParams
     backward_params: ClassVar[type] = BackwardParams

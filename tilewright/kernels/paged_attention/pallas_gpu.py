@@ -63,6 +63,7 @@ class PallasGpuPagedAttention(InferenceImplementation):
     """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperLatentParams
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:

@@ -43,6 +43,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperChunkParams
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:

@@ -13,23 +13,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.core.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
-from tilewright.ops.core.gradients import select_gradients
-from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, optional_method, platform_hook
+from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, optional_method
+from tilewright.ops.core.lowering import results_of, run
+from tilewright.ops.core.memory import Memory
 from tilewright.ops.core.programs import Programs, record
+from tilewright.ops.core.stages import CALL, Program, Results, Stage
+from tilewright.ops.core.surroundings import trace_settings
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
-from tilewright.ops.utils.labels import call_label
+from tilewright.ops.utils.labels import call_label, without_label
 from tilewright.ops.utils.target import check_runs_here
 
 logger = logging.getLogger(__name__)
@@ -71,9 +73,6 @@ class Call:
     extra: Structure | None = None
     wanted: tuple[bool, ...] = ()
     returned: tuple[int, ...] = ()
-    # Traces of this very call, so that learning the shapes of its results and lowering it share one. Only one call's
-    # own: another call with equal fields may stand under another mesh or precision.
-    traces: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False, init=False)
 
     @property
     def direction(self) -> Direction:
@@ -94,21 +93,35 @@ class Call:
         axes = tuple(MappedAxis(axis.size, axis.mapped[: self.num_arrays]) for axis in mapped)
         return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=axes, device=device)
 
-    def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
-        """The stage with a chosen config as a function of the flat operands."""
-        return map_axes(functools.partial(_STAGES[self.stage], self, cfg, device), mapped)
+    @property
+    def code(self) -> Stage:
+        """What is run of the kernel: for ``run`` its forward stage where that is the same, so that both share it."""
+        if self.stage == "run" and optional_method(self.kernel, "run_is_forward"):
+            return Stage(self.kernel, self.structure, "forward")
+        return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
 
-    def leaves(self, results: Any) -> list[Any]:
-        """The flat results that the call returns."""
-        leaves = jax.tree.leaves(results)
-        return [leaves[i] for i in self.returned] if self.returned else leaves
+    def program(self, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Program:
+        """The stage with a config for operands of some abstract values, with the mapped axes in front."""
+        return Program(self.code, StaticLeaf(cfg), tuple(avals), mapped, device)
 
+    def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., list[Any]]:
+        """The stage with a config as a function of the flat operands that JAX can differentiate."""
+        stage = Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
+        function = stage.function(cfg, mapped, device)
 
-def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Callable[..., Any]:
-    """A function of one element as a function of all elements; all its results are mapped along axis 0."""
-    for axis in reversed(mapped):
-        function = jax.vmap(function, in_axes=tuple(0 if m else None for m in axis.mapped), axis_size=axis.size)
-    return function
+        def flat(*operands: Any) -> list[Any]:
+            leaves = jax.tree.leaves(function(*operands))
+            return [leaves[i] for i in self.returned] if self.returned else leaves
+
+        return flat
+
+    def tree(self, results: Results) -> Any:
+        """What the call's stage returns, of what is known of its code's results."""
+        return results.tree if self.code.name == self.stage else results.tree.children()[0]
+
+    def picked(self, results: Results) -> tuple[int, ...]:
+        """Which of the flat results of its code the call returns."""
+        return self.returned or tuple(range(self.tree(results).num_leaves))
 
 
 def drop_axes(aval: Any, count: int) -> jax.ShapeDtypeStruct:
@@ -127,64 +140,24 @@ def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.S
     return jax.ShapeDtypeStruct(element.shape, element.dtype, weak_type=element.weak_type, sharding=sharding)
 
 
-def _run_stage(call: Call, cfg: Any, device: Device, *arrays: Any) -> Any:
-    args, kwargs = call.structure.join(arrays)
-    return platform_hook(call.kernel, cfg, device)(*args, cfg=cfg, **kwargs)
-
-
-def _forward_stage(call: Call, cfg: Any, device: Device, *arrays: Any) -> Any:
-    args, kwargs = call.structure.join(arrays)
-    out, residuals = optional_method(call.kernel, "forward_with_residuals")(*args, cfg=cfg, **kwargs)
-    return out, residuals
-
-
-def _backward_stage(call: Call, cfg: Any, device: Device, *operands: Any) -> list[Any]:
-    arrays, rest = operands[: call.num_arrays], operands[call.num_arrays :]
-    args, kwargs = call.structure.join(arrays)
-    residuals, cotangents = call.extra.join(rest) if call.extra is not None else ((), ())
-    backward = optional_method(call.kernel, "backward")
-    if backward is not None:
-        gradients = backward(residuals, cotangents, *args, cfg=cfg, **kwargs)
-    else:
-        gradients = optional_method(call.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
-    return select_gradients(call.kernel, args, kwargs, gradients, call.wanted)
-
-
-_STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}
-
-
 # The primitive.
 
-call_p = Primitive("tilewright_call")
+call_p = Primitive(CALL)
 call_p.multiple_results = True
 
 
-def traced(call: Call, cfg: Any, avals: tuple[Any, ...], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
-    """The stage as a closed jaxpr, and the pytree of its results."""
-    known = call.traces.get((mapped, avals))
-    if known is None or known[0] != (cfg, device):
-        tree: list[Any] = []
-
-        def flat(*operands: Any) -> list[Any]:
-            results = call.function(cfg, mapped, device)(*operands)
-            tree.append(jax.tree.structure(results))
-            return call.leaves(results)
-
-        known = ((cfg, device), without_references(jax.make_jaxpr(flat)(*avals)), tree[0])
-        call.traces[mapped, avals] = known
-    return known[1:]
+def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
+    """What is known of a call's results before its config is chosen: they are alike with any."""
+    with without_label():
+        key = (call.code, call.selector.cfg, tuple(avals), mapped, device, trace_settings())
+        known = _KNOWN.get(key)
+        if known is None:
+            cfg = shape_config(call, avals, mapped, device)
+            known = _KNOWN.put(key, results_of(call.program(cfg, avals, mapped, device)))
+        return known
 
 
-def without_references(jaxpr: Any) -> Any:
-    """A closed jaxpr with the references that it makes itself turned into values.
-
-    JAX does this for a whole program, and does not look into the primitives of others (``jax.new_ref`` in a kernel).
-    """
-    if jax_core.internal_mutable_array_effect not in jaxpr.effects:
-        return jaxpr
-    from jax._src.state.discharge import discharge_state  # there is no public name for it
-
-    return discharge_state(jaxpr)
+_KNOWN: Memory[Results] = Memory("what tilewright knows of calls' results", 4096)
 
 
 def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
@@ -196,9 +169,8 @@ def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...
 
 
 def _abstract_eval(*avals: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
-    device = current_device()
-    jaxpr, _ = traced(call, shape_config(call, avals, mapped, device), avals, mapped, device)
-    return jaxpr.out_avals, jaxpr.effects
+    results = known_results(call, avals, mapped, current_device())
+    return [results.avals[i] for i in call.picked(results)], set(results.effects)
 
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
@@ -271,24 +243,26 @@ def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
 def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
     """Chooses the config of a call and returns its code under its label."""
     selection, name = decide(call, avals, mapped, device)
-    jaxpr, _ = traced(call, selection.config, tuple(avals), mapped, device)
-    only_read = call.selector.overrides.token is not None and not jaxpr.effects and not _has_calls(jaxpr.jaxpr)
-
-    def labelled(*operands: Any) -> list[Any]:
-        if (
-            only_read
-        ):  # for its labels: what lowers the code takes seconds, and packages that only the device's host has
-            return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
-        return jaxpr_as_fun(jaxpr)(*operands)
-
-    return labelled_as(labelled, name)
+    return labelled_as(code_of(call, selection.config, avals, mapped, device), name)
 
 
-def _has_calls(jaxpr: Any) -> bool:
-    """Whether the code of a call calls other kernels."""
-    return any(
-        eqn.primitive is call_p or any(map(_has_calls, jax_core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
-    )
+def code_of(
+    call: Call, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
+) -> Callable[..., list[Any]]:
+    """A call's stage with a config as a function of the flat operands, lowered once whatever programs contain it."""
+    program = call.program(cfg, avals, mapped, device)
+    results = results_of(program)
+    picked = call.picked(results)
+    # For its labels: what lowers the code takes seconds, and packages that only the device's host has.
+    only_read = call.selector.overrides.token is not None and not results.effects and not results.has_calls
+
+    def code(*operands: Any) -> list[Any]:
+        if only_read:
+            return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
+        found = run(program, *operands)
+        return [found[i] for i in picked]
+
+    return code
 
 
 def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -333,7 +307,7 @@ def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, 
     arrays, structure = split((args, kwargs))
     shardings = tuple(known_shardings.get(id(array)) for array in arrays)
     call = Call(kernel, selector, structure, shardings)
-    tree = results_tree(call, arrays)
+    tree = call.tree(known_results(call, [jax.typeof(x) for x in arrays], (), current_device()))
     results = call_p.bind(*arrays, call=call, mapped=())
     if gradient_form(kernel) is None:  # else they are named where the call is differentiated
         results = [named(x, f"{kernel.name}_out") for x in results]
@@ -343,10 +317,3 @@ def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, 
 def named(array: Any, name: str) -> Any:
     """The array under a ``checkpoint_name``, by which a policy of ``jax.checkpoint`` can save it."""
     return array if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else checkpoint_name(array, name)
-
-
-def results_tree(call: Call, arrays: Sequence[Any]) -> Any:
-    """The pytree that the stage returns."""
-    device = current_device()
-    avals = tuple(jax.typeof(x) for x in arrays)
-    return traced(call, shape_config(call, avals, (), device), avals, (), device)[1]

@@ -21,15 +21,15 @@ from tilewright.ops.core.call import (
     batching_rule,
     call_p,
     decide,
+    known_results,
     labelled_as,
-    map_axes,
     named,
     shape_config,
-    traced,
 )
 from tilewright.ops.core.gradients import with_manual_axes
 from tilewright.ops.core.kernel import Kernel, gradient_form, optional_method
 from tilewright.ops.core.programs import MOST_PROGRAMS
+from tilewright.ops.core.stages import map_axes
 from tilewright.ops.core.types import Device, MappedAxis
 from tilewright.ops.utils.device import current_device, devices_for_platforms
 from tilewright.ops.utils.target import check_runs_here
@@ -63,7 +63,7 @@ def _to_differentiate(
     """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
 
     def labelled(*operands: Any) -> list[Any]:
-        return call.leaves(call.function(cfg.value, mapped, device)(*operands))
+        return call.function(cfg.value, mapped, device)(*operands)
 
     return labelled_as(labelled, name)
 
@@ -144,54 +144,22 @@ def _forward(
     avals, device = tuple(jax.typeof(x) for x in primals), current_device()
     name = call.kernel.name
     if form == "recomputing":
-        tree = traced(call, shape_config(call, avals, mapped, device), avals, mapped, device)[1]
+        tree = call.tree(known_results(call, avals, mapped, device))
         results = call_p.bind(*primals, call=call, mapped=mapped)
         return [named(x, f"{name}_out") for x in results], [], (tree, jax.tree.structure(()))
     whole = dataclasses.replace(call, stage="forward")
-    cfg = shape_config(whole, avals, mapped, device)
-    jaxpr, tree = traced(whole, cfg, avals, mapped, device)
-    out, kept = tree.children()
-    sources = _sources(jaxpr.jaxpr)
+    known = known_results(whole, avals, mapped, device)
+    out, kept = known.tree.children()
+    sources = known.sources
     returned = tuple(sorted({index for index, _ in sources}))
     step = dataclasses.replace(whole, returned=returned)
-    step.traces[mapped, avals] = ((cfg, device), _returning(jaxpr, returned), tree)
     outputs = {index for index, _ in sources[: out.num_leaves]}
     results = {
         index: named(x, f"{name}_{'out' if index in outputs else 'residuals'}")
         for index, x in zip(returned, call_p.bind(*primals, call=step, mapped=mapped), strict=True)
     }
-    leaves = [results[i] if again is None else again.primitive.bind(results[i], **again.params) for i, again in sources]
+    leaves = [results[i] if reshaped is None else reshaped(results[i]) for i, reshaped in sources]
     return leaves[: out.num_leaves], leaves[out.num_leaves :], (out, kept)
-
-
-def _sources(jaxpr: Any) -> list[tuple[int, Any]]:
-    """For each result of a program the result that it is made of, and the reshape that makes it, if it is another."""
-    first: dict[int, int] = {}
-    for i, variable in enumerate(jaxpr.outvars):
-        first.setdefault(id(variable), i)
-    reshapes = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("reshape", "squeeze")}
-
-    def origin(variable: Any) -> Any:
-        eqn = reshapes.get(id(variable))
-        return eqn.invars[0] if eqn is not None and len(eqn.invars) == 1 and id(eqn.invars[0]) in first else None
-
-    def source(variable: Any) -> tuple[int, Any]:
-        made_of = origin(variable)
-        if made_of is None or origin(made_of) is not None:
-            return first[id(variable)], None
-        return first[id(made_of)], reshapes[id(variable)]
-
-    return [source(variable) for variable in jaxpr.outvars]
-
-
-def _returning(jaxpr: Any, returned: tuple[int, ...]) -> Any:
-    """A closed jaxpr with some of its results."""
-    inner = jaxpr.jaxpr
-    paths = inner.debug_info.result_paths
-    if paths is not None:
-        paths = tuple(paths[i] for i in returned)
-    debug_info = inner.debug_info._replace(result_paths=paths)
-    return jaxpr.replace(jaxpr=inner.replace(outvars=[inner.outvars[i] for i in returned], debug_info=debug_info))
 
 
 # The linear part.
@@ -206,11 +174,12 @@ def _linear_abstract_eval(*avals: Any, linear: Linearised, mapped: tuple[MappedA
     own = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
     arrays = tuple(avals[:count])
     if all(any(axis.mapped) for axis in own):
-        jaxpr, _ = traced(call, shape_config(call, arrays, own, device), arrays, own, device)
+        results = known_results(call, arrays, own, device)
+        along = [results.avals[i] for i in call.picked(results)]
     else:  # along some axis the tangents alone are mapped
         function = call.function(shape_config(call, arrays, own, device), (), device)
-        jaxpr = jax.make_jaxpr(map_axes(lambda *operands: jax.tree.leaves(function(*operands[:count])), mapped))(*avals)
-    return [aval.to_tangent_aval() for aval, has in zip(jaxpr.out_avals, linear.inexact, strict=True) if has]
+        along = jax.make_jaxpr(map_axes(lambda *operands: function(*operands[:count]), mapped))(*avals).out_avals
+    return [aval.to_tangent_aval() for aval, has in zip(along, linear.inexact, strict=True) if has]
 
 
 batching.primitive_batchers[linear_p] = functools.partial(batching_rule, linear_p)
@@ -271,7 +240,7 @@ def _forward_mode(
             complete = list(arrays)
             for i, value in zip(moving, values, strict=True):
                 complete[i] = value
-            return jax.tree.leaves(function(*complete))
+            return function(*complete)
 
         _, results = jax.jvp(along, tuple(arrays[i] for i in moving), tuple(tangents))
         return [t for t, has in zip(results, linear.inexact, strict=True) if has]

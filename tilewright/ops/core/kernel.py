@@ -57,6 +57,10 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       run the call runs, made already or not. Without tuning what is not made is not chosen; tuning makes it beside.
     - ``preferred_cfg(invocation) -> Cfg``: what ``heuristic_cfg`` would return if everything were built.
     - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
+    - ``run_is_forward``: true where ``run`` returns what ``forward_with_residuals`` does without the residuals, so that
+      both can share what they are lowered to.
+    - ``lowering_packages(cfg) -> (name, ...)``: the top-level packages whose sources decide, beside JAX, what a config
+      is lowered to; it is then kept on disk for other processes.
     - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 
     ``cotangents`` is a tuple with one entry per output. Gradients come as a tuple with one entry per positional

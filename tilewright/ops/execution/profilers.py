@@ -2,45 +2,70 @@
 
 Mosaic GPU's profiler up to JAX 0.11 subscribes to CUPTI as if nobody else did. Where XLA's profiler was ever at work
 in the process, CUPTI counts records that were dropped meanwhile; Mosaic's callback throws for them, across CUPTI's C
-frames, and that ends the process (``callback_complete`` in ``jaxlib/mosaic/gpu/mosaic_gpu_ext.cc``). Of XLA's sessions
-nothing is left that could be asked: they are started in Python (``jax.profiler.trace``), by TensorBoard
-(``jax.profiler.start_server``) and by libraries. So that profiler is only used in processes in which nobody but us
-profiles: those that tuning starts for its candidates.
+frames, and that ends the process (``callback_complete`` in ``jaxlib/mosaic/gpu/mosaic_gpu_ext.cc``). Of a session that
+is over nothing is left that could be asked. So that profiler is only used where none can have been: every way from JAX
+into XLA's profiler is watched since before JAX had any device, and none was taken. Unseen are only sessions that other
+libraries start by themselves and that are over before the first look.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import jax
 from jax._src import profiler as jax_profiler
+from jax._src import xla_bridge
+
+_TOOLS = (3, 4)
+"""Of `sys.monitoring`, those without a purpose."""
 
 _state: Any = jax_profiler._profile_state  # of the trace that ``jax.profiler.start_trace`` takes
-_alone = threading.Event()
+_watched = threading.Event()
 _traced = threading.Event()
 
 
-def nobody_else_profiles() -> None:
-    """Says that this process is one of ours, in which no user takes traces."""
-    _alone.set()
+def _entrances() -> list[CodeType]:
+    """The functions by which a program comes to XLA's profiler: its own traces, a server's, and PGLE's."""
+    functions: list[Any] = [
+        jax_profiler.start_trace,
+        jax_profiler.start_server,
+        jax_profiler.PGLEProfiler.__init__,
+    ]
+    session = vars(jax_profiler).get("ProfileSession")  # since JAX 0.12
+    return [function.__code__ for function in functions] + ([] if session is None else [session.start.__code__])
+
+
+def _watch() -> None:
+    """Has it noted from now on when one of them is called; if JAX has no device yet, that is since ever."""
+    tool = next((each for each in _TOOLS if sys.monitoring.get_tool(each) is None), None)
+    if tool is None or xla_bridge.backends_are_initialized():
+        return
+    sys.monitoring.use_tool_id(tool, "tilewright")
+    started = sys.monitoring.events.PY_START
+    sys.monitoring.register_callback(tool, started, lambda *_: _traced.set())
+    for code in _entrances():
+        sys.monitoring.set_local_events(tool, code, started)
+    _watched.set()
 
 
 def why_not_cupti() -> str:
     """Why CUPTI must not be used here: it might end the process; empty if it may."""
     if shares_cupti():
         return ""
-    if not _alone.is_set():
-        return (
-            "this jaxlib's profiler of kernels ends a process in which XLA's was ever used, and that leaves no sign; "
-            "Tuner(isolation='process') has a process of its own for it"
-        )
     if _traced.is_set():
         return (
             "XLA's profiler was used in this process, after which CUPTI drops records; this jaxlib's profiler of "
-            "kernels ends the process for it"
+            "kernels ends the process for it; Tuner(isolation='process') has one of its own"
         )
-    return ""
+    if not _watched.is_set():
+        return (
+            "this jaxlib's profiler of kernels ends a process in which XLA's was ever used, and tilewright was imported"
+            " too late to know: import it before JAX computes, or tune with Tuner(isolation='process')"
+        )
+    return running_session()
 
 
 def shares_cupti() -> bool:
@@ -59,6 +84,7 @@ def running_session() -> str:
     if fields.get("session", fields.get("profile_session")) is not None:  # the first since JAX 0.12
         return "a trace is being taken in this process (jax.profiler)"
     if jax.profiler.TraceAnnotation.is_enabled():  # of sessions that were not started by jax.profiler's functions
+        _traced.set()
         return "XLA's profiler is at work in this process (jax.profiler.start_server, or a library that profiles)"
     return ""
 
@@ -82,3 +108,6 @@ def trace_into(folder: str, options: jax.profiler.ProfileOptions) -> Iterator[No
             with _state.lock:
                 _state.reset()
             raise
+
+
+_watch()

@@ -278,14 +278,15 @@ def timer_for(device: Device) -> Timer:
     """
     if device.kind != "gpu" or device.capability is None:
         return WallTimer()
-    if why_not_cupti() and (who := running_session()):
+    why = why_not_cupti()
+    if why and (who := running_session()):
         logger.warning("kernels are timed by the host's clock: %s", who)
         return WallTimer()
-    return _profiling_timer()
+    return _profiling_timer(why)
 
 
 @functools.cache
-def _profiling_timer() -> Timer:
+def _profiling_timer(why_not_cupti: str) -> Timer:
     profilers: tuple[tuple[str, KernelTimer], ...] = (("CUPTI", CuptiTimer()), ("XLA's profiler", XlaTimer()))
     for name, timer in profilers:
         try:

@@ -16,7 +16,6 @@ from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.execution.bench import CandidateError, LocalBench, failure, local_bench
 from tilewright.ops.execution.isolation import Task
-from tilewright.ops.execution.profilers import nobody_else_profiles
 from tilewright.ops.execution.workload import forward_of
 
 
@@ -24,7 +23,6 @@ def main() -> None:
     # The parent has chosen already, and the lock that the environment names may be the one that is being made.
     for name in ("TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
         os.environ.pop(name, None)
-    nobody_else_profiles()
     connection = Connection(int(sys.argv[1]))
     bench: LocalBench | None = None
     while True:

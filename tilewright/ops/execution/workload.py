@@ -13,9 +13,11 @@ import jax.numpy as jnp
 
 from tilewright.ops.config.context import current_overrides
 from tilewright.ops.core.arrays import split
-from tilewright.ops.core.call import Call, Selector, map_axes
+from tilewright.ops.core.call import Call, Selector, code_of
 from tilewright.ops.core.kernel import Invocation, gradient_form, optional_method
+from tilewright.ops.core.lowering import results_of
 from tilewright.ops.core.parts import OraclePart
+from tilewright.ops.core.stages import map_axes
 from tilewright.ops.execution.numerics import tree_violations, widened
 
 if TYPE_CHECKING:
@@ -62,19 +64,16 @@ class Workload:
         self, config: Any, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> Callable[..., Any]:
         """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
-        function = self._call.function(config, self._mapped, self._device)
-        lowered = jax.jit(lambda *operands: jax.tree.leaves(function(*operands))).lower(*self.operands)
+        lowered = jax.jit(self._code(config)).lower(*self.operands)
         with turn():
             return lowered.compile()
 
     def recheck(self, config: Any) -> list[str]:
         """What is wrong with the results of a config that are written over poison, as an element left out would be."""
-        function = self._call.function(config, self._mapped, self._device)
-        shapes = jax.tree.leaves(jax.eval_shape(function, *self.operands))
+        code = self._code(config)
+        shapes = jax.eval_shape(code, *self.operands)
         # The outputs take the place of donated arrays, which nothing else reads.
-        poisoned = jax.jit(
-            lambda poison, *operands: jax.tree.leaves(function(*operands)), donate_argnums=0, keep_unused=True
-        )
+        poisoned = jax.jit(lambda poison, *operands: code(*operands), donate_argnums=0, keep_unused=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             # What is still being written might be copied rather than donated.
@@ -90,6 +89,11 @@ class Workload:
         for each in answers:
             found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
         return found
+
+    def _code(self, config: Any) -> Callable[..., list[Any]]:
+        """The stage with a config; the user's program will take over what it is lowered to."""
+        avals = [jax.typeof(operand) for operand in self.operands]
+        return code_of(self._call, config, avals, self._mapped, self._device)
 
     def _sampled(self) -> tuple[list[Any], Any]:
         """Random arguments, those of mapped leaves stacked along the mapped axes."""
@@ -122,8 +126,11 @@ class Workload:
         forward = chooser.lookup(forward_inv)
         pair = gradient_form(inv.kernel) == "residuals"
         stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
-        function = stage.function(forward.config, forward_inv.mapped, self._device)
-        results = jax.jit(function)(*self.operands)
+        avals = [jax.typeof(operand) for operand in self.operands]
+        program = stage.program(forward.config, avals, forward_inv.mapped, self._device)
+        results = stage.tree(results_of(program)).unflatten(
+            jax.jit(code_of(stage, forward.config, avals, forward_inv.mapped, self._device))(*self.operands)
+        )
         out, residuals = results if pair else (results, ())
         keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
         cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)
@@ -137,7 +144,8 @@ class Workload:
         )
         backward = dataclasses.replace(self._call, stage="backward", extra=extra)
         config = inv.kernel.heuristic_cfg(inv)
-        given = jax.eval_shape(backward.function(config, self._mapped, self._device), *self.operands)
+        known = results_of(backward.program(config, [jax.typeof(x) for x in self.operands], self._mapped, self._device))
+        given = known.tree.unflatten(known.avals)
         self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
 
     def _oracle(self) -> tuple[float, list["_Answer"]]:

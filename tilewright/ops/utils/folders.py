@@ -59,10 +59,14 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
     return data
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens."""
+def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens.
+
+    Args:
+      mode: its permissions, less those that the process's umask takes away.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

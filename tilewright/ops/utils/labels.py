@@ -14,6 +14,7 @@ import re
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
@@ -158,6 +159,11 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return labelled
 
     return decorate
+
+
+def without_label() -> AbstractContextManager[Any]:
+    """A context without a user's label: the code of a kernel is the same under any, and its call keeps the name."""
+    return set_xla_metadata(tilewright_label=None)
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:

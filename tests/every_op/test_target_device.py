@@ -1,0 +1,61 @@
+"""Every op for devices that are not here: what is explained is what is lowered, and nothing else."""
+
+from typing import Any
+
+import jax
+import pytest
+
+import tilewright
+from tests.every_op.matrix import call_of, every_op
+from tilewright.ops import find_labels_in_lowered
+from tilewright.ops.utils.labels import is_call_label, parse_label
+
+DEVICES = {"NVIDIA A100-SXM4-80GB": "cuda", "NVIDIA H200": "cuda", "TPU v5 lite": "tpu"}
+
+
+def abstract(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+@pytest.mark.usefixtures("without_builds")
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("op", every_op())
+def test_it_is_explained_and_lowered(op: str, name: str):
+    call = call_of(op, "bfloat16")
+    function, arrays = call.training()
+    structs = abstract(arrays)
+    with tilewright.target_device(name):
+        explained = {(each.op, each.direction): each for each in tilewright.explain(function, *structs)}
+        lowered = jax.jit(function).lower(*structs)
+    labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
+    assert lowered._lowering._platforms == (DEVICES[name],)  # type: ignore[attr-defined]
+    assert {(label.invocation().kernel.name, label.direction): label.config for label in labels} == {
+        key: each.config for key, each in explained.items()
+    }
+    assert (op, "forward") in explained
+    assert ((op, "backward") in explained) == call.differentiable
+    for each in explained.values():
+        assert f'"{DEVICES[name].replace("cuda", "gpu")}:{name}' in each.choice.key
+        assert each.step == "heuristic"
+        implementation = each.config.implementation
+        assert implementation == "xla" if DEVICES[name] == "tpu" else implementation in ("pallas", "triton", "xla")
+        if "H200" not in name:
+            assert implementation != "pallas"
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_explaining_takes_neither_a_plugin_nor_a_compiler(op: str):
+    """Triton's kernels cannot even be lowered without the plugin."""
+    pytest.importorskip("triton")
+    function, arrays = call_of(op, "bfloat16").on_arrays(platform=("triton", "xla"))
+    with tilewright.target_device("NVIDIA A100-SXM4-80GB"):
+        (call,) = tilewright.explain(function, *abstract(arrays))
+    assert call.config.implementation == ("xla" if op == "update_pages" else "triton")
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_a_call_there_is_an_error(op: str):
+    function, arrays = call_of(op).on_arrays()
+    with tilewright.target_device("NVIDIA H200"), pytest.raises(tilewright.TargetDeviceError, match="nothing runs"):
+        function(*arrays)
+    function(*arrays)

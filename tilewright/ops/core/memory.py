@@ -1,0 +1,70 @@
+"""What a process remembers of its calls: bounded, and forgotten with JAX's own caches."""
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from jax._src import util as jax_util
+
+Value = TypeVar("Value")
+
+_MEMORIES: "weakref.WeakSet[Memory[object]]" = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Empties every memory, and leaves JAX's caches as they are."""
+    for memory in list(_MEMORIES):
+        memory.cache_clear()
+
+
+class Memory(Generic[Value]):
+    """Values by key; those used longest ago go first. ``jax.clear_caches()`` empties it.
+
+    Args:
+      name: for people.
+      limit: of the sum of the sizes.
+      size: of a value; by default each counts as one.
+    """
+
+    def __init__(self, name: str, limit: int, size: Callable[[Value], int] = lambda value: 1) -> None:
+        self._limit = limit
+        self._size = size
+        self._total = 0
+        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        jax_util.register_cache(self, name)
+        _MEMORIES.add(self)  # type: ignore[arg-type]
+
+    def get(self, key: Hashable) -> Value | None:
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: Hashable, value: Value) -> Value:
+        """Remembers a value, unless another thread was first; returns the one that stays."""
+        with self._lock:
+            if key in self._values:
+                return self._values[key]
+            self._values[key] = value
+            self._total += self._size(value)
+            while self._total > self._limit and len(self._values) > 1:
+                _, oldest = self._values.popitem(last=False)
+                self._total -= self._size(oldest)
+            return value
+
+    # By these JAX knows a cache.
+
+    def cache_clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._total = 0
+
+    def cache_info(self) -> str:
+        return f"{len(self._values)} values, {self._total} of {self._limit}"
+
+    def cache_keys(self) -> list[Hashable]:
+        return list(self._values)

@@ -1,0 +1,178 @@
+"""What a trace and its lowering depend on beside the call: settings, the mesh, the program around, the sources."""
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import config as jax_config
+from jax._src.core import AxisEnv
+from jax._src.sharding_impls import ShardingContext
+from jax._src.xla_metadata_lib import XlaMetadata
+
+# Sources that changed later may not be those that were imported.
+_STARTED = time.time()
+
+# Read by kernels while they are traced.
+_VARIABLES = ("TILEWRIGHT_DEBUG",)
+
+
+class NotDescribableError(TypeError):
+    """A setting has no form by which another process would recognise it."""
+
+
+def trace_settings() -> Hashable:
+    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read."""
+    return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
+
+
+def _pallas_settings() -> tuple[tuple[str, Any], ...]:
+    """Settings that the lowering of Pallas kernels reads and that are not part of JAX's own keys."""
+    values = jax.config.values
+    return tuple((name, values[name]) for name in _pallas_names(len(values)))
+
+
+@functools.lru_cache(maxsize=1)
+def _pallas_names(count: int) -> tuple[str, ...]:
+    """Their names; looked for again where modules have defined more settings since."""
+    return tuple(sorted(name for name in jax.config.values if name.startswith(("jax_pallas", "jax_mosaic"))))
+
+
+def is_dumping() -> bool:
+    """Whether the compiler of Mosaic GPU kernels was asked to show its work: then it must have all of it to do."""
+    return any(name.startswith("MOSAIC_GPU_DUMP_") or name == "MOSAIC_GPU_LLVM_DEBUG_ONLY" for name in os.environ)
+
+
+def described(value: Any) -> Any:
+    """A setting as JSON data.
+
+    Raises:
+      NotDescribableError: it has no such form.
+    """
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return {"enum": [type(value).__qualname__, value.name]}
+    if isinstance(value, tuple | list):
+        return [described(item) for item in value]
+    if isinstance(value, frozenset | set):
+        return {"set": sorted((described(item) for item in value), key=repr)}
+    if isinstance(value, Mapping):
+        return {"map": sorted(([described(k), described(v)] for k, v in value.items()), key=repr)}
+    for kind, describe in _DESCRIPTIONS.items():
+        if isinstance(value, kind):
+            return {kind.__name__: described(describe(value))}
+    raise NotDescribableError(f"{value!r} of type {type(value).__qualname__}")
+
+
+_DESCRIPTIONS: dict[type, Any] = {
+    jax.sharding.AbstractMesh: lambda mesh: (
+        mesh.axis_names, mesh.axis_sizes, mesh.axis_types, mesh.abstract_device,
+    ),
+    jax.sharding.AbstractDevice: lambda device: (device.device_kind, device.platform, device.num_cores),
+    jax.sharding.Mesh: lambda mesh: (
+        mesh.axis_names, mesh.axis_types, mesh.devices.shape, tuple(mesh.devices.flat),
+    ),
+    jax.Device: lambda device: (device.platform, device.device_kind, device.id),
+    AxisEnv: lambda axes: (dict(axes.axis_sizes), axes.spmd_axis_names, axes.explicit_mesh_axis_names),
+    XlaMetadata: lambda metadata: metadata.val,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What of the program around it the lowering of a call depends on.
+
+    Attributes:
+      platform: that it is lowered for.
+      axes: the devices, and the mesh with its manual axes, as JAX's lowering knows them.
+      parameters: of the lowering: whether it is for export, and the like.
+      forward_compatible: whether older compilers have to understand the result.
+      default_memory: whether all arrays of the program are in the device's default memory.
+    """
+
+    platform: str
+    axes: Any
+    parameters: Any
+    forward_compatible: bool
+    default_memory: bool
+
+    def described(self) -> Any:
+        """As JSON data.
+
+        Raises:
+          NotDescribableError: it has no such form, as with lowering rules that a caller gave.
+        """
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: described(_fields(value)) for name, value in fields}
+
+
+def _fields(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"class": type(value).__qualname__, **named}
+    return value
+
+
+def surroundings(ctx: Any) -> Surroundings | None:
+    """Those of a lowering rule's context; ``None`` where a lowered call would not fit into another program.
+
+    That is in a program for several platforms, one with symbolic dimensions, and on TPUs, where Pallas counts the
+    kernels of a program.
+    """
+    module = ctx.module_context
+    platforms = ctx.platforms or module.platforms
+    if len(module.platforms) != 1 or tuple(platforms) != tuple(module.platforms) or platforms[0] == "tpu":
+        return None
+    if module.shape_poly_state.dim_vars or module.lowering_parameters.override_lowering_rules is not None:
+        return None
+    axes = module.axis_context
+    if isinstance(axes, ShardingContext) and axes.num_devices == 1:
+        axes = dataclasses.replace(axes, device_assignment=None)  # which of its devices a process runs on says nothing
+    return Surroundings(
+        platforms[0],
+        axes,
+        module.lowering_parameters,
+        ctx.is_forward_compat(),
+        module.all_default_mem_kind,
+    )
+
+
+# Sources.
+
+
+def sources_fingerprint(packages: Iterable[str]) -> str:
+    """A hash of all Python sources of some packages or modules, by their top-level names.
+
+    Empty if it would not say what this process imported: one of them has no sources, or a file has changed since.
+    """
+    digests = [_package_fingerprint(name) for name in sorted(set(packages))]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests and all(digests) else ""
+
+
+@functools.cache
+def _package_fingerprint(name: str) -> str:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None or name == "__main__":
+        return ""
+    is_package = Path(file).name == "__init__.py"
+    files = sorted(Path(file).parent.rglob("*.py")) if is_package else [Path(file)]
+    digest = hashlib.sha256()
+    try:
+        for path in files:
+            if path.stat().st_mtime > _STARTED:
+                return ""
+            said = path.relative_to(Path(file).parent).as_posix().encode()
+            content = path.read_bytes()
+            digest.update(b"%d %s %d " % (len(said), said, len(content)) + content)
+    except OSError:
+        return ""
+    return digest.hexdigest() if file.endswith(".py") else ""
