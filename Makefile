@@ -128,19 +128,19 @@ sdist-test: $(STAMP)
 	@$(PYTHON) -m tools.wheel_test $(SHIP_ARGS) --tests -n $(JOBS) $(SDIST_TESTS)
 
 # Without CUDA_HOME of the machine: nvcc is the one that is installed here.
-kernels-wheel: .kernels/installed
+kernels-wheel: .kernels/installed-$(KERNELS_CUDA)
 	@CUDA_HOME="$$(echo $(CURDIR)/$(KERNELS)/lib/python3*/site-packages/nvidia/cu*)" CUDA_PATH= JAX_PLATFORMS=cpu \
 	  $(KERNELS)/bin/python -m tools.kernels_wheel $(KERNELS_ARGS)
 
 # An environment of its own, with nvcc; and with the oldest jax that we run with: later ones take what was compiled with
 # its headers of XLA's FFI, older ones refuse what was compiled with later headers.
-.kernels/installed: pyproject.toml .python-version $(STAMP)
+.kernels/installed-$(KERNELS_CUDA): pyproject.toml .python-version $(STAMP)
 	@[ -x $(KERNELS)/bin/python ] || $(VENV)/bin/python -m venv $(KERNELS); \
 	jax="$$(sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)"; \
 	echo "installing nvcc of CUDA $(KERNELS_CUDA) beside jax $$jax into $(KERNELS)"; \
 	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]' "jax==$$jax" "jaxlib==$$jax" \
 	  'cuda-toolkit[nvcc,cudart,cccl]==$(KERNELS_CUDA).*'
-	@mkdir -p $(@D) && touch $@
+	@rm -f $(@D)/installed-* && touch $@
 
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,10 @@ from typer.testing import CliRunner
 from tests.support import fake_nvcc
 from tilewright.cli import main
 from tilewright.cli.app import app
+from tilewright.cli.inventory import machine_facts
+from tilewright.kernels.cuda_build import BuildCache, Group, build
+from tools.kernels_wheel.__main__ import record_of
+from tools.kernels_wheel.wheel import write_wheel
 
 TABLE = """
 from pathlib import Path
@@ -55,6 +60,28 @@ def test_build_then_list(nvcc, tmp_path):
     assert "2 of 3 built" in listed
     assert "no: nvcc 99.1.0 compiles for 80, 90, not for 70" in listed
     assert len(nvcc.compilations()) == 3
+
+
+def test_the_list_says_where_each_comes_from(nvcc, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    table = fake_nvcc.sample_table(tmp_path)
+    group = Group(table, "fast", 90)
+    (path,) = build([group], cache=BuildCache(tmp_path / "builds")).values()
+    wheel = write_wheel(tmp_path / "dist", [(record_of(group, path, (13, 0)), path)], 13, "linux_x86_64", {})
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    invoke("--arch", "90a", "--table", "mine:TABLE", "--group", "slow")
+    listed = invoke("--arch", "90a", "--table", "mine:TABLE", "--list").output
+    assert "shipped, 0.0 MB" in listed
+    assert f"1 of 2 built in {tmp_path / 'cache' / 'cuda'}" in listed
+    assert f"1 shipped in {tmp_path / 'site' / 'tilewright_kernels' / 'cu13'}" in listed
+    assert (
+        dict(machine_facts())["shipped CUDA kernels"]
+        == f"{tmp_path / 'site' / 'tilewright_kernels' / 'cu13'} (1 group)"
+    )
+    again = invoke("--arch", "90a", "--table", "mine:TABLE").output
+    assert "0 of 2 built now, 2 were there" in again
+    assert "shipped, 0.0 MB" in again
 
 
 def test_devices_stand_for_their_architectures(nvcc):

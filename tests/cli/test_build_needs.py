@@ -2,6 +2,7 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
@@ -44,16 +45,14 @@ BACKWARD = "flash_attention_ampere_backward-f32_k64_plain-sm_90a"
 
 
 @pytest.fixture
-def nvcc(tmp_path, monkeypatch):
-    """The stand-in, caches of the test's own, an H100 for selection, and a module ``mine`` with programs."""
+def stand_in(tmp_path, monkeypatch):
+    """The stand-in for nvcc, caches of the test's own, and a module ``mine`` with programs."""
     if fake_nvcc.HOST_COMPILER is None:
         pytest.skip(fake_nvcc.NEEDED)
     made = fake_nvcc.install(tmp_path / "cuda")
     for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])  # whatever headers are installed
-    for name in ("_device", "_device_of_mesh"):
-        monkeypatch.setattr(devices, name, lambda *_: H100)
     (tmp_path / "mine.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -64,6 +63,14 @@ def nvcc(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def nvcc(stand_in, monkeypatch):
+    """The same, with an H100 for selection."""
+    for name in ("_device", "_device_of_mesh"):
+        monkeypatch.setattr(devices, name, lambda *_: H100)
+    return stand_in
 
 
 def invoke(*arguments, code=0):
@@ -84,7 +91,9 @@ def test_all_of_an_op(nvcc, tmp_path):
 
 
 def test_a_group_of_an_op(nvcc, tmp_path):
-    invoke("ragged_page_attention", "--arch", "90a", "--group", "bf16_k64")
+    command = Group(cuda_packed.TABLE, "bf16_k64", 90).command("ragged_page_attention")
+    assert command == "tilewright build ragged_page_attention --group bf16_k64"
+    invoke(*command.split()[2:])  # for this GPU
     assert built(tmp_path) == ["packed_attention_hopper-bf16_k64-sm_90a"]
 
 
@@ -114,6 +123,28 @@ def test_a_call_without_cuda_needs_nothing(nvcc):
     assert "nothing of it needs" in invoke("update_pages", "--shape", "2,128,2,64").output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "head_dim", "needed"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 128, ["flash_attention_ampere_forward-bf16_k128_plain-sm_80"]),
+        ("NVIDIA H200", 128, []),  # Pallas serves it
+        ("NVIDIA H200", 320, ["flash_attention_hopper_wide_forward-bf16_k512-sm_90a"]),
+    ],
+)
+def test_for_a_device_that_is_not_here(device, head_dim, needed, stand_in, tmp_path):
+    shape = ("--shape", f"1,256,2,{head_dim}", "--dtype", "bfloat16", "--no-backward")
+    invoke("flash_attention", *shape, "--device", device)
+    assert built(tmp_path) == needed
+
+
+@pytest.mark.slow
+def test_a_program_that_asks_for_cuda_for_a_device_that_is_not_here(stand_in, tmp_path):
+    arrays = ("--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
+    invoke("mine:by_cuda", *arrays, "--device", "NVIDIA H200")
+    assert built(tmp_path) == [FORWARD]
+
+
 def test_a_program_needs_what_its_calls_need(nvcc, tmp_path):
     arrays = ("--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
     invoke("mine:attend", *arrays)
@@ -134,6 +165,14 @@ def test_calls_that_ask_for_cuda_are_found_in_one_go(nvcc, tmp_path):
     said = result.stderr.splitlines()
     assert sum(line.startswith("building flash_attention") for line in said) == 2
     assert sum(line.startswith("built flash_attention") for line in said) == 2
+
+
+def test_what_was_lowered_to_be_read_is_not_what_runs(nvcc):
+    """In place of kernels that are not there it has zeros."""
+    invoke("mine:by_cuda", "--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
+    query = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)
+    text = jax.jit(sys.modules["mine"].by_cuda).lower(query, query, query).as_text()
+    assert "stablehlo.custom_call @tilewright_flash_attention_ampere_forward_f32_k64_plain_sm_90a_" in text
 
 
 def lock_of(*decided, device="gpu:NVIDIA H200:9.0"):

@@ -1,5 +1,6 @@
 """The device of this process, where it has one, and those that can be named."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,6 +24,13 @@ def here() -> "Device":
         return current_device()
     except RuntimeError as error:
         raise Failure(f"JAX finds no device to compute on: {error}") from error
+
+
+def on_device(known: "KnownDevice | None") -> contextlib.AbstractContextManager[object]:
+    """A context in which programs are traced and lowered for a device that was named, or else for this process's."""
+    from tilewright.ops import target_device
+
+    return contextlib.nullcontext() if known is None else target_device(known.name)
 
 
 def named_device(name: str) -> "KnownDevice":

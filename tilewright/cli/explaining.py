@@ -1,13 +1,12 @@
 """What ``tilewright explain`` does once its arguments are read."""
 
-import contextlib
 from typing import TYPE_CHECKING
 
-from tilewright.cli.device import here, named_device
+from tilewright.cli.device import here, named_device, on_device
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import complain, lines, stdout, table
 from tilewright.cli.targets import NamedCall, named_calls
-from tilewright.ops import default_executor, find_invocations, target_device
+from tilewright.ops import default_executor, find_invocations
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.progress import milliseconds
 
@@ -19,8 +18,8 @@ def explain_and_print(target: str, options: CallOptions, device: str | None) -> 
     """Prints a table for each call of the target, on this device or on one that is named."""
     here()
     known = None if device is None else named_device(device)
-    for call in named_calls(target, options, None if known is None else known.kind):
-        with contextlib.nullcontext() if known is None else target_device(known.name):
+    for call in named_calls(target, options, known):
+        with on_device(known):
             made = explanation_table(call)
         if made.row_count:
             stdout().print(made)

@@ -8,20 +8,29 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilewright.cli.choices import ARRAY_DTYPES, dtype_name, meant
+from tilewright.cli.device import on_device
 from tilewright.cli.mistakes import raised_at, user_code
 from tilewright.cli.options import parse_sizes
 from tilewright.cli.output import counted
 
+if TYPE_CHECKING:
+    from tilewright.ops.utils.known_devices import KnownDevice
 
-def user_function(target: str, shapes: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+
+def user_function(
+    target: str, shapes: str | None, known: "KnownDevice | None" = None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A user's function with arrays of the shapes given, or with those that it returns itself beside a function.
 
     One without parameters that returns arrays is called as it is.
+
+    Args:
+      known: the device that it is traced for, to see whether it can be; this process's by default.
 
     Raises:
       typer.BadParameter: the target or the shapes are wrong, or the function refuses them.
@@ -38,7 +47,7 @@ def user_function(target: str, shapes: str | None) -> tuple[Callable[..., Any], 
             function, arguments = made[0], tuple(made[1])
         elif not _is_arrays(made):
             raise typer.BadParameter(f"{target}() returned {_shortly(made)}, neither arrays nor (function, arguments)")
-    with user_code(target):
+    with user_code(target), on_device(known):
         jax.eval_shape(function, *arguments)
     return function, arguments
 

@@ -10,6 +10,7 @@ from tilewright import __version__
 from tilewright.cli.device import here
 from tilewright.cli.output import Failure, counted, stdout, table
 from tilewright.cli.probing import ServedBackend, served_backends
+from tilewright.kernels.cuda_build.shipped import shipped_folders
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
@@ -56,6 +57,8 @@ def machine_facts() -> Iterator[tuple[str, str]]:
     yield from ((f"toolchain: {name}", version) for name, version in toolchain_fingerprint().items())
     compiler = find_compiler()
     yield "CUDA compiler", "; ".join(missing(None)) or (compiler.identity if compiler else "")
+    folders = [f"{folder} ({counted(len(list(folder.iterdir())), 'group')})" for folder in shipped_folders()]
+    yield "shipped CUDA kernels", ", ".join(folders) or "none"
     cache = PersistentCache()
     yield "persistent cache", f"{cache.path} ({counted(len(cache), 'entry', 'entries')})"
 

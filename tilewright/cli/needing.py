@@ -1,13 +1,12 @@
 """The compiled groups that an op, a program or a lock file needs."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import typer
 
 from tilewright.cli.building import architectures_of, capabilities, named_groups, named_tables, only_named
-from tilewright.cli.device import here, named_device
+from tilewright.cli.device import here, named_device, on_device
 from tilewright.cli.mistakes import first_line
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import complain, counted
@@ -25,9 +24,8 @@ from tilewright.ops.core.builds import Build
 from tilewright.ops.core.kernel import Invocation, live_kernel, optional_method
 from tilewright.ops.core.programs import Decisions
 from tilewright.ops.core.types import Device
-from tilewright.ops.execution.program import lower
+from tilewright.ops.execution.program import lower, only_reading
 from tilewright.ops.utils.device import device_of_fingerprint
-from tilewright.ops.utils.target import target_device
 
 type Needs = Callable[[], list[Group]]
 """The groups as far as they can be told now: once some are built, what they say of themselves may call for others."""
@@ -61,7 +59,9 @@ def needs_of(
         groups = only_named(groups_of_op(target, architectures), names)
         return lambda: groups
     if architectures:
-        what = "a lock file is of one device" if target is None else "what a call needs depends on the device, --device"
+        what = (
+            "a lock file is of one device" if target is None else "what a call needs depends on the device (--device)"
+        )
         raise typer.BadParameter(f"{what}: --arch is for tables and whole ops", param_hint="--arch")
     if len(devices) > 1:
         raise typer.BadParameter("what a call needs depends on the device: give one", param_hint="--device")
@@ -96,15 +96,15 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
     """
     here()
     known = None if device is None else named_device(device)
-    with noting_groups() as noted, Decisions() as decisions:
-        calls = named_calls(target, options, None if known is None else known.kind)
-        with contextlib.nullcontext() if known is None else target_device(known.name):
+    chooser, instead = default_executor().chooser, []
+    # Both also for what traces the calls to see whether they can be.
+    with only_reading(), noting_groups() as noted:
+        calls = named_calls(target, options, known)
+        with on_device(known), Decisions() as decisions:
             for call in calls:
                 lower(call.function, call.args, {})
-    chooser = default_executor().chooser
-    instead = []
-    if isinstance(chooser, ConfigSelectorChain):
-        instead = [found for decision in decisions if (found := chooser.not_built(*decision)) is not None]
+            if isinstance(chooser, ConfigSelectorChain):
+                instead = [found for decision in decisions if (found := chooser.not_built(*decision)) is not None]
     return _groups([*noted, *(build for _, builds in instead for build in builds)])
 
 

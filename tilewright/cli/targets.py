@@ -3,14 +3,18 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilewright.cli.choices import meant
+from tilewright.cli.device import on_device
 from tilewright.cli.functions import user_function
 from tilewright.cli.mistakes import user_mistakes
 from tilewright.cli.options import CallOptions, parse_sizes
+
+if TYPE_CHECKING:
+    from tilewright.ops.utils.known_devices import KnownDevice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +88,11 @@ def is_function(target: str) -> bool:
     return ":" in target
 
 
-def named_calls(target: str, options: CallOptions, kind: str | None = None) -> list[NamedCall]:
+def named_calls(target: str, options: CallOptions, known: "KnownDevice | None" = None) -> list[NamedCall]:
     """What a command shall work on.
 
     Args:
-      kind: of the device whose cases are meant by "all"; this process's by default.
+      known: the device that it is for, whose cases are meant by "all"; this process's by default.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
@@ -97,10 +101,11 @@ def named_calls(target: str, options: CallOptions, kind: str | None = None) -> l
     if is_function(target):
         if options.describes_op:
             raise typer.BadParameter(f"{target} is a function: it takes --shapes, not an op's options")
-        return [NamedCall(target, *user_function(target, options.shapes))]
+        return [NamedCall(target, *user_function(target, options.shapes, known))]
     if options.shapes is not None:
         raise typer.BadParameter(f"{target} is an op: it takes --shape or --case, not --shapes")
-    return [op_call(target, case, backward=options.backward) for case in op_cases(target, options, kind)]
+    cases = op_cases(target, options, None if known is None else known.kind)
+    return [op_call(target, case, backward=options.backward, known=known) for case in cases]
 
 
 def find_op(name: str) -> Op:
@@ -171,13 +176,13 @@ def op_function(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module("tilewright.modules"), find_op(name).function)
 
 
-def op_call(name: str, case: Any, *, backward: bool) -> NamedCall:
+def op_call(name: str, case: Any, *, backward: bool, known: "KnownDevice | None" = None) -> NamedCall:
     """One case of an op as a function of arrays alone; with ``backward`` it also returns the gradients."""
     with user_mistakes():
         positional, keywords = case.arguments()
     backward = backward and find_op(name).gradients
     call = NamedCall(f"{name} {case.name}", *flat_call(op_function(name), positional, keywords, backward), case=case)
-    check_call(call)
+    check_call(call, known)
     return call
 
 
@@ -209,9 +214,9 @@ def flat_call(
     return (with_gradients if backward else forward), (tuple(floats.values()), tuple(others.values()))
 
 
-def check_call(call: NamedCall) -> None:
-    """Traces a call, so that what its op or its author refuses is said before any work starts."""
+def check_call(call: NamedCall, known: "KnownDevice | None" = None) -> None:
+    """Traces a call for a device, so that what its op or its author refuses is said before any work starts."""
     import jax
 
-    with user_mistakes(call.name):
+    with user_mistakes(call.name), on_device(known):
         jax.eval_shape(call.function, *call.args)

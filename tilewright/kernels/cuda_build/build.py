@@ -55,6 +55,9 @@ class Group(Build):
     def make(self, cancelled: threading.Event) -> None:
         _build_one(self, BuildCache(), Limit(cancelled, COMPILE_LIMIT_S), lambda _: None)
 
+    def command(self, op: str) -> str:
+        return f"tilewright build {op} --group {self.name}"
+
     def __str__(self) -> str:
         return f"{self.table.name} {self.name} sm_{self.target}"
 

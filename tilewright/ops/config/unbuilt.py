@@ -28,10 +28,11 @@ def say_once(
     _SAID.update(fresh)
     if not fresh:
         return
+    commands = " and ".join(dict.fromkeys(f"`{each.command(inv.kernel.name)}`" for each in builds))
     instead = (
         "it is being compiled in the background, for later programs"
         if in_background
-        else f"run `tilewright build {inv.kernel.name}` once, tune the call, or install tilewright-kernels"
+        else f"run {commands} once, tune the call, or install tilewright-kernels"
     )
     logger.warning(
         "%s %s would run by %s, but nvcc must compile that first, which takes minutes (%s): %s. It runs by %s",

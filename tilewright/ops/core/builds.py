@@ -37,6 +37,10 @@ class Build(abc.ABC):
           Cancelled: the event was set.
         """
 
+    def command(self, op: str) -> str:
+        """The command line that makes it, for calls of an op."""
+        return f"tilewright build {op}"
+
 
 class Cancelled(Exception):
     """A build was given up because another failed, or by the user."""

@@ -24,7 +24,7 @@ from tilewright.ops.utils.labels import CallLabel, find_labels_in_lowered, is_ca
 
 
 @contextlib.contextmanager
-def _only_reading() -> Iterator[None]:
+def only_reading() -> Iterator[None]:
     """Nothing is tuned while the program is lowered, and the trace is not kept: a real call must see the winners."""
     with in_force(dataclasses.replace(current_overrides(), token=object())):
         yield
@@ -47,7 +47,7 @@ def lower(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.
         return getattr(fn, "lowered", fn)
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
-    with _only_reading():
+    with only_reading():
         method = getattr(fn, "lower", None)  # of jax.jit, nnx.jit and eqx.filter_jit
         lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
     return getattr(lowered, "lowered", lowered)

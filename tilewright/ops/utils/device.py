@@ -10,7 +10,7 @@ import jax
 from tilewright.errors import TargetDeviceError
 from tilewright.ops.core.types import Device
 from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
-from tilewright.ops.utils.known_devices import capability_by_name
+from tilewright.ops.utils.known_devices import KNOWN_DEVICES, capability_by_name
 from tilewright.ops.utils.target import TargetDevice, target_in_force
 
 _KINDS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
@@ -74,7 +74,9 @@ def device_of_fingerprint(fingerprint: str) -> Device:
             return _device(each)
     said = re.fullmatch(r"(.*):(\d+)\.(\d+)", rest)
     name, capability = (rest, None) if said is None else (said[1], (int(said[2]), int(said[3])))
-    return Device(kind, name, capability, fingerprint=fingerprint, present=False)
+    known = KNOWN_DEVICES.get(name)
+    cores = 0 if known is None else known.cores
+    return Device(kind, name, capability, cores, fingerprint=fingerprint, present=False)
 
 
 @functools.cache
