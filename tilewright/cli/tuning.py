@@ -29,6 +29,7 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.execution.isolation import prestart
 from tilewright.ops.execution.program import find_invocations, tune_invocations
 from tilewright.ops.execution.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
@@ -64,6 +65,8 @@ def tune_and_report(
     check_new_file(json_file, "--json")
     check_new_file(lock_file, "--lock", existing=True)
     here()
+    if tuner.isolation != "none":
+        prestart()
     began = datetime.datetime.now(datetime.UTC)
     # What is measured must not depend on a lock, nor fail where one that the environment names is still to be made.
     with use_lock(None):

@@ -201,11 +201,20 @@ def _unnamed_file() -> IO[bytes]:
     return os.fdopen(descriptor, "r+b")
 
 
+_prestarted: "list[Worker]" = []
+
+
+def prestart() -> None:
+    """Starts a worker for the next tuning of this process: it takes seconds, which a command has other work for."""
+    if os.name == "posix" and not _prestarted:
+        _prestarted.append(Worker())
+
+
 class IdleWorker:
     """A worker between two tasks, if there is one: starting a process and finding the device takes seconds."""
 
     def __init__(self) -> None:
-        self._worker: Worker | None = None
+        self._worker: Worker | None = _prestarted.pop() if _prestarted else None
 
     def warm(self) -> None:
         """Starts the worker before it is needed: what else there is to do goes on meanwhile."""

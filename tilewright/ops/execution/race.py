@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -28,8 +27,6 @@ HOPELESS = 1.5
 LOST = 6.0
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
 EARLY_NOISE = 0.06
-# What is reckoned for a candidate to be compiled, checked and sampled as long as none was: what many of them take.
-FIRST_START_S = 4.0
 # Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
 PLAUSIBLE = 0.9
 
@@ -145,6 +142,7 @@ class Race:
         self._alone: set[int] = set()
         self._repeats_to = Timer.repeats_to
         self._starting_s: list[float] = []
+        self._ahead: set[int] = set()
 
     @property
     def found(self) -> list[Candidate]:
@@ -153,7 +151,7 @@ class Race:
 
     @property
     def start_s(self) -> float:
-        return statistics.fmean(self._starting_s) if self._starting_s else 0.0
+        return sum(self._starting_s) / max(1, len(self._ahead), len(self._starting_s))
 
     @property
     def is_waiting(self) -> bool:
@@ -175,7 +173,11 @@ class Race:
         while not self._limits.cancelled():
             best = self._best_of_families()
             open_now = self._in_order([i for i in self._unknown() if self._gate.is_open(i)], best)
-            if not open_now or (open_now[0] and not self._limits.may_start()):
+            if not open_now:
+                return
+            # What was compiled beside others is only to be measured.
+            may = self._limits.may_go_on if open_now[0] in self._ahead else self._limits.may_start
+            if open_now[0] and not may():
                 return
             self._look_at(open_now, best)
 
@@ -221,16 +223,22 @@ class Race:
             self._found[index] = Candidate(self._configs[index], (), "dropped", why)
         else:
             ahead = [i for i in ordered if i not in self._known and not self._hopeless(i, best)]
-            self._bench.expect(ahead[: self._affordable()])
+            ahead = ahead[: self._affordable()]
+            self._bench.expect(ahead)
+            self._ahead.update(ahead)
             self._emit(CandidateStarted(index, self._configs[index]))
             self._found[index] = self._candidate(index, self._start(index))
             self._record(self._found[index])
         self._tell(index)
 
     def _affordable(self) -> int | None:
-        """How many candidates can be started in the time that is left, by what those before took; at least one."""
+        """How many candidates can be started in the time that is left, by what those before took; at least one.
+
+        Of those that come first, of which there is one for each implementation, all: compiled beside each other they
+        take little more than one.
+        """
         left = self._limits.seconds_left()
-        return max(1, int(left / (self.start_s or FIRST_START_S))) if math.isfinite(left) else None
+        return max(1, int(left / self.start_s)) if self._starting_s and math.isfinite(left) else None
 
     def _leave_out(self, index: int) -> None:
         refusal = self._gate.refusal(index)

@@ -343,11 +343,7 @@ struct HopperBackward {
       cutlass::arch::warpgroup_reg_dealloc<Registers<kGroups>::kCopying>();
       const int first = first_tile(block, shape), end = Mask{}.get_trip_count(block, TileShape{}, shape);
       if (copies && elected) copy(p, storage, outer, inner, shape, block, kv_head, first, end);
-      // Without any tile the collective would give back a buffer that it never got, and the others wait for ever.
-      if (reduces && first < end) {
-        cutlass::PipelineState<2> state;
-        Mainloop{}.reduce(block, p.mainloop, shape, sums, state, storage.tensors);
-      }
+      if (reduces) add_sums(p, storage, sums, shape, block, first, end);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Registers<kGroups>::kComputing>();
       const int rank = group - 1;
@@ -419,6 +415,33 @@ struct HopperBackward {
       // From the first tile to the last that `cut` leaves, all contribute.
       query();
       d_output();
+    }
+  }
+
+  // What the warp does that has the tiles of dQ added to their sums. The collective's own loop gives a buffer back when
+  // the next tile is there, while the copy engine may still be reading it: where many blocks add at a time, as with
+  // grouped heads, the tile after that then overwrote it (CUTLASS 4.2).
+  template <class Block>
+  static CUTLASS_DEVICE void add_sums(const Params& p, SharedStorage& storage, SumsPipeline& sums, const Shape7& shape,
+                                      const Block& block, int first, int end) {
+    const bool sends = cute::elect_one_sync();
+    const auto& tma = p.mainloop.tma_red_dq;
+    const auto slice = tma.get_slice(_0{});
+    Tensor staged = make_tensor(make_smem_ptr(storage.tensors.smem_dq.data()), typename Mainloop::SmemLayoutDQ{});
+    Tensor tiles = local_tile(tma.get_tma_tensor(select<2, 4, 0, 1>(shape)), typename Mainloop::TileShapeMD{},
+                              make_coord(_, _, _), Step<_1, _1, Underscore>{});
+    Tensor from = slice.partition_S(staged);
+    Tensor to = slice.partition_D(tiles(_, _, _, _0{}, get<2, 0>(block), get<2, 1>(block)));
+    cutlass::PipelineState<2> state;
+    for (int tile = first; tile < end; ++tile) {
+      sums.consumer_wait(state);
+      if (sends) {
+        cute::copy(tma, from(_, _, _, state.index()), to(_, _, _, tile));
+        tma_store_arrive();
+        tma_store_wait<0>();  // the buffer was read
+      }
+      sums.consumer_release(state);
+      ++state;
     }
   }
 
