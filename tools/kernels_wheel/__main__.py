@@ -57,11 +57,8 @@ def chosen_groups(architectures: Sequence[str], names: Sequence[str], tables: Se
         unknown = sorted(set(said) - known)
         if unknown:
             raise Failure(f"none that ships is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    chosen = [
-        each
-        for each in every
-        if each.name in (names or [each.name]) and each.table.name in (tables or [each.table.name])
-    ]
+    of_tables = [group for group in every if not tables or group.table.name in tables]
+    chosen = [group for group in of_tables if not names or group.name in names]
     if not chosen:
         raise Failure("no group that ships has all that was named")
     return chosen
@@ -82,7 +79,7 @@ def usable_compiler(groups: Sequence[Group]) -> tuple[Compiler, tuple[int, int]]
 
 
 def record_of(group: Group, path: Path, cuda: tuple[int, int]) -> ShippedRecord:
-    """What the wheel says of a group that was just built."""
+    """The record in the wheel of a group that was just built."""
     built = json.loads((path.parent / RECORD).read_text())
     return ShippedRecord(
         schema=SCHEMA,
@@ -115,7 +112,7 @@ def check_facts(group: Group, cache: BuildCache, path: Path) -> None:
 
 
 def licenses() -> dict[str, Path]:
-    """Of the code that is compiled into the objects."""
+    """The licenses of all code that is compiled into the objects."""
     files = importlib.metadata.files("nvidia-cutlass") or []
     (cutlass,) = (Path(str(file.locate())) for file in files if file.name == "LICENSE.txt")
     return {"LICENSE": ROOT / "LICENSE", "LICENSE-CUTLASS.txt": cutlass}
@@ -129,16 +126,8 @@ def print_sizes(wheel: Path, shipped: Sequence[Shipped]) -> None:
             for entry in archive.infolist()
             if entry.filename.endswith(".so")
         }
-    made = table(
-        "shipped kernels",
-        "table",
-        "group",
-        "architecture",
-        "MB",
-        "in the wheel",
-        "compiled in",
-        right=("MB", "in the wheel", "compiled in"),
-    )
+    figures = ("MB", "in the wheel", "compiled in")
+    made = table("shipped kernels", "table", "group", "architecture", *figures, right=figures)
     for record, path in shipped:
         sizes = (path.stat().st_size, packed[record.folder])
         said = [f"{size / 1e6:.2f}" for size in sizes]

@@ -31,7 +31,7 @@ NAMESPACE = "tilewright_kernels"
 SCHEMA = 1
 
 FIRST_DRIVERS = {12: "525", 13: "580"}
-"""By CUDA's major version the first driver for it, for people."""
+"""The first driver for each major version of CUDA, for people."""
 
 _CUDA = re.compile(r"cu(\d+)")
 _RECORD_LIMIT = 1 << 20
@@ -39,7 +39,7 @@ _RECORD_LIMIT = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShippedKey:
-    """What a shipped group is known by; nothing in it depends on a compiler, on jaxlib or on packages of headers.
+    """The key of a shipped group; nothing in it depends on a compiler, on jaxlib or on packages of headers.
 
     Attributes:
       target: nvcc's name of the architecture, such as "90a".
@@ -53,17 +53,17 @@ class ShippedKey:
 
     @property
     def beginning(self) -> str:
-        """What the names of its folders begin with, whatever the architecture and the content."""
+        """The beginning of its folders' names, whatever the architecture and the content."""
         return f"{self.table}-{self.group}-sm_"
 
     @property
     def prefix(self) -> str:
-        """What the names of its folders begin with, of which several may be there: they differ in their bytes."""
+        """The beginning of its folders' names, of which several may be there: they differ in their bytes."""
         return f"{self.beginning}{self.target}-{self.content[:24]}-"
 
 
 class ShippedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is written beside a shipped object.
+    """The text beside a shipped object.
 
     Attributes:
       ffi: version of XLA's FFI with whose headers it was compiled.
