@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -191,12 +191,17 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         """The best that need not be built first, or else the best."""
-        choices = self._supported(inv)
-        return next((each for each in choices if not missing_builds(self.config_builds(inv, each))), choices[0])
+        first = None
+        for each in self._in_order(inv):
+            if not missing_builds(self.config_builds(inv, each)):
+                return each
+            first = first or each
+        assert first is not None  # where there is none, that is an error
+        return first
 
     def preferred_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         """The best, whether it must be built first or not."""
-        return self._supported(inv)[0]
+        return next(self._in_order(inv))
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
         """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
@@ -249,20 +254,21 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         """Why a config that was found for this call once cannot run it here and now; a cache may hold anything."""
         if not isinstance(cfg, Choice):
             return [f"a Choice was expected, got {type(cfg).__name__}"]
-        name = cfg.implementation
-        why = self.reasons(inv).get(name)
-        if why is None:
-            return [f"{self.name} has no implementation {name!r} that can be loaded here"]
+        lazy_implementation = self._lazy_implementation(cfg)
+        if lazy_implementation is None:
+            return [f"{self.name} has no implementation {cfg.implementation!r} that can be loaded here"]
+        problem = self._problem(inv)
+        why = self._reasons_of(lazy_implementation, inv, problem)[1]
         allowed = inv.abstract_kwargs.get("platform")
         if allowed is not None and cfg.platform not in allowed:
             why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
         if why:
             return why
-        implementation = self._implementation(cfg)
+        implementation = lazy_implementation.load()
         wanted = _params_types(implementation, inv.direction)[0]
         if not isinstance(cfg.params, wanted):
             return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
-        why = implementation.config_reasons(self._problem(inv), inv.target, inv.direction, cfg.params)
+        why = implementation.config_reasons(problem, inv.target, inv.direction, cfg.params)
         return why or launch_reasons(self._footprints(inv, cfg), inv.target)
 
     def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
@@ -318,51 +324,79 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def reasons(self, inv: Invocation[Choice, Any]) -> dict[str, list[str]]:
         """For every implementation all reasons why it cannot serve a call, whatever platforms the caller allows."""
-        problem, found = self._problem(inv), {}
-        for lazy_implementation in self.implementations:
-            if lazy_implementation.load_error:
-                found[lazy_implementation.module_name] = [lazy_implementation.load_error]
-                continue
-            each = lazy_implementation.load()
-            name = implementation_name(each.platform, each.algorithm)
-            if inv.is_symbolic and not each.symbolic_dimensions:
-                found[name] = ["its programs are for given shapes, got symbolic dimensions of jax.export"]
-                continue
-            try:
-                found[name] = each.not_supported_reasons(problem, inv.target, inv.direction)
-            # Exception: a probe asks drivers and libraries, which raise anything; the other backends run without them.
-            except Exception as error:
-                found[name] = [f"its probe failed: {one_line(error)}"]
-        return found
+        problem = self._problem(inv)
+        return dict(self._reasons_of(each, inv, problem) for each in self.implementations)
+
+    def _reasons_of(
+        self, implementation: LazyImplementation, inv: Invocation[Choice, Any], problem: Any
+    ) -> tuple[str, list[str]]:
+        """The name of one implementation, and all reasons why it cannot serve a call."""
+        if implementation.load_error:
+            return implementation.module_name, [implementation.load_error]
+        each = implementation.load()
+        name = implementation_name(each.platform, each.algorithm)
+        if inv.is_symbolic and not each.symbolic_dimensions:
+            return name, ["its programs are for given shapes, got symbolic dimensions of jax.export"]
+        try:
+            return name, each.not_supported_reasons(problem, inv.target, inv.direction)
+        # Exception: a probe asks drivers and libraries, which raise anything; the other backends run without them.
+        except Exception as error:
+            return name, [f"its probe failed: {one_line(error)}"]
 
     def _problem(self, inv: Invocation[Choice, Any]) -> Any:
         return self.problem(*inv.abstract_args, **inv.abstract_kwargs)
 
     def _supported(self, inv: Invocation[Choice, Any]) -> list[Choice]:
         """The heuristic choices of every implementation that can serve a call, best first."""
-        allowed = inv.abstract_kwargs.get("platform")
-        reasons, problem = self.reasons(inv), self._problem(inv)
-        loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
-        able = [each for each in loaded if not reasons[implementation_name(each.platform, each.algorithm)]]
-        able.sort(key=lambda each: each.comes_last(problem, inv.target, inv.direction))
+        return list(self._in_order(inv))
+
+    def _in_order(self, inv: Invocation[Choice, Any]) -> Iterator[Choice]:
+        """The same, one after the other: what comes later is not loaded, nor asked, before it is wanted.
+
+        Raises:
+          UnsupportedError: there is none.
+        """
+        allowed, problem, found = inv.abstract_kwargs.get("platform"), self._problem(inv), False
+        for platform in (None,) if allowed is None else allowed:
+            last = []
+            for lazy_implementation in self.implementations:
+                if lazy_implementation.load_error:
+                    continue
+                each = lazy_implementation.load()
+                if platform not in (None, each.platform) or self._reasons_of(lazy_implementation, inv, problem)[1]:
+                    continue
+                found = True
+                if each.comes_last(problem, inv.target, inv.direction):
+                    last.append(each)
+                else:
+                    yield _choice_of(each, problem, inv)
+            for each in last:
+                yield _choice_of(each, problem, inv)
+        if not found:
+            raise self._unsupported(inv)
+
+    def _unsupported(self, inv: Invocation[Choice, Any]) -> UnsupportedError:
+        allowed, reasons = inv.abstract_kwargs.get("platform"), self.reasons(inv)
         if allowed is not None:
-            able = [each for platform in allowed for each in able if each.platform == platform]
-            absent = set(allowed) - {each.platform for each in loaded}
+            absent = set(allowed) - {lazy.load().platform for lazy in self.implementations if not lazy.load_error}
             reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in _NAMES - set(allowed)}
             reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
-        if not able:
-            raise UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
-        return [
-            Choice(each.platform, each.algorithm, each.heuristic(problem, inv.target, inv.direction)) for each in able
-        ]
+        return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
 
-    def _implementation(self, choice: Choice) -> Implementation:
+    def _lazy_implementation(self, choice: Choice) -> LazyImplementation | None:
+        """The implementation that a choice names, if it can be loaded here."""
         for lazy_implementation in self.implementations:
             if not lazy_implementation.load_error:
                 each = lazy_implementation.load()
                 if (each.platform, each.algorithm) == (choice.platform, choice.algorithm):
-                    return each
-        raise ValueError(f"{self.name} has no implementation {choice.implementation!r} that can be loaded here")
+                    return lazy_implementation
+        return None
+
+    def _implementation(self, choice: Choice) -> Implementation:
+        found = self._lazy_implementation(choice)
+        if found is None:
+            raise ValueError(f"{self.name} has no implementation {choice.implementation!r} that can be loaded here")
+        return found.load()
 
     def _checked_choice(self, choice: Choice, inv: Invocation[Choice, Any]) -> Choice | None:
         mine, other = _params_types(self._implementation(choice), inv.direction)
@@ -370,7 +404,9 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
             return None
         if not isinstance(choice.params, mine):
             raise TypeError(f"{choice.params=} must be of type {mine.__name__} for {choice.implementation!r}")
-        why = self.reasons(inv)[choice.implementation]
+        lazy_implementation = self._lazy_implementation(choice)
+        assert lazy_implementation is not None  # or its params would not have been found right
+        why = self._reasons_of(lazy_implementation, inv, self._problem(inv))[1]
         if why:
             raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
         return choice
@@ -445,6 +481,12 @@ class InferenceKernel(Portfolio, abc.ABC):
     def no_gradient(self) -> str:
         """Why a call cannot be differentiated."""
         return f"{self.name} is for inference and has no gradient; see flash_attention for training"
+
+
+def _choice_of(implementation: Implementation, problem: Any, inv: Invocation[Choice, Any]) -> Choice:
+    """What an implementation takes for itself."""
+    params = implementation.heuristic(problem, inv.target, inv.direction)
+    return Choice(implementation.platform, implementation.algorithm, params)
 
 
 def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:

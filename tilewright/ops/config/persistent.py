@@ -158,6 +158,10 @@ class PersistentCache:
             return None
         return self._config(document, expected_type)
 
+    def has_file(self, key: Hashable) -> bool:
+        """Whether there is a file for ``key``; it may turn out to be damaged or stale when it is read."""
+        return (self.path / _file_name(tagged(key))).is_file()
+
     def stale_config(
         self, key: Hashable, *, expected_type: type | None = None, source: str | None = None
     ) -> Any | None:

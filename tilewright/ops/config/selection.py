@@ -265,7 +265,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        if self.persistent is None:
+        # The hash of the source takes all backends to be loaded.
+        if self.persistent is None or not self.persistent.has_file(inv.key):
             return None
         expected = type(inv.kernel.heuristic_cfg(inv))
         return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
