@@ -363,7 +363,7 @@ print(bool(missing(90)), found.shipped, found.path.is_relative_to(SITE), variant
 @needs_nvcc(missing(90))
 def test_a_wheel_is_compiled_installed_and_used_where_there_is_no_nvcc(real_cache, tmp_path):
     """One group of the example, by the real nvcc; installed by pip; used in a process without a compiler."""
-    wheel, ((record, _),) = make_wheel([Group(RMS_NORM, "float32", 90)], 1, real_cache, tmp_path / "dist")
+    wheel, (record,) = make_wheel([Group(RMS_NORM, "float32", 90)], 1, real_cache, tmp_path / "dist")
     assert record.ffi == ffi_version()
     assert wheel.stem.endswith(platform.machine())
     site = tmp_path / "site"
