@@ -118,11 +118,15 @@ def check_facts(group: Group, cache: BuildCache, path: Path) -> None:
     raise Failure(f"no variant of {group} fits its device: {dict(facts)}")
 
 
-def licenses() -> dict[str, Path]:
+def licenses(groups: Sequence[Group]) -> dict[str, Path]:
     """The licenses of all code that is compiled into the objects."""
-    files = importlib.metadata.files("nvidia-cutlass") or []
-    (cutlass,) = (Path(str(file.locate())) for file in files if file.name == "LICENSE.txt")
-    return {"LICENSE": ROOT / "LICENSE", "LICENSE-CUTLASS.txt": cutlass}
+    found = {"LICENSE": ROOT / "LICENSE"}
+    for package in dict.fromkeys(package for group in groups for package in group.table.packages):
+        files = importlib.metadata.files(package.distribution) or []
+        for file in files:
+            if file.name.startswith("LICENSE"):
+                found[f"LICENSE-{package.distribution}.txt"] = Path(str(file.locate()))
+    return found
 
 
 def stripped(library: Path, place: Path) -> Path:
@@ -184,7 +188,7 @@ def make_wheel(
     with tempfile.TemporaryDirectory(prefix="tilewright-kernels-") as place:
         lean = {group: stripped(path, Path(place, f"{i}.so")) for i, (group, path) in enumerate(built.items())}
         shipped = [(record_of(group, path, cuda, lean[group]), lean[group]) for group, path in built.items()]
-        wheel = write_wheel(folder, shipped, cuda[0], tag, licenses())
+        wheel = write_wheel(folder, shipped, cuda[0], tag, licenses(groups))
     return wheel, [record for record, _ in shipped]
 
 
