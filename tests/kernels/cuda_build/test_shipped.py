@@ -320,7 +320,7 @@ def test_no_module_is_imported_to_find_them(nvcc, table, site):
     assert "tilewright_kernels" not in sys.modules
 
 
-def test_two_versions_in_one_folder_leave_each_its_own(nvcc, table, site):
+def test_two_versions_in_one_folder_leave_each_its_own(nvcc, table, site, caplog):
     """pip leaves nothing behind, but copies may."""
     (first,) = ship([Group(table, "fast", 90)], site)
     (table.header.parent / "sample_part.h").write_text("// the next version")
@@ -328,6 +328,7 @@ def test_two_versions_in_one_folder_leave_each_its_own(nvcc, table, site):
     (second,) = ship([Group(table, "fast", 90)], site)
     assert first != second
     assert locate(Group(table, "fast", 90)).path.parent == second
+    assert caplog.messages == []
 
 
 def test_a_record_is_what_the_wheel_says(nvcc, table, site):

@@ -132,11 +132,15 @@ def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
     for folder in folders:
         group = [entry for entry in _entries(folder) if entry.name.startswith(key.beginning)]
         of_target = [entry for entry in group if entry.name.startswith(f"{key.beginning}{key.target}-")]
-        for entry in of_target:
+        right = [entry for entry in of_target if entry.name.startswith(key.prefix)]
+        for entry in right:
             reason = _reason_against(entry, key)
             if not reason:
                 return entry / LIBRARY
             logger.warning("the shipped kernel %s is not used: %s", entry, reason)
+        if of_target and not right:
+            reason = "it was compiled from other sources, those of another version of Tilewright"
+            logger.warning("the shipped kernel %s is not used: %s", of_target[0], reason)
         if group and not of_target:
             targets = {entry.name.removeprefix(key.beginning).partition("-")[0] for entry in group}
             said = ", ".join(f"sm_{target}" for target in sorted(targets))
@@ -150,10 +154,8 @@ def _reason_against(folder: Path, key: ShippedKey) -> str:
         record = msgspec.json.decode(read_file(folder / RECORD, _RECORD_LIMIT), type=ShippedRecord)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         return f"its record cannot be read: {error}"
-    if record.schema != SCHEMA or record.folder != folder.name:
+    if record.schema != SCHEMA or record.folder != folder.name or record.key != key:
         return "its record is that of another object"
-    if record.key != key:
-        return "it was compiled from other sources, those of another version of Tilewright"
     reason = _ffi_reason(record.ffi) or _driver_reason(record.cuda[0])
     if reason:
         return reason
