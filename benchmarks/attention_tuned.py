@@ -36,6 +36,8 @@ from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedC
 MOST_BEHIND = 0.02
 """A tuned call that is slower than its default or than a single backend by more is a defect of the tuner."""
 
+NOT_STARTED = ("dropped", "left out")
+
 NEAR = 1.5
 """An implementation whose fastest is this many times slower than the winner is not measured again."""
 
@@ -129,8 +131,8 @@ def line(cell: Any) -> str:
     }
     others = "  ".join(f"{name} {ms:.4g}" for name, ms in medians.items())
     default = "failed" if cell["default_ms"] is None else f"{cell['default_ms']:.4g}"
-    dropped = sum(each["check"] == "dropped" for each in cell["candidates"])
-    failed = sum(bool(each["error"]) for each in cell["candidates"] if each["check"] != "dropped")
+    dropped = sum(each["check"] in NOT_STARTED for each in cell["candidates"])
+    failed = sum(bool(each["error"]) for each in cell["candidates"] if each["check"] not in NOT_STARTED)
     mark = " BEHIND" if behind(cell) else ""
     return (
         f"{cell['case']:22} {cell['direction']:8} tuned {cell['tuned_ms']:.4g}  default {default}  [{others}]  "

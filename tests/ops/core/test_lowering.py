@@ -351,7 +351,9 @@ class TestTransforms:
     def kernel(self) -> Counted:
         return Counted("tests.transformed")
 
-    @pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "grad of vmap", "jacrev", "remat", "scan", "jit in jit"])
+    @pytest.mark.parametrize(
+        "transform", ["vmap", "vmap of grad", "grad of vmap", "jacrev", "remat", "scan", "jit in jit"]
+    )
     def test_from_the_disk(self, executor, kernel, transform):
         reference = lambda a, b: jnp.sin(a @ b).sum()
         stacked = jnp.stack([A, 2 * A, 3 * A])

@@ -33,6 +33,9 @@ class Said(Bench):
         self.started: list[int] = []
         self.sampled: list[int] = []
 
+    def prepare(self) -> None:
+        pass
+
     def expect(self, indices: Sequence[int]) -> None:
         pass
 

@@ -114,8 +114,9 @@ class BackgroundBuilds:
                 process.wait()
 
     def _start(self, builds: Sequence[Build]) -> None:
-        # One core is the tuner's own.
-        jobs = parallel_compilers((each.memory_bytes for each in builds), spared=1)
+        # A quarter of the cores is the tuner's own: it compiles, too, and its clock must not wait.
+        spared = max(1, len(os.sched_getaffinity(0)) // 4)
+        jobs = parallel_compilers((each.memory_bytes for each in builds), spared=spared)
         try:
             order = Order(tuple(map(pickle.dumps, builds)), min(jobs, len(builds)), self._timeout_s)
         except Exception as error:  # whatever a build's attributes raise

@@ -47,6 +47,10 @@ class Bench(abc.ABC):
     """The candidates of one call, by their index."""
 
     @abc.abstractmethod
+    def prepare(self) -> None:
+        """Gets ready for candidates, where that takes time of its own: a process, arrays, the oracle's answer."""
+
+    @abc.abstractmethod
     def expect(self, indices: Sequence[int]) -> None:
         """Says which candidates will be started next, in that order."""
 
@@ -109,6 +113,9 @@ class LocalBench(Bench):
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
         self._turns = turns or Turns(None)
         self._turn: contextlib.ExitStack | None = None
+
+    def prepare(self) -> None:
+        pass
 
     def expect(self, indices: Sequence[int]) -> None:
         if self._pool is None or any(index in self._pending for index in indices):

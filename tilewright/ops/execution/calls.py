@@ -79,6 +79,9 @@ class SuspendedBench(Bench):
     def is_open(self) -> bool:
         return self._bench is not None
 
+    def prepare(self) -> None:
+        self._open().prepare()
+
     def expect(self, indices: Sequence[int]) -> None:
         self._open().expect(indices)
 
@@ -184,14 +187,14 @@ class CallTuning:
         return self._bench.is_open
 
     @property
-    def longest_start_s(self) -> float:
-        """What its slowest candidate took to be compiled, checked and sampled once."""
-        return self._race.longest_start_s
+    def start_s(self) -> float:
+        """What its candidates took to be compiled, checked and sampled once, on average."""
+        return self._race.start_s
 
     @property
     def ending_s(self) -> float:
         """What it will take to be decided, by what its candidates took: they may have to be started again."""
-        return 1.0 + (1 if self.is_open else 3) * self._race.longest_start_s
+        return 1.0 + (1 if self.is_open else 3) * self._race.start_s
 
     def needed_builds(self, index: int) -> tuple[Build, ...]:
         """What a candidate waits for; none of one that there is not."""
@@ -203,7 +206,11 @@ class CallTuning:
 
     def explore(self) -> None:
         """Starts what can be started."""
-        self._timed(self._race.explore)
+        self._timed(self._explore)
+
+    def _explore(self) -> None:
+        self._bench.prepare()
+        self._race.explore()
 
     def suspend(self) -> None:
         """Gives back what it holds; all that was measured is kept."""
@@ -244,12 +251,12 @@ class CallTuning:
 
         def may_start() -> bool:
             now = time.monotonic()
-            soon = now + self._race.longest_start_s
+            soon = now + self._race.start_s
             return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.go_on_until
 
         def may_go_on() -> bool:
             # The winner's results are checked once more at the end, for which it is compiled again.
-            soon = time.monotonic() + self._race.longest_start_s
+            soon = time.monotonic() + self._race.start_s
             return not self._cancelled.is_set() and soon < self.clock.go_on_until
 
         return Limits(

@@ -207,6 +207,10 @@ class IdleWorker:
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
+    def warm(self) -> None:
+        """Starts the worker before it is needed: what else there is to do goes on meanwhile."""
+        self._worker = self._worker or Worker()
+
     def take(self) -> Worker:
         worker, self._worker = self._worker, None
         return worker or Worker()
@@ -234,6 +238,10 @@ class ProcessBench(Bench):
         self._task, self._timeout_s, self._idle, self._deadline = task, timeout_s, idle, deadline
         self._worker: Worker | None = None
         self._started: set[int] = set()
+
+    def prepare(self) -> None:
+        with contextlib.suppress(WorkerDied):  # which the first candidate will meet, too
+            self._begun()
 
     def expect(self, indices: Sequence[int]) -> None:
         if self._worker is not None:
@@ -285,16 +293,20 @@ class ProcessBench(Bench):
         return answer
 
     def _ask(self, *request: Any) -> Any:
-        if self._worker is None:
-            worker = self._idle.take()
-            worker.begin(self._task, self._seconds(START_TIMEOUT_S))
-            self._worker = worker
         try:
-            return self._worker.ask(self._seconds(self._timeout_s), *request)
+            return self._begun().ask(self._seconds(self._timeout_s), *request)
         except WorkerDied:
             self._worker = None
             self._started.clear()
             raise
+
+    def _begun(self) -> Worker:
+        """The worker, with its task."""
+        if self._worker is None:
+            worker = self._idle.take()
+            worker.begin(self._task, self._seconds(START_TIMEOUT_S))
+            self._worker = worker
+        return self._worker
 
     def _seconds(self, most: float) -> float:
         """How long an answer is waited for."""

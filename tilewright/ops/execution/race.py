@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -27,6 +28,8 @@ HOPELESS = 1.5
 LOST = 6.0
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
 EARLY_NOISE = 0.06
+# What is reckoned for a candidate to be compiled, checked and sampled as long as none was: what many of them take.
+FIRST_START_S = 4.0
 # Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
 PLAUSIBLE = 0.9
 
@@ -115,7 +118,8 @@ class Race:
       gate: which candidates can be started.
 
     Attributes:
-      longest_start_s: what the slowest candidate took to be compiled, checked and sampled once.
+      start_s: what candidates took to be compiled, checked and sampled once, on average: several are compiled at a
+        time, and the first of them waits for all.
     """
 
     def __init__(
@@ -148,8 +152,8 @@ class Race:
         return [self._found[index] for index in sorted(self._found)]
 
     @property
-    def longest_start_s(self) -> float:
-        return max(self._starting_s, default=0.0)
+    def start_s(self) -> float:
+        return statistics.fmean(self._starting_s) if self._starting_s else 0.0
 
     @property
     def is_waiting(self) -> bool:
@@ -226,9 +230,7 @@ class Race:
     def _affordable(self) -> int | None:
         """How many candidates can be started in the time that is left, by what those before took; at least one."""
         left = self._limits.seconds_left()
-        if not self._starting_s or not math.isfinite(left):
-            return None
-        return max(1, int(left / (sum(self._starting_s) / len(self._starting_s))))
+        return max(1, int(left / (self.start_s or FIRST_START_S))) if math.isfinite(left) else None
 
     def _leave_out(self, index: int) -> None:
         refusal = self._gate.refusal(index)

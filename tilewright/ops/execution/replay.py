@@ -20,6 +20,9 @@ class RecordedBench(Bench):
         self._next = [0] * len(candidates)
         self.samples = 0
 
+    def prepare(self) -> None:
+        pass
+
     def expect(self, indices: Sequence[int]) -> None:
         pass
 

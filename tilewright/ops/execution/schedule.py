@@ -81,7 +81,7 @@ class Schedule:
             if self._cancelled.is_set():
                 return
             left = self._deadline - time.monotonic()
-            if left <= max((other.longest_start_s for other in self._calls[:position]), default=0.0):
+            if left <= max((other.start_s for other in self._calls[:position]), default=0.0):
                 self._leave_out(call)
                 continue
             self._open(call)

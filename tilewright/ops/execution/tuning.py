@@ -202,6 +202,8 @@ class Autotuner:
                 return
             self._emit(TuningStarted(len(unknown), _seconds(self.budget_s)))
             with contextlib.closing(IdleWorker()) as idle:
+                if self.tuner.isolation != "none":
+                    idle.warm()
                 calls = [self._call(inv, given, inputs, cancelled, idle, deadline) for inv in unknown]
                 limits = {"deadline": deadline, "call_budget_s": _seconds(self.call_budget_s)}
                 schedules.append(Schedule(calls, cancelled=cancelled, emit=self._emit, **limits))
