@@ -184,6 +184,40 @@ class TestFailures:
         assert len(chain.cache) == len(chain.persistent or ()) == 0
 
 
+class TestOracle:
+    def test_it_answers_while_candidates_are_compiled(self, clock: Any) -> None:
+        """Neither waits for the other: each is traced in a thread of its own."""
+        clock.update({64: 1.0, 32: 2.0, 16: 3.0})
+        both = threading.Barrier(2, timeout=30)
+        seen: set[str] = set()
+
+        class Meeting(Blocks):
+            def run(self, x: Any, *, cfg: Any) -> Any:
+                self.meet("compiler")
+                return super().run(x, cfg=cfg)
+
+            def reference(self, x: Any) -> Any:
+                self.meet("oracle")
+                return x + 1
+
+            def meet(self, who: str) -> None:
+                if who not in seen:
+                    seen.add(who)
+                    both.wait()
+
+        assert tuned(Meeting("t.oracle.beside")).winner.config == Config(64)
+
+    def test_its_failure_is_none_of_the_candidates(self, clock: Any) -> None:
+        clock.update({64: 1.0, 32: 2.0, 16: 3.0})
+
+        class Broken(Blocks):
+            def reference(self, x: Any) -> Any:
+                raise RuntimeError("the oracle is out of memory")
+
+        with pytest.raises(RuntimeError, match="the oracle is out of memory"):
+            tuned(Broken("t.oracle.broken"))
+
+
 class TestBudgetAndInterrupts:
     def test_a_spent_budget_leaves_the_heuristic_and_says_so(self, clock: Any) -> None:
         clock.update({64: 1.0, 32: 0.1, 16: 0.1})

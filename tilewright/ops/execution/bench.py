@@ -130,13 +130,17 @@ class LocalBench(Bench):
         operands = self._work.operands
         try:
             function = self._compiled(index)
+        except Exception as error:  # a candidate may fail in any way; the evidence is kept
+            return Trial(error=failure(error), exception=error)
+        self._work.wait_for_oracle()  # whose failure is none of the candidate's
+        try:
             self._enter()
             wrong = self._work.check(function(*operands))
             if wrong:
                 return Trial("failed", "; ".join(wrong))
             calls = self._timer.calls(function, operands)
             sample = self._timer.sample_ms(function, operands, calls)
-        except Exception as error:  # a candidate may fail in any way; the evidence is kept
+        except Exception as error:  # as above
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
         return Trial("passed" if self._work.checked else "unchecked", "", sample, repeats_to=self._timer.repeats_to)
@@ -207,6 +211,7 @@ def local_bench(
     with turns.shared():
         work = Workload(inv, chooser, inputs, verify=verify)
         timer = timer or timer_for(device)
+    work.ask_oracle(turns.shared)
     # On a CPU, compiling beside what is measured would disturb it.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
     return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, turns=turns)

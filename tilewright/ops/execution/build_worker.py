@@ -26,7 +26,7 @@ _saying = threading.Lock()
 def main() -> None:
     order: Order = pickle.load(sys.stdin.buffer)
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(19)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     with concurrent.futures.ThreadPoolExecutor(order.jobs) as pool:

@@ -1,6 +1,8 @@
 """What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
 
+import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import warnings
@@ -19,6 +21,7 @@ from tilewright.ops.core.lowering import results_of
 from tilewright.ops.core.parts import OraclePart
 from tilewright.ops.core.stages import map_axes
 from tilewright.ops.execution.numerics import tree_violations, widened
+from tilewright.ops.execution.outside import numerics_of
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigChooser
@@ -54,11 +57,32 @@ class Workload:
         self._mapped = inv.mapped
         if inv.direction == "backward":
             self._add_cotangents(chooser)
-        self._wanted = self._oracle() if verify and optional_method(inv.kernel, "reference") is not None else None
+        self.checked = verify and optional_method(inv.kernel, "reference") is not None
+        self._asked: concurrent.futures.Future[tuple[float, list[_Answer]]] | None = None
 
-    @property
-    def checked(self) -> bool:
-        return self._wanted is not None
+    def ask_oracle(self, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        """Has the oracle answer in another thread, in a ``turn``, while candidates are compiled."""
+        if not self.checked or self._asked is not None:
+            return
+        numerics = numerics_of(jax.config)  # of this thread; the other has its own
+
+        def answer() -> tuple[float, list[_Answer]]:
+            with numerics(), turn():
+                return self._oracle()
+
+        pool = concurrent.futures.ThreadPoolExecutor(1, "tilewright-oracle")
+        self._asked = pool.submit(contextvars.copy_context().run, answer)
+        pool.shutdown(wait=False)
+
+    def wait_for_oracle(self) -> None:
+        """Waits for the oracle's answer, if there is an oracle.
+
+        Raises:
+          Whatever the oracle raised.
+        """
+        self.ask_oracle()
+        if self._asked is not None:
+            self._asked.result()
 
     def compile(
         self, config: Any, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -82,9 +106,10 @@ class Workload:
 
     def check(self, results: Sequence[Any]) -> list[str]:
         """How results differ from the oracle's by more than the numerics policy allows."""
-        if self._wanted is None:
+        self.wait_for_oracle()
+        if self._asked is None:
             return []
-        factor, answers = self._wanted
+        factor, answers = self._asked.result()
         found = [] if len(answers) == 1 and answers[0].part is None else _not_numbers(results)
         for each in answers:
             found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
