@@ -86,7 +86,7 @@ void* tilewright_call(void* frame) { return frame; }
 """
 
 type Ending = Literal["done", "fail", "die", "hang"]
-"""How a compilation ends: well, with exit code 2, by a signal of its own, or never, deaf to all signals but SIGKILL."""
+"""The end of a compilation: well, with exit code 2, by a signal of its own, or never, deaf to all but SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,7 +219,7 @@ def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> 
 
 
 def _as_far_as_can_be_told() -> str:
-    """What is to be added where a missing compiler may be why nothing is needed."""
+    """A remark for where a missing compiler may be why nothing is needed; else empty."""
     reasons = missing(None)
     return f"; but nothing could be compiled here: {'; '.join(reasons)}" if reasons else ""
 

@@ -40,7 +40,7 @@ def needs_of(
     names: Sequence[str],
     devices: Sequence[str] = (),
 ) -> Needs:
-    """What the arguments of ``tilewright build`` ask for.
+    """The groups that the arguments of ``tilewright build`` ask for.
 
     Raises:
       typer.BadParameter: they do not go together, or name nothing.
@@ -71,7 +71,7 @@ def needs_of(
 
 
 def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
-    """All groups of an op, for each architecture or else for this GPU.
+    """Every group of an op, for each architecture or else for this GPU.
 
     Raises:
       typer.BadParameter: there is no such op, or an architecture names nothing.
@@ -85,7 +85,7 @@ def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
 
 
 def groups_of_calls(target: str, options: CallOptions, device: str | None = None) -> list[Group]:
-    """What the calls of a program run by if everything is built; the program is lowered, not run.
+    """The groups that a program's calls run by if everything is built; the program is lowered, not run.
 
     Args:
       device: the name of one that is not here; this one by default.
@@ -109,7 +109,7 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
 
 
 def groups_of_lock(file: Path) -> list[Group]:
-    """What the decisions of a lock file need on its device, which need not be here.
+    """The groups that the decisions of a lock file need on its device, which need not be here.
 
     Those on ops that are not ours, or on ours of another version, are passed over; a line says so.
 
@@ -132,7 +132,7 @@ def groups_of_lock(file: Path) -> list[Group]:
 
 
 def _builds_of(decision: Decision, device: Device) -> Sequence[Build]:
-    """What one decision needs.
+    """The builds that one decision needs.
 
     Raises:
       LookupError, UnsupportedError, or one of ``REBUILD_ERRORS``: what it speaks of is not here.

@@ -302,7 +302,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         return self._implementation(cfg).builds(self._problem(inv), inv.target, inv.direction, cfg.params)
 
     def all_builds(self, device: Device) -> Sequence[Build]:
-        """All that `config_builds` may return for calls on a device."""
+        """Every build that `config_builds` may return for calls on a device."""
         loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
         return [build for each in loaded for build in each.all_builds(device)]
 

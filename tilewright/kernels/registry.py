@@ -121,7 +121,7 @@ class Implementation(abc.ABC):
         return ()
 
     def all_builds(self, device: Device) -> Sequence[Build]:
-        """All that `builds` may return for calls on a device; none by default."""
+        """Every build that `builds` may return for calls on a device; none by default."""
         return ()
 
     @abc.abstractmethod

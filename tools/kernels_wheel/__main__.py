@@ -8,11 +8,14 @@ Groups are compiled into .kernels/builds, where the next run finds them: one tha
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +24,14 @@ from tilewright.cli.building import BuildProgress, size_of, terminated_as_interr
 from tilewright.cli.output import INTERRUPTED, stderr, stdout, table
 from tilewright.kernels.cuda_build import BuildCache, Group, Values, build, library
 from tilewright.kernels.cuda_build.build import build_key, shipped_key
-from tilewright.kernels.cuda_build.cache import RECORD
+from tilewright.kernels.cuda_build.cache import LIBRARY, RECORD
 from tilewright.kernels.cuda_build.devices import device_values, parse_architecture
 from tilewright.kernels.cuda_build.requirements import Field
 from tilewright.kernels.cuda_build.shipped import SCHEMA, ShippedRecord, ffi_version
 from tilewright.kernels.cuda_build.toolchain import Compiler, find_compiler, headers_version, missing
 from tilewright.ops.core.types import Device
 from tools.kernels_wheel.choosable import CAPABILITIES, choosable_groups
-from tools.kernels_wheel.wheel import Shipped, platform_tag, write_wheel
+from tools.kernels_wheel.wheel import platform_tag, write_wheel
 from tools.pages import ROOT
 
 WORK = ROOT / ".kernels"
@@ -57,11 +60,8 @@ def chosen_groups(architectures: Sequence[str], names: Sequence[str], tables: Se
         unknown = sorted(set(said) - known)
         if unknown:
             raise Failure(f"none that ships is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    chosen = [
-        each
-        for each in every
-        if each.name in (names or [each.name]) and each.table.name in (tables or [each.table.name])
-    ]
+    of_tables = [group for group in every if not tables or group.table.name in tables]
+    chosen = [group for group in of_tables if not names or group.name in names]
     if not chosen:
         raise Failure("no group that ships has all that was named")
     return chosen
@@ -81,8 +81,12 @@ def usable_compiler(groups: Sequence[Group]) -> tuple[Compiler, tuple[int, int]]
     return compiler, runtime
 
 
-def record_of(group: Group, path: Path, cuda: tuple[int, int]) -> ShippedRecord:
-    """What the wheel says of a group that was just built."""
+def record_of(group: Group, path: Path, cuda: tuple[int, int], shipped: Path | None = None) -> ShippedRecord:
+    """The record in the wheel of a group that was just built.
+
+    Args:
+      shipped: the object that is in the wheel, if it is another form of what was built.
+    """
     built = json.loads((path.parent / RECORD).read_text())
     return ShippedRecord(
         schema=SCHEMA,
@@ -94,7 +98,7 @@ def record_of(group: Group, path: Path, cuda: tuple[int, int]) -> ShippedRecord:
         cuda=cuda,
         compiler=built["compiler"],
         packages=built["packages"],
-        sha256=built["sha256"],
+        sha256=hashlib.sha256((shipped or path).read_bytes()).hexdigest(),
         seconds=built["seconds"],
     )
 
@@ -114,44 +118,47 @@ def check_facts(group: Group, cache: BuildCache, path: Path) -> None:
     raise Failure(f"no variant of {group} fits its device: {dict(facts)}")
 
 
-def licenses() -> dict[str, Path]:
-    """Of the code that is compiled into the objects."""
-    files = importlib.metadata.files("nvidia-cutlass") or []
-    (cutlass,) = (Path(str(file.locate())) for file in files if file.name == "LICENSE.txt")
-    return {"LICENSE": ROOT / "LICENSE", "LICENSE-CUTLASS.txt": cutlass}
+def licenses(groups: Sequence[Group]) -> dict[str, Path]:
+    """The licenses of all code that is compiled into the objects."""
+    found = {"LICENSE": ROOT / "LICENSE"}
+    for package in dict.fromkeys(package for group in groups for package in group.table.packages):
+        files = importlib.metadata.files(package.distribution) or []
+        for file in files:
+            if file.name.startswith("LICENSE"):
+                found[f"LICENSE-{package.distribution}.txt"] = Path(str(file.locate()))
+    return found
 
 
-def print_sizes(wheel: Path, shipped: Sequence[Shipped]) -> None:
+def stripped(library: Path, place: Path) -> Path:
+    """A copy of an object without the symbols that only debuggers read, a quarter of it.
+
+    Raises:
+      subprocess.CalledProcessError: it is no object.
+      FileNotFoundError: there are no binutils.
+    """
+    subprocess.run(("strip", "--strip-all", "-o", str(place), str(library)), check=True)
+    return place
+
+
+def print_sizes(wheel: Path, records: Sequence[ShippedRecord]) -> None:
     """Prints of every group its size, in the wheel and as it is loaded, and what it took to compile; and of all."""
     with zipfile.ZipFile(wheel) as archive:
-        packed = {
-            Path(entry.filename).parent.name: entry.compress_size
-            for entry in archive.infolist()
-            if entry.filename.endswith(".so")
-        }
-    made = table(
-        "shipped kernels",
-        "table",
-        "group",
-        "architecture",
-        "MB",
-        "in the wheel",
-        "compiled in",
-        right=("MB", "in the wheel", "compiled in"),
-    )
-    for record, path in shipped:
-        sizes = (path.stat().st_size, packed[record.folder])
-        said = [f"{size / 1e6:.2f}" for size in sizes]
+        libraries = [entry for entry in archive.infolist() if entry.filename.endswith(LIBRARY)]
+    sizes = {Path(entry.filename).parent.name: (entry.file_size, entry.compress_size) for entry in libraries}
+    figures = ("MB", "in the wheel", "compiled in")
+    made = table("shipped kernels", "table", "group", "architecture", *figures, right=figures)
+    for record in records:
+        said = [f"{size / 1e6:.2f}" for size in sizes[record.folder]]
         made.add_row(record.table, record.group, f"sm_{record.target}", *said, f"{record.seconds:.0f} s")
     stdout().print(made)
-    total = sum(path.stat().st_size for _, path in shipped)
-    seconds = sum(record.seconds for record, _ in shipped)
-    print(f"{wheel}: {size_of(wheel)}; {len(shipped)} groups, {total / 1e6:.1f} MB installed, {seconds:.0f} s of nvcc")
+    total = sum(installed for installed, _ in sizes.values()) / 1e6
+    seconds = sum(record.seconds for record in records)
+    print(f"{wheel}: {size_of(wheel)}; {len(records)} groups, {total:.1f} MB installed, {seconds:.0f} s of nvcc")
 
 
 def make_wheel(
     groups: Sequence[Group], jobs: int | None, cache: BuildCache, folder: Path
-) -> tuple[Path, list[Shipped]]:
+) -> tuple[Path, list[ShippedRecord]]:
     """Compiles what is not compiled yet, and writes the wheel into a folder.
 
     Args:
@@ -177,9 +184,12 @@ def make_wheel(
         raise Failure(f"{len(progress.failed)} of {len(groups)} groups failed; those that were built are kept")
     for group, path in built.items():
         check_facts(group, cache, path)
-    shipped = [(record_of(group, path, cuda), path) for group, path in built.items()]
     tag = platform_tag(built.values(), platform.machine())
-    return write_wheel(folder, shipped, cuda[0], tag, licenses()), shipped
+    with tempfile.TemporaryDirectory(prefix="tilewright-kernels-") as place:
+        lean = {group: stripped(path, Path(place, f"{i}.so")) for i, (group, path) in enumerate(built.items())}
+        shipped = [(record_of(group, path, cuda, lean[group]), lean[group]) for group, path in built.items()]
+        wheel = write_wheel(folder, shipped, cuda[0], tag, licenses(groups))
+    return wheel, [record for record, _ in shipped]
 
 
 def list_groups(groups: Sequence[Group], cache: BuildCache) -> None:

@@ -29,12 +29,12 @@ BOUNDS = {
     **dict.fromkeys(("lowest", "highest", "left", "right"), _ANYWHERE),
     "dtype": (0, 2),
 }
-"""Of the tables' fields that are no sizes."""
+"""The bounds of the tables' fields that are no sizes."""
 
 
 @functools.cache
 def choosable_groups(capability: int) -> list[Group]:
-    """What ships for a compute capability, in the order of the tables: the first choices and those of the tuned tables.
+    """The groups that ship for a compute capability, in the order of the tables: first choices, and the tuned tables'.
 
     That is for calls without a tuned config whatever platforms they allow: with ``platform="cuda"`` a call comes to
     groups that `None` leaves to Pallas.

@@ -13,7 +13,7 @@ from tilewright.kernels.cuda_build import AnyOf, DeviceField, Field, Group, Mult
 from tilewright.kernels.cuda_build.table import Variant
 
 DEFAULT_BOUNDS = (1, 1 << 31)
-"""Of a field of which nothing else is said: a size."""
+"""The bounds of a field of which nothing else is said: a size."""
 
 type Bounds = Mapping[str, tuple[int, int]]
 """The least and the greatest value of fields."""
@@ -63,7 +63,7 @@ def _group(place: _Place, capability: int) -> Group:
 
 
 def _asked(variant: Variant, device: Mapping[str, int]) -> tuple[Predicate, ...] | None:
-    """What a variant asks of a problem; ``None`` if the device does not do."""
+    """The requirements of a problem that a variant has; ``None`` if the device does not do."""
     known = [each for each in variant.requirements if not each.needs_facts]
     if not all(each.holds(Values({}, device)) for each in known if not _fields(each)):
         return None
@@ -113,7 +113,7 @@ def _numbers(predicate: Predicate, device: Mapping[str, int]) -> Iterator[int]:
 
 
 def _divisors(predicate: Predicate, device: Mapping[str, int]) -> Iterator[int]:
-    """What a value must be a multiple of.
+    """The numbers of which a value must be a multiple.
 
     Raises:
       NotImplementedError: it must be one of another field's value, of which there are too many.

@@ -32,7 +32,7 @@ _POLICIES = {
 _SYMBOL = re.compile(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d+(?:\.\d+)*)\b")
 
 type Shipped = tuple[ShippedRecord, Path]
-"""What is recorded of a group, and where its object is."""
+"""The record of a group, and the place of its object."""
 
 
 def distribution(cuda: int) -> str:

@@ -26,7 +26,7 @@ from tilewright.ops.core.builds import Build, parallel_compilers
 from tilewright.ops.utils.serialize import canonical_json
 
 COMPILE_LIMIT_S = 3600.0
-"""How long a compiler may take for one group: many times what the slowest one takes on a busy machine."""
+"""The time that a compiler may take for one group: many times what the slowest one takes on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Group(Build):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedObject:
-    """Where the shared object of a group is.
+    """The place of a group's shared object.
 
     Attributes:
       shipped: whether an installed wheel brings it; otherwise it was built here.
@@ -113,7 +113,7 @@ def groups_of(table: VariantTable, capability: int) -> list[Group]:
 
 
 def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None:
-    """Where the shared object of a group is, if it is anywhere and may be used; every use of one asks here.
+    """The shared object of a group, if there is one anywhere that may be used; every use of one asks here.
 
     What a wheel brings comes first: so all processes of a job run the same objects, whatever was built beside them.
 
@@ -208,7 +208,7 @@ def build_key(group: Group) -> BuildKey:
 
 
 def shipped_key(group: Group) -> ShippedKey:
-    """What a group's shared object is known by in a wheel.
+    """The key of a group's shared object in a wheel.
 
     Raises:
       OSError: the table's header cannot be read.

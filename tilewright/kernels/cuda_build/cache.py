@@ -76,7 +76,7 @@ class TimedOut(Exception):  # no TimeoutError, which as an OSError would say tha
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """How long a build may go on: until it is given up, and for so many seconds."""
+    """The bounds of a build: it goes on until it is given up, and for so many seconds."""
 
     cancelled: threading.Event
     timeout_s: float

@@ -31,7 +31,7 @@ NAMESPACE = "tilewright_kernels"
 SCHEMA = 1
 
 FIRST_DRIVERS = {12: "525", 13: "580"}
-"""By CUDA's major version the first driver for it, for people."""
+"""The first driver for each major version of CUDA, for people."""
 
 _CUDA = re.compile(r"cu(\d+)")
 _RECORD_LIMIT = 1 << 20
@@ -39,7 +39,7 @@ _RECORD_LIMIT = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShippedKey:
-    """What a shipped group is known by; nothing in it depends on a compiler, on jaxlib or on packages of headers.
+    """The key of a shipped group; nothing in it depends on a compiler, on jaxlib or on packages of headers.
 
     Attributes:
       target: nvcc's name of the architecture, such as "90a".
@@ -53,17 +53,17 @@ class ShippedKey:
 
     @property
     def beginning(self) -> str:
-        """What the names of its folders begin with, whatever the architecture and the content."""
+        """The beginning of its folders' names, whatever the architecture and the content."""
         return f"{self.table}-{self.group}-sm_"
 
     @property
     def prefix(self) -> str:
-        """What the names of its folders begin with, of which several may be there: they differ in their bytes."""
+        """The beginning of its folders' names, of which several may be there: they differ in their bytes."""
         return f"{self.beginning}{self.target}-{self.content[:24]}-"
 
 
 class ShippedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is written beside a shipped object.
+    """The text beside a shipped object.
 
     Attributes:
       ffi: version of XLA's FFI with whose headers it was compiled.
@@ -132,11 +132,15 @@ def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
     for folder in folders:
         group = [entry for entry in _entries(folder) if entry.name.startswith(key.beginning)]
         of_target = [entry for entry in group if entry.name.startswith(f"{key.beginning}{key.target}-")]
-        for entry in of_target:
+        right = [entry for entry in of_target if entry.name.startswith(key.prefix)]
+        for entry in right:
             reason = _reason_against(entry, key)
             if not reason:
                 return entry / LIBRARY
             logger.warning("the shipped kernel %s is not used: %s", entry, reason)
+        if of_target and not right:
+            reason = "it was compiled from other sources, those of another version of Tilewright"
+            logger.warning("the shipped kernel %s is not used: %s", of_target[0], reason)
         if group and not of_target:
             targets = {entry.name.removeprefix(key.beginning).partition("-")[0] for entry in group}
             said = ", ".join(f"sm_{target}" for target in sorted(targets))
@@ -150,10 +154,8 @@ def _reason_against(folder: Path, key: ShippedKey) -> str:
         record = msgspec.json.decode(read_file(folder / RECORD, _RECORD_LIMIT), type=ShippedRecord)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         return f"its record cannot be read: {error}"
-    if record.schema != SCHEMA or record.folder != folder.name:
+    if record.schema != SCHEMA or record.folder != folder.name or record.key != key:
         return "its record is that of another object"
-    if record.key != key:
-        return "it was compiled from other sources, those of another version of Tilewright"
     reason = _ffi_reason(record.ffi) or _driver_reason(record.cuda[0])
     if reason:
         return reason
