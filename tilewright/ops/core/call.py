@@ -272,20 +272,25 @@ def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
     """Chooses the config of a call and returns its code under its label."""
     selection, name = decide(call, avals, mapped, device)
     jaxpr, _ = traced(call, selection.config, tuple(avals), mapped, device)
-    only_read = call.selector.overrides.token is not None and not jaxpr.effects and not _has_calls(jaxpr.jaxpr)
+    # Of a program that is only read its labels are looked at. To lower the code of a call takes seconds, and may take
+    # packages that are not here.
+    only_read = call.selector.overrides.token is not None and _is_opaque(jaxpr)
 
     def labelled(*operands: Any) -> list[Any]:
-        if (
-            only_read
-        ):  # for its labels: what lowers the code takes seconds, and packages that only the device's host has
+        if only_read:
             return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
         return jaxpr_as_fun(jaxpr)(*operands)
 
     return labelled_as(labelled, name)
 
 
+def _is_opaque(jaxpr: Any) -> bool:
+    """Whether the code of a call is nothing but its results: it has no effects and calls no other kernel."""
+    keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in jaxpr.out_avals)
+    return not jaxpr.effects and not keys and not _has_calls(jaxpr.jaxpr)
+
+
 def _has_calls(jaxpr: Any) -> bool:
-    """Whether the code of a call calls other kernels."""
     return any(
         eqn.primitive is call_p or any(map(_has_calls, jax_core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
     )
