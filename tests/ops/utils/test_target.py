@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,22 @@ def test_nesting_exceptions_and_other_threads():
     assert jax.sharding.get_abstract_mesh().empty
 
 
+def test_threads_that_enter_at_once_share_nothing():
+    names = [H200, A100, T4, TPU] * 2
+    barrier = threading.Barrier(len(names))
+
+    def enter(name: str) -> tuple[str, str]:
+        barrier.wait()
+        with tilewright.target_device(name):
+            barrier.wait()
+            return current_device().name, device_fingerprint()
+
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        found = list(pool.map(enter, names))
+    assert [name for name, _ in found] == [name.replace("v5e", "v5 lite") for name in names]
+    assert all(name in fingerprint for name, fingerprint in found)
+
+
 def test_a_mesh_in_force_is_left_and_found_again():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
@@ -208,6 +225,12 @@ class TestSeveral:
             )
             with jax.sharding.use_abstract_mesh(mesh):
                 lowered = jax.jit(causal).lower(struct)
+                explained = tilewright.explain(jax.grad(lambda q: causal(q).astype(jnp.float32).sum()), struct)
+        assert [(each.direction, each.config.implementation) for each in explained] == [
+            ("forward", "pallas"),
+            ("backward", "pallas"),
+        ]
+        assert all("[data=2,model=2](data,-,model)" in each.choice.key for each in explained)
         assert "mhlo.num_partitions = 4" in lowered.as_text()
         assert custom_calls(lowered) == ["mosaic_gpu_v2"]
 

@@ -253,8 +253,9 @@ def code_of(
     program = call.program(cfg, avals, mapped, device)
     results = results_of(program)
     picked = call.picked(results)
-    # For its labels: what lowers the code takes seconds, and packages that only the device's host has.
-    only_read = call.selector.overrides.token is not None and not results.effects and not results.has_calls
+    # Of a program that is only read its labels are looked at. To lower the code of a call takes seconds, and may take
+    # packages that are not here.
+    only_read = call.selector.overrides.token is not None and _is_opaque(results)
 
     def code(*operands: Any) -> list[Any]:
         if only_read:
@@ -263,6 +264,12 @@ def code_of(
         return [found[i] for i in picked]
 
     return code
+
+
+def _is_opaque(results: Results) -> bool:
+    """Whether the code of a call is nothing but its results: it has no effects and calls no other kernel."""
+    keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in results.avals)
+    return not (results.effects or results.has_calls or keys)
 
 
 def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:

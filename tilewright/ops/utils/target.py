@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -97,18 +97,24 @@ class Target:
         return compile_only_devices(self.known, self.count)
 
 
-@functools.cache
+_making = threading.Lock()
+_contexts: list[UserConfig] = []
+
+
 def _context() -> UserConfig:
-    """The target in force in this thread, as part of the keys of JAX's caches.
+    """The target in force in each thread, as part of the keys of JAX's caches.
 
     Made when it is first needed, for JAX forgets what it has compiled when a context is added.
     """
-    return jax.make_user_context(None)
+    with _making:
+        if not _contexts:
+            _contexts.append(jax.make_user_context(None))
+        return _contexts[0]
 
 
 def target_in_force() -> Target | None:
     """The target of the innermost ``target_device`` of this thread."""
-    return _context().value if _context.cache_info().currsize else None
+    return _contexts[0].value if _contexts else None
 
 
 def target_device(name: str, count: int = 1) -> contextlib.AbstractContextManager[Target]:
