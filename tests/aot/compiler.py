@@ -80,16 +80,28 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
     beyond the shared memory of a block raises here as it would on the card.
     """
-    sharding = jax.sharding.SingleDeviceSharding(_topology().devices[0])
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with (
         _standard_output() as output,
         _kernels_of_their_own(),
         mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
-        abstract_h100(),
     ):
-        fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
-        fresh.trace(*structs).lower(lowering_platforms=("cuda",)).compile()
+        lower_for_h100(function, *arguments).compile()
+    return parse_reports(output())
+
+
+def lower_for_h100(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
+    """Lowers `function` as for an H100, for `compile_lowered`."""
+    sharding = jax.sharding.SingleDeviceSharding(_topology().devices[0])
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
+    with abstract_h100():
+        return fresh.trace(*structs).lower(lowering_platforms=("cuda",))
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> list[KernelReport]:
+    """Compiles a program that was lowered before, and reports on those of its kernels that are new to the process."""
+    with _standard_output() as output, mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")):
+        lowered.compile()
     return parse_reports(output())
 
 

@@ -12,6 +12,7 @@ from tilewright.cli.output import Failure, counted, stdout, table
 from tilewright.cli.probing import ServedBackend, served_backends
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
+from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def machine_facts() -> Iterator[tuple[str, str]]:
     yield "CUDA compiler", "; ".join(missing(None)) or (compiler.identity if compiler else "")
     cache = PersistentCache()
     yield "persistent cache", f"{cache.path} ({counted(len(cache), 'entry', 'entries')})"
+    lowered = LoweredFiles()
+    count, size = lowered.usage()
+    yield "lowered kernels", f"{lowered.path} ({counted(count, 'file', 'files')}, {size / 1e6:.1f} MB)"
 
 
 def backends_table(backends: list[ServedBackend]) -> "Table":

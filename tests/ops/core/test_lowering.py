@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Calls(Kernel[Config, jax.Array]):
 class Prints(Kernel[Config, jax.Array]):
     """Has an effect."""
 
-    said: list[float] = []
+    said: ClassVar[list[float]] = []
 
     def run(self, a, *, cfg):
         jax.debug.callback(lambda x: self.said.append(float(x)), a.sum(), ordered=True)
@@ -171,6 +171,20 @@ class TestASecondProgram:
         assert counts.lowered == 1
         for found in (find_labels_in_lowered(lowered), find_labels_in_lowered(lowered.compile())):
             assert {f"layer {i}" for i in range(3)} <= set(found)
+
+    def test_does_not_name_the_first(self, executor):
+        kernel = Pair()
+
+        def opening_caller(a: Any) -> Any:
+            with jax.named_scope("opening_scope"):
+                return executor(kernel, a, B)
+
+        jax.jit(label("opening_label")(opening_caller)).lower(A).compile()
+        with jax.named_scope("second_scope"):
+            lowered = jax.jit(jax.named_scope("second_scope")(lambda a: executor(kernel, a, B))).lower(A)
+        assert "second_scope" in lowered.as_text(debug_info=True)
+        for text in (lowered.as_text(debug_info=True), lowered.compile().as_text()):
+            assert "opening" not in text
 
     def test_what_a_process_keeps_is_bounded(self, executor, monkeypatch):
         monkeypatch.setattr(lowering._LOWERED, "_limit", 1)
@@ -351,7 +365,9 @@ class TestTransforms:
     def kernel(self) -> Counted:
         return Counted("tests.transformed")
 
-    @pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "grad of vmap", "jacrev", "remat", "scan", "jit in jit"])
+    @pytest.mark.parametrize(
+        "transform", ["vmap", "vmap of grad", "grad of vmap", "jacrev", "remat", "scan", "jit in jit"]
+    )
     def test_from_the_disk(self, executor, kernel, transform):
         reference = lambda a, b: jnp.sin(a @ b).sum()
         stacked = jnp.stack([A, 2 * A, 3 * A])

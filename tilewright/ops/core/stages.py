@@ -12,7 +12,7 @@ from tilewright.ops.core.arrays import StaticLeaf, Structure
 from tilewright.ops.core.gradients import select_gradients
 from tilewright.ops.core.kernel import Kernel, optional_method, platform_hook
 from tilewright.ops.core.memory import Memory
-from tilewright.ops.core.surroundings import trace_settings
+from tilewright.ops.core.surroundings import trace_settings, without_places
 from tilewright.ops.core.types import Device, MappedAxis
 from tilewright.ops.utils.labels import without_label
 
@@ -142,7 +142,8 @@ def _trace(program: Program) -> tuple[Any, Results]:
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
 
-    jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
+    with without_places():
+        jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
     return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), tuple(_sources(jaxpr.jaxpr)))
 
 

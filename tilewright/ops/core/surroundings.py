@@ -1,5 +1,6 @@
 """What a trace and its lowering depend on beside the call: settings, the mesh, the program around, the sources."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -7,7 +8,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 from jax._src import config as jax_config
 from jax._src.core import AxisEnv
 from jax._src.sharding_impls import ShardingContext
+from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
 
 # Sources that changed later may not be those that were imported.
@@ -43,6 +45,17 @@ def _pallas_settings() -> tuple[tuple[str, Any], ...]:
 def _pallas_names(count: int) -> tuple[str, ...]:
     """Their names; looked for again where modules have defined more settings since."""
     return tuple(sorted(name for name in jax.config.values if name.startswith(("jax_pallas", "jax_mosaic"))))
+
+
+@contextlib.contextmanager
+def without_places() -> Iterator[None]:
+    """A context in which what is traced and lowered says nothing of the program that asked: no names, no lines."""
+    before = _source_info_context.context
+    _source_info_context.context = new_source_info()
+    try:
+        yield
+    finally:
+        _source_info_context.context = before
 
 
 def is_dumping() -> bool:
