@@ -17,13 +17,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.ops.core.samples import FORMS, Config, Pair, Product, operands
 from tilewright.ops import (
+    ConfigCache,
     ConfigSelectorChain,
     Executor,
+    Invocation,
     Kernel,
     autotune,
     find_labels_in_lowered,
     label,
     labels_to_configs,
+    overlay_cache,
 )
 from tilewright.ops.core import lowering, mlir_modules
 from tilewright.ops.core.memory import forget_all
@@ -461,6 +464,37 @@ class TestTransforms:
             jax.block_until_ready(jax.jit(lambda a: executor(kernel, a))(A))
             jax.effects_barrier()
         np.testing.assert_allclose(Prints.said, [float(A.sum())] * 2, rtol=1e-6)
+
+    def test_a_kernel_that_calls_another_follows_its_choice(self, executor):
+        inner = Counted("tests.inner")
+
+        class Outer(Product):
+            def run(self, a, b, *, cfg, scale=1.0):
+                return 2 * executor(inner, a, b)
+
+            def lowering_packages(self, cfg):
+                return ("tilewright",)
+
+        outer = Outer("tests.outer")
+        blocks = []
+        for block in (64, 16, 64):
+            cache = ConfigCache()
+            cache.put(Invocation(inner, (A, B)).key, Config(block))
+            with overlay_cache(cache):
+                lowered = jax.jit(lambda a: executor(outer, a, B)).lower(A)
+            configs = labels_to_configs(find_labels_in_lowered(lowered))
+            blocks.append(next(cfg.block for label, cfg in configs.items() if "inner" in label))
+        assert blocks == [64, 16, 64]
+        assert not [path for path in lowering._FILES.path.iterdir() if "outer" in path.name]
+
+    def test_overrides_change_no_key(self, executor, kernel):
+        jax.jit(lambda a: executor(kernel, a, B))(A)
+        with overlay_cache(ConfigCache()), counting() as counts:
+            jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
+            assert counts.lowered == 0
+            forget_all()
+            jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
+        assert counts == Counts(0, 0)
 
     def test_random_keys_are_operands(self, executor):
         class Draws(Product):

@@ -25,7 +25,7 @@ from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, option
 from tilewright.ops.core.lowering import results_of, run
 from tilewright.ops.core.memory import Memory
 from tilewright.ops.core.programs import Programs, record
-from tilewright.ops.core.stages import Program, Results, Stage
+from tilewright.ops.core.stages import CHOOSING, Program, Results, Stage
 from tilewright.ops.core.surroundings import trace_settings
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
@@ -143,6 +143,7 @@ def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.S
 
 call_p = Primitive("tilewright_call")
 call_p.multiple_results = True
+CHOOSING.add(call_p)
 
 
 def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:

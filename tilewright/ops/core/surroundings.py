@@ -19,6 +19,8 @@ from jax._src.sharding_impls import ShardingContext
 from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
 
+from tilewright.ops.config.context import as_without_overrides
+
 # Sources that changed later may not be those that were imported.
 _STARTED = time.time()
 
@@ -31,8 +33,17 @@ class NotDescribableError(TypeError):
 
 
 def trace_settings() -> Hashable:
-    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read."""
-    return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
+    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read.
+
+    What decides configs alone is left out.
+    """
+    with as_without_overrides():
+        return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
+
+
+def choice_settings() -> Hashable:
+    """The same, and what decides configs: for traces in which calls stand whose configs are yet to be chosen."""
+    return trace_settings(), jax_config.trace_context()
 
 
 def _pallas_settings() -> tuple[tuple[str, Any], ...]:
