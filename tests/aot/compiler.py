@@ -72,16 +72,33 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
     beyond the shared memory of a block raises here as it would on the card.
     """
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with (
         _standard_output() as output,
         _kernels_of_their_own(),
         mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
-        tilewright.target_device(H100) as target,
     ):
-        fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
-        fresh.lower(*structs).compile(device_assignment=target.devices)
+        _compile(lower_for_h100(function, *arguments))
     return parse_reports(output())
+
+
+def lower_for_h100(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
+    """Lowers `function` as for an H100, for `compile_lowered`."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
+    with tilewright.target_device(H100):
+        return fresh.lower(*structs)
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> list[KernelReport]:
+    """Compiles a program that was lowered before, and reports on those of its kernels that are new to the process."""
+    with _standard_output() as output, mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")):
+        _compile(lowered)
+    return parse_reports(output())
+
+
+def _compile(lowered: jax.stages.Lowered) -> None:
+    with tilewright.target_device(H100) as target:
+        lowered.compile(device_assignment=target.devices)
 
 
 def parse_reports(text: str) -> list[KernelReport]:

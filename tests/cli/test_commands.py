@@ -15,6 +15,7 @@ from tests.support.command_line import invoke
 from tilewright import __version__
 from tilewright.cli import main
 from tilewright.ops import AutotuningResult, FwdParams, PersistentCache
+from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.execution.journal import unfinished
 
 SHAPE = ["--shape", "1,64,2,16"]
@@ -117,6 +118,17 @@ def test_tune_then_the_cache_commands(cache_directory, tmp_path):
     assert "2 entries taken over" in invoke("cache", "import", str(exported))
     assert "0 entries taken over" in invoke("cache", "import", str(exported))
     assert len(PersistentCache(cache_directory)) == 2
+
+
+def test_clearing_lowered_kernels(tmp_path):
+    files = LoweredFiles(tmp_path / "lowered")
+    for scale in (1, 2):
+        files.put({"op": "tests.op", "scale": scale}, {}, b"module")
+    arguments = ("cache", "clear", "--lowered", "--path", str(files.path))
+    assert f"Delete 2 files of {files.path}" in invoke(*arguments, input="n\n", code=1)
+    assert files.usage()[0] == 2
+    assert "2 files deleted" in invoke(*arguments, "--yes")
+    assert files.usage() == (0, 0)
 
 
 def test_clearing_forgets_what_a_killed_tuning_had_measured(cache_directory):

@@ -103,12 +103,16 @@ def import_(
 @app.command()
 def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    lowered: Annotated[bool, typer.Option("--lowered", help="Delete the lowered kernels, and no config.")] = False,
     path: Folder = None,
 ) -> None:
     """Delete all entries, and what unfinished tunings have measured."""
     from tilewright.cli.entries import open_cache
     from tilewright.ops.execution.journal import unfinished
 
+    if lowered:
+        _clear_lowered(yes, path)
+        return
     cache = open_cache(path)
     if not yes and not _confirmed(f"Delete {counted(len(cache), 'entry', 'entries')} of {cache.path}?"):
         complain("nothing was deleted")
@@ -117,6 +121,19 @@ def clear(
     typer.echo(f"{counted(cache.clear(), 'entry', 'entries')} deleted from {cache.path}")
     if left := len(cache):
         raise Failure(f"{counted(left, 'entry', 'entries')} could not be deleted")
+
+
+def _clear_lowered(yes: bool, path: Path | None) -> None:
+    from tilewright.ops.core.lowered_files import LoweredFiles
+
+    files = LoweredFiles(path)
+    count, _ = files.usage()
+    if not yes and not _confirmed(f"Delete {counted(count, 'file', 'files')} of {files.path}?"):
+        complain("nothing was deleted")
+        raise typer.Exit(FAILED)
+    typer.echo(f"{counted(files.clear(), 'file', 'files')} deleted from {files.path}")
+    if left := files.usage()[0]:
+        raise Failure(f"{counted(left, 'file', 'files')} could not be deleted")
 
 
 def _confirmed(question: str) -> bool:

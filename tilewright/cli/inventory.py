@@ -13,6 +13,7 @@ from tilewright.cli.probing import ServedBackend, served_backends
 from tilewright.kernels.cuda_build.shipped import shipped_folders
 from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
+from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def machine_facts() -> Iterator[tuple[str, str]]:
     yield "shipped CUDA kernels", ", ".join(folders) or "none"
     cache = PersistentCache()
     yield "persistent cache", f"{cache.path} ({counted(len(cache), 'entry', 'entries')})"
+    lowered = LoweredFiles()
+    count, size = lowered.usage()
+    yield "lowered kernels", f"{lowered.path} ({counted(count, 'file', 'files')}, {size / 1e6:.1f} MB)"
 
 
 def backends_table(backends: list[ServedBackend]) -> "Table":

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.ops.core.samples import FORMS, Config, Pair, Product, operands
 from tilewright.ops import (
+    ConfigCache,
     ConfigSelectorChain,
     Executor,
+    Invocation,
     Kernel,
     autotune,
     find_labels_in_lowered,
     label,
     labels_to_configs,
+    overlay_cache,
 )
 from tilewright.ops.core import lowering, mlir_modules
 from tilewright.ops.core.memory import forget_all
@@ -53,7 +56,7 @@ class Calls(Kernel[Config, jax.Array]):
 class Prints(Kernel[Config, jax.Array]):
     """Has an effect."""
 
-    said: list[float] = []
+    said: ClassVar[list[float]] = []
 
     def run(self, a, *, cfg):
         jax.debug.callback(lambda x: self.said.append(float(x)), a.sum(), ordered=True)
@@ -171,6 +174,20 @@ class TestASecondProgram:
         assert counts.lowered == 1
         for found in (find_labels_in_lowered(lowered), find_labels_in_lowered(lowered.compile())):
             assert {f"layer {i}" for i in range(3)} <= set(found)
+
+    def test_does_not_name_the_first(self, executor):
+        kernel = Pair()
+
+        def opening_caller(a: Any) -> Any:
+            with jax.named_scope("opening_scope"):
+                return executor(kernel, a, B)
+
+        jax.jit(label("opening_label")(opening_caller)).lower(A).compile()
+        with jax.named_scope("second_scope"):
+            lowered = jax.jit(jax.named_scope("second_scope")(lambda a: executor(kernel, a, B))).lower(A)
+        assert "second_scope" in lowered.as_text(debug_info=True)
+        for text in (lowered.as_text(debug_info=True), lowered.compile().as_text()):
+            assert "opening" not in text
 
     def test_what_a_process_keeps_is_bounded(self, executor, monkeypatch):
         monkeypatch.setattr(lowering._LOWERED, "_limit", 1)
@@ -447,6 +464,37 @@ class TestTransforms:
             jax.block_until_ready(jax.jit(lambda a: executor(kernel, a))(A))
             jax.effects_barrier()
         np.testing.assert_allclose(Prints.said, [float(A.sum())] * 2, rtol=1e-6)
+
+    def test_a_kernel_that_calls_another_follows_its_choice(self, executor):
+        inner = Counted("tests.inner")
+
+        class Outer(Product):
+            def run(self, a, b, *, cfg, scale=1.0):
+                return 2 * executor(inner, a, b)
+
+            def lowering_packages(self, cfg):
+                return ("tilewright",)
+
+        outer = Outer("tests.outer")
+        blocks = []
+        for block in (64, 16, 64):
+            cache = ConfigCache()
+            cache.put(Invocation(inner, (A, B)).key, Config(block))
+            with overlay_cache(cache):
+                lowered = jax.jit(lambda a: executor(outer, a, B)).lower(A)
+            configs = labels_to_configs(find_labels_in_lowered(lowered))
+            blocks.append(next(cfg.block for label, cfg in configs.items() if "inner" in label))
+        assert blocks == [64, 16, 64]
+        assert not [path for path in lowering._FILES.path.iterdir() if "outer" in path.name]
+
+    def test_overrides_change_no_key(self, executor, kernel):
+        jax.jit(lambda a: executor(kernel, a, B))(A)
+        with overlay_cache(ConfigCache()), counting() as counts:
+            jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
+            assert counts.lowered == 0
+            forget_all()
+            jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
+        assert counts == Counts(0, 0)
 
     def test_random_keys_are_operands(self, executor):
         class Draws(Product):

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -127,6 +128,11 @@ def synchronise() -> None:
     if _TRACE_CONTEXT.value != wanted:
         # Entered and never left: leaving would restore what some other task of this thread had in force.
         _TRACE_CONTEXT(wanted).__enter__()
+
+
+def as_without_overrides() -> AbstractContextManager[object]:
+    """A context in which JAX's keys are those without overrides, for what no choice of a config takes part in."""
+    return _TRACE_CONTEXT(None)
 
 
 @contextlib.contextmanager

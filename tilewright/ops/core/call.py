@@ -25,7 +25,7 @@ from tilewright.ops.core.kernel import Invocation, Kernel, gradient_form, option
 from tilewright.ops.core.lowering import results_of, run
 from tilewright.ops.core.memory import Memory
 from tilewright.ops.core.programs import Programs, record
-from tilewright.ops.core.stages import CALL, Program, Results, Stage
+from tilewright.ops.core.stages import CHOOSING, Program, Results, Stage
 from tilewright.ops.core.surroundings import trace_settings
 from tilewright.ops.core.types import Device, Direction, MappedAxis
 from tilewright.ops.registry import note
@@ -142,8 +142,9 @@ def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.S
 
 # The primitive.
 
-call_p = Primitive(CALL)
+call_p = Primitive("tilewright_call")
 call_p.multiple_results = True
+CHOOSING.add(call_p)
 
 
 def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
@@ -269,7 +270,7 @@ def code_of(
 def _is_opaque(results: Results) -> bool:
     """Whether the code of a call is nothing but its results: it has no effects and calls no other kernel."""
     keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in results.avals)
-    return not (results.effects or results.has_calls or keys)
+    return not (results.effects or results.chooses or keys)
 
 
 def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:

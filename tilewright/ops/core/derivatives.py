@@ -29,7 +29,7 @@ from tilewright.ops.core.call import (
 from tilewright.ops.core.gradients import with_manual_axes
 from tilewright.ops.core.kernel import Kernel, gradient_form, optional_method
 from tilewright.ops.core.programs import MOST_PROGRAMS
-from tilewright.ops.core.stages import map_axes
+from tilewright.ops.core.stages import CHOOSING, map_axes
 from tilewright.ops.core.types import Device, MappedAxis
 from tilewright.ops.utils.device import current_device, devices_for_platforms
 from tilewright.ops.utils.target import check_runs_here
@@ -166,6 +166,7 @@ def _forward(
 
 linear_p = Primitive("tilewright_linear")
 linear_p.multiple_results = True
+CHOOSING.add(linear_p)
 
 
 @linear_p.def_abstract_eval

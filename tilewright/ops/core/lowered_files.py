@@ -84,6 +84,10 @@ class LoweredFiles:
             os.utime(path)  # the order in which entries go
         return found
 
+    def has(self, key: Document) -> bool:
+        """Whether there is a file under a key, which may be damaged."""
+        return (self.path / _file_name(key)).exists()
+
     def put(self, key: Document, about: Document, content: bytes) -> bool:
         """Writes an entry in place of what was there; whether that succeeded, else the reason is logged."""
         header = {"key": key, "about": about, "bytes": len(content), "sha256": _digest(content)}

@@ -12,6 +12,8 @@ from jax._src.source_info_util import new_name_stack
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
+from tilewright.ops.core.surroundings import without_places
+
 
 def lower(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
     """A module whose ``main`` computes a closed jaxpr; ``None`` if it could not be called by another program.
@@ -26,7 +28,7 @@ def lower(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
     around = ctx.module_context
     channels, nowhere = itertools.count(1), ir.Location.unknown(around.context)
     without_files = jax_config.include_full_tracebacks_in_locations(True), jax_config.traceback_in_locations_limit(0)
-    with without_files[0], without_files[1], nowhere:
+    with without_files[0], without_files[1], without_places(), nowhere:
         module = ir.Module.create()
         own = around.replace(
             module=module,

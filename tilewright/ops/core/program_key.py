@@ -101,7 +101,6 @@ def written(results: Results) -> dict[str, Any] | None:
             "avals": [_written_aval(aval) for aval in results.avals],
             "tree": tagged(results.tree.unflatten(indices)),
             "sources": [[index, _written_reshaping(reshaping)] for index, reshaping in results.sources],
-            "has_calls": results.has_calls,
         }
     except (TypeError, NotDescribableError, *REBUILD_ERRORS) as error:
         logger.debug("results are not kept on disk: %s", error)
@@ -117,7 +116,7 @@ def read(about: Mapping[str, Any]) -> Results | None:
         if leaves != list(range(len(avals))):
             return None
         sources = tuple((index, _read_reshaping(reshaping)) for index, reshaping in about["sources"])
-        return Results(avals, tree, frozenset(), sources, about["has_calls"])
+        return Results(avals, tree, frozenset(), sources)
     except (KeyError, TypeError, *REBUILD_ERRORS) as error:
         logger.debug("results cannot be rebuilt: %s", error)
         return None

@@ -12,7 +12,7 @@ from tilewright.ops.core.arrays import StaticLeaf, Structure
 from tilewright.ops.core.gradients import select_gradients
 from tilewright.ops.core.kernel import Kernel, optional_method, platform_hook
 from tilewright.ops.core.memory import Memory
-from tilewright.ops.core.surroundings import trace_settings
+from tilewright.ops.core.surroundings import choice_settings, without_places
 from tilewright.ops.core.types import Device, MappedAxis
 from tilewright.ops.utils.labels import without_label
 
@@ -104,14 +104,14 @@ class Results:
       tree: what the stage returns.
       effects: of the program; a frozen set.
       sources: for each result the first that is the same, or that it is a reshaped form of, and how.
-      has_calls: whether the program calls other kernels.
+      chooses: whether calls of other kernels stand in the program, whose configs are chosen when it is lowered.
     """
 
     avals: tuple[Any, ...]
     tree: Any
     effects: Any
     sources: tuple[tuple[int, "Reshaping | None"], ...]
-    has_calls: bool = False
+    chooses: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ _TRACES: Memory[tuple[Any, Results]] = Memory("tilewright's traces of kernels", 
 def traced(program: Program) -> tuple[Any, Results]:
     """A program as a closed jaxpr, and what is known of its results."""
     with without_label():
-        key = (program, trace_settings())
+        key = (program, choice_settings())
         known = _TRACES.get(key)
         return _TRACES.put(key, _trace(program)) if known is None else known
 
@@ -144,15 +144,19 @@ def _trace(program: Program) -> tuple[Any, Results]:
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
 
-    jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
-    sources, calls = tuple(_sources(jaxpr.jaxpr)), _has_calls(jaxpr.jaxpr)
-    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, calls)
+    with without_places():
+        jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
+    sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
+    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)
 
 
-def _has_calls(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name == CALL or any(map(_has_calls, jax_core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
-    )
+CHOOSING: set[Any] = set()
+"""The primitives whose lowering chooses a config."""
+
+
+def _chooses(jaxpr: Any) -> bool:
+    inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
+    return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
 
 
 def _without_references(jaxpr: Any) -> Any:
@@ -187,8 +191,5 @@ def _sources(jaxpr: Any) -> list[tuple[int, Reshaping | None]]:
 
     return [source(variable) for variable in jaxpr.outvars]
 
-
-CALL = "tilewright_call"
-"""The name of the primitive of a call of a kernel."""
 
 RESHAPES = (jax.lax.reshape_p, jax.lax.squeeze_p)

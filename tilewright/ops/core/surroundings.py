@@ -1,5 +1,6 @@
 """What a trace and its lowering depend on beside the call: settings, the mesh, the program around, the sources."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -7,7 +8,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import jax
 from jax._src import config as jax_config
 from jax._src.core import AxisEnv
 from jax._src.sharding_impls import ShardingContext
+from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
+
+from tilewright.ops.config.context import as_without_overrides
 
 # Sources that changed later may not be those that were imported.
 _STARTED = time.time()
@@ -29,8 +33,17 @@ class NotDescribableError(TypeError):
 
 
 def trace_settings() -> Hashable:
-    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read."""
-    return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
+    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read.
+
+    What decides configs alone is left out.
+    """
+    with as_without_overrides():
+        return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
+
+
+def choice_settings() -> Hashable:
+    """The same, and what decides configs: for traces in which calls stand whose configs are yet to be chosen."""
+    return trace_settings(), jax_config.trace_context()
 
 
 def _pallas_settings() -> tuple[tuple[str, Any], ...]:
@@ -43,6 +56,17 @@ def _pallas_settings() -> tuple[tuple[str, Any], ...]:
 def _pallas_names(count: int) -> tuple[str, ...]:
     """Their names; looked for again where modules have defined more settings since."""
     return tuple(sorted(name for name in jax.config.values if name.startswith(("jax_pallas", "jax_mosaic"))))
+
+
+@contextlib.contextmanager
+def without_places() -> Iterator[None]:
+    """A context in which what is traced and lowered says nothing of the program that asked: no names, no lines."""
+    before = _source_info_context.context
+    _source_info_context.context = new_source_info()
+    try:
+        yield
+    finally:
+        _source_info_context.context = before
 
 
 def is_dumping() -> bool:
