@@ -80,7 +80,7 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
     beyond the shared memory of a block raises here as it would on the card.
     """
-    sharding = jax.sharding.SingleDeviceSharding(_topology().devices[0])
+    sharding = h100_sharding()
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with (
         _standard_output() as output,
@@ -91,6 +91,11 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
         fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
         fresh.trace(*structs).lower(lowering_platforms=("cuda",)).compile()
     return parse_reports(output())
+
+
+def h100_sharding() -> jax.sharding.SingleDeviceSharding:
+    """Sharding of arguments with which a program is compiled for the H100 that is not here."""
+    return jax.sharding.SingleDeviceSharding(_topology().devices[0])
 
 
 def abstract_h100() -> Any:
