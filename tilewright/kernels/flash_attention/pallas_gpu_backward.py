@@ -28,6 +28,7 @@ from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
     ROW,
     STRIP,
     EarlyConversions,
+    store_strips,
     sums_of,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, completed, sums_of_products
@@ -489,9 +490,7 @@ def key_value_kernel(
                         ds_ring.release(step)
                     if index == 0:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for at in range(0, columns, STRIP):
-                        strip = staging.at[(column + at) // STRIP, pl.ds(row, ROWS)]
-                        strip[...] = part[:, at : at + STRIP]
+                    store_strips(staging.at[pl.ds(column // STRIP, columns // STRIP), pl.ds(row, ROWS)], part)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     staging.reshape(rows_of_step, ROW),

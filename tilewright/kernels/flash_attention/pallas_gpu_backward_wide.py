@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
     BackwardParams,
     completed,
@@ -368,9 +368,7 @@ def wide_key_value_kernel(
                 buffer = column // params.d_query_columns % params.d_query_buffers
                 staging = staging_smem.at[role, buffer]
                 plgpu.wait_smem_to_gmem(params.d_query_buffers - 1, wait_read_only=True)
-                for strip in range(strips):
-                    at = column - begin + strip * STRIP
-                    staging.at[strip][...] = part[:, at : at + STRIP]
+                store_strips(staging, part[:, column - begin : column - begin + strips * STRIP])
                 plgpu.commit_smem()
                 target = dq_ref.at[b, head, pl.ds(first + column * BLOCK // ROW, count)]
                 plgpu.copy_smem_to_gmem(staging.reshape(count, ROW), target, reduction_op="add")

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP
+from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, Place, store_unoptimised
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes
 
@@ -114,8 +114,7 @@ class BiasGradient:
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.of_queries:
-            for strip in range(ROWS // STRIP):
-                staging.at[strip][...] = values[:, strip * STRIP : (strip + 1) * STRIP]
+            store_strips(staging, values)
             first = (lax.div(place.kv_start, jnp.int32(ROWS)) * self.tiles[0] + q_tile) * TILE_ROWS
             source, target = staging.reshape(TILE_ROWS, ROW), ref.at[b, h, pl.ds(first, TILE_ROWS)]
         else:

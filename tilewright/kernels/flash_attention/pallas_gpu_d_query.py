@@ -43,6 +43,16 @@ COUNTER = (2, ROW)
 """The counter of a head. All its elements count the same, which is what a TMA reduction does."""
 
 
+def store_strips(staging: Any, part: Any) -> None:
+    """Stores columns of an accumulator into shared memory ``[strips, 64, STRIP]``, strip by strip."""
+    # Row-major memory that TMA takes as rows of ROW has no tiling, which layout inference would find out by trying one
+    # for each strip, again at each of its guesses. It tries none where strips begin at a place that it cannot tell: it
+    # does not see that this is 0, as LLVM does.
+    zero = lax.shift_right_logical(lax.axis_index("program") & 1, jnp.int32(1))
+    for strip in range(part.shape[1] // STRIP):
+        staging.at[strip, :, pl.ds(zero, STRIP)][...] = part[:, strip * STRIP : (strip + 1) * STRIP]
+
+
 def d_query_shape(block_q: int, batch: int, heads: int, q_length: int, head_dim: int) -> tuple[int, int, int, int]:
     """Shape of the float32 sums of dQ: for each tile of queries its strips, as rows of ``ROW`` elements."""
     tiles = -(-q_length // block_q)

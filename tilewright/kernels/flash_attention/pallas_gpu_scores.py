@@ -49,6 +49,15 @@ def store_unoptimised(target: Any, value: Any) -> None:
         _plgpu_store(target, value, optimized=False)
 
 
+def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
+    """A vector along ``axis`` of a tile of an accumulator's layout.
+
+    The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
+    operation, with a pass over the whole kernel for each.
+    """
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)
+
+
 LANE_COLUMNS = 6
 """The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""
 
@@ -146,7 +155,7 @@ class Place:
     def _positions(self, axis: int, start: Any) -> Any:
         # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=TILE.reduce(1 - axis))
-        return lax.broadcast_in_dim(iota + start, self.shape, [axis])
+        return spread(iota + start, self.shape, axis)
 
     def between(self, lowest: int, highest: int) -> Any:
         """Where ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
@@ -175,7 +184,7 @@ class Place:
         values = plgpu.load(
             ref.at[batch, pl.ds(start, self.shape[axis])], layout=TILE.reduce(1 - axis), optimized=False
         )
-        return lax.broadcast_in_dim(values, self.shape, [axis])
+        return spread(values, self.shape, axis)
 
     def matrix(self, ref: Any) -> Any:
         """The tile of ``[batch|1, heads|1, ...]``, whose last two dimensions are the tile's own or 1; or a scalar."""
@@ -191,7 +200,7 @@ class Place:
         axis = full[0]
         part = ref.at[batch, head, slices[0], 0] if axis == 0 else ref.at[batch, head, 0, slices[1]]
         values = plgpu.load(part, layout=TILE.reduce(1 - axis), optimized=False)
-        return lax.broadcast_in_dim(values, self.shape, [axis])
+        return spread(values, self.shape, axis)
 
 
 def biased_and_capped(logits: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> tuple[Any, Any]:
