@@ -22,7 +22,6 @@ from tilewright.ops import (
     Executor,
     Invocation,
     Kernel,
-    autotune,
     find_labels_in_lowered,
     label,
     labels_to_configs,
@@ -30,6 +29,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.core import lowering, mlir_modules
 from tilewright.ops.core.memory import forget_all
+from tilewright.ops.execution.workload import Workload
 
 A, B = operands((4, 4), (4, 4))
 
@@ -516,9 +516,11 @@ class TestTransforms:
         assert counts.lowered == 0
 
 
-def test_a_tuned_winner_is_lowered_by_the_tuning_alone(executor):
-    kernel = Counted("tests.tuned")
-    cfg = autotune(kernel, A, B, num_warmup=1, num_iters=1)
+def test_what_a_tuning_lowered_serves_the_users_program(executor):
+    kernel, cfg = Counted("tests.tuned"), Config(16)
+    inv = Invocation(kernel, (A, B))
+    for direction in (inv, inv.backward()):
+        Workload(direction, executor.chooser).compile(cfg)
     with counting() as counts:
-        jax.jit(lambda a: executor(kernel, a, B, cfg=cfg))(A)
+        jax.jit(jax.value_and_grad(lambda a, b: executor(kernel, a, b, cfg=cfg).sum(), (0, 1)))(A, B)
     assert counts == Counts(0, 0)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -133,6 +133,11 @@ def synchronise() -> None:
 def as_without_overrides() -> AbstractContextManager[object]:
     """A context in which JAX's keys are those without overrides, for what no choice of a config takes part in."""
     return _TRACE_CONTEXT(None)
+
+
+def key_of_overrides() -> Hashable:
+    """What JAX's keys say of the overrides."""
+    return _TRACE_CONTEXT.value
 
 
 @contextlib.contextmanager

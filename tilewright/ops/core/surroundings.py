@@ -19,7 +19,7 @@ from jax._src.sharding_impls import ShardingContext
 from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
 
-from tilewright.ops.config.context import as_without_overrides
+from tilewright.ops.config.context import as_without_overrides, key_of_overrides
 
 # Sources that changed later may not be those that were imported.
 _STARTED = time.time()
@@ -35,15 +35,15 @@ class NotDescribableError(TypeError):
 def trace_settings() -> Hashable:
     """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read.
 
-    What decides configs alone is left out.
+    What decides configs alone is left out, and so are checks that ``jax.checkpoint`` switches on.
     """
-    with as_without_overrides():
+    with as_without_overrides(), jax_config.mutable_array_checks(True):
         return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
 
 
 def choice_settings() -> Hashable:
     """The same, and what decides configs: for traces in which calls stand whose configs are yet to be chosen."""
-    return trace_settings(), jax_config.trace_context()
+    return trace_settings(), key_of_overrides()
 
 
 def _pallas_settings() -> tuple[tuple[str, Any], ...]:
