@@ -198,8 +198,11 @@ def step_operands(sizes: Sizes) -> tuple[dict[str, Any], jax.Array]:
     return jax.block_until_ready((init(sizes), tokens))
 
 
-def tune_stage(sizes: Sizes, budget_s: float, rounds: int, exhaustive: bool) -> dict[str, Any]:
-    """The train step tuned within a budget, its speed beside what it was and the peer's; then every candidate."""
+def tune_stage(sizes: Sizes, budget_s: float, rounds: int, exhaustive_s: float) -> dict[str, Any]:
+    """The train step tuned within a budget, its speed beside what it was and the peer's; then a search without haste.
+
+    That one samples all that is not hopeless to the end, for up to ``exhaustive_s`` seconds.
+    """
     import tilewright
     from tilewright.ops import Tuner
 
@@ -224,10 +227,10 @@ def tune_stage(sizes: Sizes, budget_s: float, rounds: int, exhaustive: bool) -> 
         "calls": [call_of(entry) for entry in result],
         "left_out": list(result.left_out),
     }
-    if exhaustive:
+    if exhaustive_s:
         start = time.perf_counter()
         tuner = Tuner(search="exhaustive")
-        every = tilewright.tune(jax.jit(step), state, tokens, budget_s=math.inf, reuse=False, tuner=tuner)
+        every = tilewright.tune(jax.jit(step), state, tokens, budget_s=exhaustive_s, reuse=False, tuner=tuner)
         seconds["exhaustive"] = time.perf_counter() - start
         found["exhaustive"] = [call_of(entry) for entry in every]
         found["regret"] = [regret(a, b) for a, b in zip(found["calls"], found["exhaustive"], strict=True)]
@@ -277,7 +280,7 @@ def in_process(stage: str, name: str, caches: Path, options: argparse.Namespace)
     """A stage in a process of its own that keeps its files in a folder."""
     child = [sys.executable, "-m", "benchmarks.fresh", "--stage", stage, "--attention", name]
     child += [f"--budget={options.budget}", f"--rounds={options.rounds}"]
-    child += ["--small"] * options.small + ["--exhaustive" if options.exhaustive else "--no-exhaustive"]
+    child += [f"--exhaustive={options.exhaustive}", *["--small"] * options.small]
     environment = os.environ | {"TILEWRIGHT_CACHE_DIR": str(caches), "TRITON_CACHE_DIR": str(caches / "triton")}
     environment |= {"CUDA_CACHE_DISABLE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
@@ -312,7 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the tuning of the train step")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each train step")
-    parser.add_argument("--exhaustive", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--exhaustive", type=float, default=math.inf, help="seconds for the exhaustive search after it; 0 for none"
+    )
     parser.add_argument("--small", action="store_true", help="a model and a call that a CPU does in seconds")
     parser.add_argument("--out", type=Path, help="the record; results/<device>/fresh.json by default")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)

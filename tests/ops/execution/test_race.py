@@ -29,6 +29,7 @@ class Said(Bench):
     ):
         self._samples = [itertools.repeat(t) if isinstance(t, int | float) else iter(t) for t in times]
         self._rechecks = rechecks or {}
+        self.ahead = 0
         self._repeats_to = repeats_to
         self.started: list[int] = []
         self.sampled: list[int] = []
@@ -36,8 +37,8 @@ class Said(Bench):
     def prepare(self) -> None:
         pass
 
-    def expect(self, indices: Sequence[int]) -> None:
-        pass
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        return indices[: self.ahead]
 
     def start(self, index: int) -> Trial:
         self.started.append(index)
@@ -292,3 +293,20 @@ def test_when_there_is_no_time_for_more_candidates_those_that_ran_are_still_told
     assert chosen == 0
     assert bench.started == [0, 1]
     assert len(found[0].samples_ms) >= LIMITS.iters
+
+
+def test_what_was_compiled_beside_others_is_measured_though_nothing_more_may_be_started():
+    bench = Said([1.0, 0.5, 0.4, 0.1])
+    bench.ahead = 3
+    limits = dataclasses.replace(LIMITS, may_start=lambda: False)
+    outlooks = {i: Outlook(family=str(i)) for i in range(4)}
+    chosen, found, _ = race(bench, 4, limits, outlooks=outlooks)
+    assert (chosen, bench.started) == (2, [0, 1, 2])
+    assert found[3].left_out
+
+
+def test_each_implementations_best_guess_comes_first_and_then_the_fastest_ones_others():
+    bench = Said([3.0, 2.5, 1.0, 2.0, 1.5, 0.9])
+    families = {i: Outlook(family=family) for i, family in enumerate("aabbca")}
+    assert race(bench, 6, outlooks=families)[0] == 5
+    assert bench.started == [0, 2, 4, 3, 1, 5]

@@ -51,8 +51,8 @@ class Bench(abc.ABC):
         """Gets ready for candidates, where that takes time of its own: a process, arrays, the oracle's answer."""
 
     @abc.abstractmethod
-    def expect(self, indices: Sequence[int]) -> None:
-        """Says which candidates will be started next, in that order."""
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        """Says which candidates will be started next, in that order; returns those that are compiled meanwhile."""
 
     @abc.abstractmethod
     def start(self, index: int) -> Trial:
@@ -117,14 +117,15 @@ class LocalBench(Bench):
     def prepare(self) -> None:
         pass
 
-    def expect(self, indices: Sequence[int]) -> None:
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._pool is None or any(index in self._pending for index in indices):
-            return  # what was compiled together is measured first
+            return list(self._pending)  # what was compiled together is measured first
         numerics = numerics_of(jax.config)  # of this thread; those of the pool have their own
         for index in indices[: self._ahead]:
             if index not in self._functions:
                 self._leave()
                 self._pending[index] = self._pool.submit(self._compile, self._configs[index], numerics)
+        return list(self._pending)
 
     def start(self, index: int) -> Trial:
         operands = self._work.operands

@@ -82,8 +82,8 @@ class SuspendedBench(Bench):
     def prepare(self) -> None:
         self._open().prepare()
 
-    def expect(self, indices: Sequence[int]) -> None:
-        self._open().expect(indices)
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        return self._open().expect(indices)
 
     def start(self, index: int) -> Trial:
         trial = self._open().start(index)
@@ -255,9 +255,7 @@ class CallTuning:
             return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.go_on_until
 
         def may_go_on() -> bool:
-            # The winner's results are checked once more at the end, for which it is compiled again.
-            soon = time.monotonic() + self._race.start_s
-            return not self._cancelled.is_set() and soon < self.clock.go_on_until
+            return not self._cancelled.is_set() and time.monotonic() < self.clock.go_on_until
 
         return Limits(
             iters,

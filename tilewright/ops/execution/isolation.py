@@ -252,10 +252,11 @@ class ProcessBench(Bench):
         with contextlib.suppress(WorkerDied):  # which the first candidate will meet, too
             self._begun()
 
-    def expect(self, indices: Sequence[int]) -> None:
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._worker is not None:
             with contextlib.suppress(WorkerDied):
-                self._ask("expect", list(indices))
+                return self._ask("expect", list(indices))
+        return []
 
     def start(self, index: int) -> Trial:
         self._replace_if_it_leaks()

@@ -223,9 +223,7 @@ class Race:
             self._found[index] = Candidate(self._configs[index], (), "dropped", why)
         else:
             ahead = [i for i in ordered if i not in self._known and not self._hopeless(i, best)]
-            ahead = ahead[: self._affordable()]
-            self._bench.expect(ahead)
-            self._ahead.update(ahead)
+            self._ahead.update(self._bench.expect(ahead[: self._affordable()]))
             self._emit(CandidateStarted(index, self._configs[index]))
             self._found[index] = self._candidate(index, self._start(index))
             self._record(self._found[index])

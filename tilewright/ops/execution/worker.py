@@ -24,6 +24,7 @@ def main() -> None:
     for name in ("TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
         os.environ.pop(name, None)
     connection = Connection(int(sys.argv[1]))
+    is_healthy()  # finding the device and the first program on it take seconds, which the parent has other work for
     bench: LocalBench | None = None
     while True:
         try:
