@@ -329,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells: list[dict[str, Any]] = []
     for stage in options.stages.split(","):
         for name in ATTENTIONS[:1] if stage == "tune" else ATTENTIONS:
-            with tempfile.TemporaryDirectory() as caches:
+            # Builds that a tuning left to go on may still write there.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
                 for when in ("fresh", "again") if stage != "tune" and name == "tilewright" else ("fresh",):
                     cells.append({"when": when, **in_process(stage, name, Path(caches), options)})
                     print(line(cells[-1]), flush=True)

@@ -60,6 +60,7 @@ def tune_and_report(
     lock_file: Path | None = None,
 ) -> int:
     """Tunes, prints the table, and returns the exit code."""
+    clock = time.monotonic()
     # The processes that measure need the device's memory; JAX reads this once, when it first looks for a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_new_file(json_file, "--json")
@@ -73,7 +74,7 @@ def tune_and_report(
         if lock_file is not None:
             _check_lock(lock_file)  # refused now rather than after the tuning
         limits = {"budget_s": budget_s, "call_budget_s": call_budget_s}
-        result, interrupted = _tune_all(target, options, tuner, again=again, **limits)
+        result, interrupted = _tune_all(target, options, tuner, began=clock, again=again, **limits)
         if json_file is not None and result.entries:
             with writing(json_file, "--json"):
                 json_file.write_text(result.to_json() + "\n")
@@ -87,10 +88,9 @@ def tune_and_report(
 
 
 def _tune_all(
-    target: str, options: CallOptions, tuner: Tuner, *, again: bool, **limits: float | None
+    target: str, options: CallOptions, tuner: Tuner, *, began: float, again: bool, **limits: float | None
 ) -> tuple[AutotuningResult, bool]:
     """What was found, and whether an interrupt ended it."""
-    began = time.monotonic()
     calls = named_calls(target, options)
     invocations: list[Invocation[Any, Any]] = []
     try:
