@@ -170,7 +170,7 @@ def test_on_every_device_of_a_process():
     "name", ["fmha_hopperB_bf16_64x128_k128_window", "fmha_hopperB_bf16_64x128_k128_window_grouped"]
 )
 def test_sums_of_d_query_are_right_however_busy_the_copy_engine_is(name: str):
-    """Of 100 runs, each: where a buffer was given back too early, most of them had wrong elements on an H100."""
+    """A buffer that was given back too early made most of 100 such runs wrong in some elements, on an H100."""
     if name not in variant_names("backward"):
         pytest.skip("is for compute capability 9.0")
     case = AttentionCase("busy", batch=16, q_length=1024, heads=16, head_dim=128, causal=True, dtype="bfloat16")

@@ -33,11 +33,16 @@ def _read(file: Any, device: str) -> Table:
     from tilewright.ops.execution.results import AutotuningResult  # results are made of caches
 
     try:
-        result = AutotuningResult.from_json(file.read_text())
+        text = file.read_text()
+        said = json.loads(text)
+        # Configs are rebuilt by the modules of their backends, which other devices' tables need not load.
+        if isinstance(said, dict) and said.get("device", device) != device:
+            return {}
+        result = AutotuningResult.from_json(text)
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
-    return {entry.key: entry for entry in result} if result.device == device else {}
+    return {entry.key: entry for entry in result}
 
 
 def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
