@@ -1,4 +1,4 @@
-"""What attention on a Hopper GPU takes to trace, lower and compile the first time: each case in a process of its own.
+"""Times to trace, lower and compile attention on a Hopper GPU the first time: each case in a process of its own.
 
 No GPU is needed: programs are made for an H100. They are compiled too where JAX's CUDA plugin and ptxas are installed
 (``make aot``). ``JAX_PLATFORMS=cpu python -m benchmarks.compile_time``

@@ -62,7 +62,7 @@ class Sizes:
 
 
 SMALL = Sizes(1, 64, 2, 2, 1, 16, 64, 128, (1, 64, 2, 1, 16))
-"""What a CPU does in seconds."""
+"""Sizes that a CPU does in seconds."""
 
 
 def attention_of(name: str) -> Callable[..., Any]:
@@ -262,7 +262,7 @@ def regret(chosen: dict[str, Any], every: dict[str, Any]) -> dict[str, float | N
 
 
 def run_stage(stage: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a process of its own does."""
+    """Runs one stage in this process."""
     start = time.perf_counter()
     jax.block_until_ready(jnp.ones(8) + 1)
     device_s = time.perf_counter() - start

@@ -109,7 +109,7 @@ def _tune_all(
 
 
 def _all_failed(target: str, group: ExceptionGroup) -> Failure:
-    """What is to be said where no candidate of a call ran; those of other calls are kept."""
+    """The failure to show where no candidate of a call ran; those of other calls are kept."""
     said = group
     while isinstance(said.exceptions[0], ExceptionGroup):
         said = said.exceptions[0]

@@ -298,7 +298,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         return self._implementation(cfg).footprints(self._problem(inv), inv.target, inv.direction, cfg.params)
 
     def config_builds(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Build]:
-        """What a slow compiler must have made before a config that can run the call runs, made already or not."""
+        """Builds that a config needs before it can run the call, made already or not."""
         return self._implementation(cfg).builds(self._problem(inv), inv.target, inv.direction, cfg.params)
 
     def all_builds(self, device: Device) -> Sequence[Build]:
@@ -484,7 +484,7 @@ class InferenceKernel(Portfolio, abc.ABC):
 
 
 def _choice_of(implementation: Implementation, problem: Any, inv: Invocation[Choice, Any]) -> Choice:
-    """What an implementation takes for itself."""
+    """The choice that an implementation makes by itself."""
     params = implementation.heuristic(problem, inv.target, inv.direction)
     return Choice(implementation.platform, implementation.algorithm, params)
 

@@ -114,7 +114,7 @@ class Implementation(abc.ABC):
         return ()
 
     def builds(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Build]:
-        """What a slow compiler must have made before params can run, made already or not; none by default.
+        """Builds that params need before they can run, made already or not; none by default.
 
         Of several that may be needed in turn, as a compiled variant's facts decide, the first that is not known to do.
         """

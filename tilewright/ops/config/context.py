@@ -136,7 +136,7 @@ def as_without_overrides() -> AbstractContextManager[object]:
 
 
 def key_of_overrides() -> Hashable:
-    """What JAX's keys say of the overrides."""
+    """The overrides as JAX's keys know them."""
     return _TRACE_CONTEXT.value
 
 

@@ -159,7 +159,7 @@ class PersistentCache:
         return self._config(document, expected_type)
 
     def has_file(self, key: Hashable) -> bool:
-        """Whether there is a file for ``key``; it may turn out to be damaged or stale when it is read."""
+        """Looks for a file of ``key``; it may turn out to be damaged or stale when it is read."""
         return (self.path / _file_name(tagged(key))).is_file()
 
     def stale_config(

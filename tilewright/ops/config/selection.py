@@ -203,7 +203,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return (preferred, missing) if missing else None
 
     def _preferred(self, inv: Invocation[Any, Any]) -> Any:
-        """What the steps that measure nothing would choose if everything were built."""
+        """The config that the steps that measure nothing would choose if everything were built."""
         entry, near = self.shipped(inv), None
         if entry is not None:
             near = next((config for config in entry.ranked if not _reasons(inv, config)), None)

@@ -15,7 +15,7 @@ _SAID: set[Build] = set()
 
 
 def missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
-    """What must be built before a config that can run the call runs, if nobody asked for it."""
+    """Builds for want of which a config that can run the call is passed over."""
     builds = optional_method(inv.kernel, "config_builds")
     return () if builds is None else missing_builds(builds(inv, cfg))
 

@@ -1,4 +1,4 @@
-"""What a config needs that takes a compiler minutes, and how many such compilers fit on a machine."""
+"""Builds that take a compiler minutes and that configs need, and how many such compilers fit on a machine."""
 
 import abc
 import contextlib
@@ -22,11 +22,11 @@ class Build(abc.ABC):
 
     @abc.abstractmethod
     def is_made(self) -> bool:
-        """Whether it is there, for this process."""
+        """Tells if it is there, for this process."""
 
     @abc.abstractmethod
     def is_installed(self) -> bool:
-        """Whether it came with a package, so that every process of a program has it."""
+        """Tells if it came with a package, so that every process of a program has it."""
 
     @abc.abstractmethod
     def make(self, cancelled: threading.Event) -> None:

@@ -95,7 +95,7 @@ class Call:
 
     @property
     def code(self) -> Stage:
-        """What is run of the kernel: for ``run`` its forward stage where that is the same, so that both share it."""
+        """The stage of the kernel that runs: for ``run`` the forward stage where that is the same, which both share."""
         if self.stage == "run" and optional_method(self.kernel, "run_is_forward"):
             return Stage(self.kernel, self.structure, "forward")
         return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
@@ -116,7 +116,7 @@ class Call:
         return flat
 
     def tree(self, results: Results) -> Any:
-        """What the call's stage returns, of what is known of its code's results."""
+        """The results that the call's stage returns, among those of its code."""
         return results.tree if self.code.name == self.stage else results.tree.children()[0]
 
     def picked(self, results: Results) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ CHOOSING.add(call_p)
 
 
 def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
-    """What is known of a call's results before its config is chosen: they are alike with any."""
+    """The results of a call, known before its config is chosen: they are alike with any."""
     with without_label():
         key = (call.code, call.selector.cfg, tuple(avals), mapped, device, trace_settings())
         known = _KNOWN.get(key)
@@ -268,7 +268,7 @@ def code_of(
 
 
 def _is_opaque(results: Results) -> bool:
-    """Whether the code of a call is nothing but its results: it has no effects and calls no other kernel."""
+    """Tells if the code of a call is nothing but its results: it has no effects and calls no other kernel."""
     keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in results.avals)
     return not (results.effects or results.chooses or keys)
 

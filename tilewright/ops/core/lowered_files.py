@@ -69,7 +69,7 @@ class LoweredFiles:
         return cache_folder("lowered") if self._given is None else self._given
 
     def get(self, key: Document) -> LoweredFile | None:
-        """What is stored under a key, if it is there and is what was written."""
+        """The entry of a key, if it is there and is what was written."""
         path = self.path / _file_name(key)
         try:
             if not _is_owners_alone(self.path, stat.S_ISDIR) or not _is_owners_alone(path, stat.S_ISREG):
@@ -85,7 +85,7 @@ class LoweredFiles:
         return found
 
     def has(self, key: Document) -> bool:
-        """Whether there is a file under a key, which may be damaged."""
+        """Looks for a file under a key, which may be damaged."""
         return (self.path / _file_name(key)).exists()
 
     def put(self, key: Document, about: Document, content: bytes) -> bool:
@@ -158,7 +158,7 @@ def _file_name(key: Document) -> str:
 
 
 def _is_owners_alone(path: Path, kind: Any) -> bool:
-    """Whether a file or folder is one that nobody else can have written; logs why not."""
+    """Tells if nobody else can have written a file or folder; logs why not."""
     # The folder may be a link that its owner made; an entry is never one.
     status = os.stat(path) if kind is stat.S_ISDIR else os.lstat(path)
     if kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:

@@ -56,7 +56,7 @@ _FILES = LoweredFiles()
 
 
 def results_of(program: Program) -> Results:
-    """What is known of the results of a program: from memory, from the disk, or else by tracing it."""
+    """The results of a program, known from memory, from the disk, or else by tracing it."""
     with without_label():
         key = (program, trace_settings())
         known = _RESULTS.get(key)
@@ -107,13 +107,13 @@ mlir.register_lowering(program_p, _lowering_rule)
 
 
 def _can_be_apart(program: Program, operands: Any) -> bool:
-    """Whether a program may be lowered apart from the one that calls it."""
+    """Tells if a program may be lowered apart from the one that calls it."""
     values = all(isinstance(operand, ir.Value) for operand in operands)
     return values and is_shared(program) and not _belongs_to_caller(results_of(program))
 
 
 def _belongs_to_caller(results: Results) -> bool:
-    """Whether a program has effects, or depends on what the program that calls it would choose."""
+    """Tells if a program has effects, or depends on what the program that calls it would choose."""
     return bool(results.effects) or results.chooses
 
 
@@ -135,7 +135,7 @@ def _find_or_lower(ctx: Any, operands: Any, program: Program, around: Surroundin
 
 
 def _described(program: Program, around: Surroundings) -> dict[str, Any] | None:
-    """What a lowered program is known by on disk; ``None`` if it is not to be there."""
+    """The key of a lowered program on disk; ``None`` if it is not to be there."""
     told = describe(program)
     if told is None:
         return None

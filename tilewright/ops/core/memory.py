@@ -1,4 +1,4 @@
-"""What a process remembers of its calls: bounded, and forgotten with JAX's own caches."""
+"""Bounded memories of a process's calls, forgotten with JAX's own caches."""
 
 import collections
 import threading

@@ -98,7 +98,7 @@ def parsed(ctx: Any, bytecode: bytes) -> Any:
 
 
 def takes(module: Any, operands: Sequence[Any]) -> bool:
-    """Whether a module has a ``main`` for operands of these types."""
+    """Tells if a module has a ``main`` for operands of these types."""
     functions = [op for op in module.body.operations if isinstance(op, func.FuncOp) and op.sym_name.value == "main"]
     return len(functions) == 1 and list(functions[0].type.inputs) == [operand.type for operand in operands]
 

@@ -30,7 +30,7 @@ _KNOWN_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy", "ml_dtypes"})
 
 
 def is_shared(program: Program) -> bool:
-    """Whether programs may share one lowering of it: not with symbolic sizes, nor where it is split over a mesh."""
+    """Tells if programs may share one lowering of it: not with symbolic sizes, nor where it is split over a mesh."""
     sizes = (size for aval in program.avals for size in getattr(aval, "shape", ()))
     if is_symbolic(*sizes, *(axis.size for axis in program.mapped)) or is_dumping():
         return False
@@ -94,7 +94,7 @@ def _arguments(stage: Stage, avals: tuple[Any, ...], packages: set[str]) -> dict
 
 
 def written(results: Results) -> dict[str, Any] | None:
-    """What is known of results as JSON data; ``None`` if it would not come back as it is."""
+    """Results as JSON data; ``None`` if they would not come back as they are."""
     indices = list(range(len(results.avals)))
     try:
         about = {

@@ -97,7 +97,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """What is known of the results of a program.
+    """The results of a program, as far as they are known without running it.
 
     Attributes:
       avals: of the flat results.

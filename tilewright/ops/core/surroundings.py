@@ -1,4 +1,4 @@
-"""What a trace and its lowering depend on beside the call: settings, the mesh, the program around, the sources."""
+"""Everything beside the call that a trace and its lowering depend on: settings, mesh, the program around, sources."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ def without_places() -> Iterator[None]:
 
 
 def is_dumping() -> bool:
-    """Whether the compiler of Mosaic GPU kernels was asked to show its work: then it must have all of it to do."""
+    """Tells if the compiler of Mosaic GPU kernels was asked to show its work: then it must have all of it to do."""
     return any(name.startswith("MOSAIC_GPU_DUMP_") or name == "MOSAIC_GPU_LLVM_DEBUG_ONLY" for name in os.environ)
 
 
@@ -112,7 +112,7 @@ _DESCRIPTIONS: dict[type, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What of the program around it the lowering of a call depends on.
+    """Properties of the program around a call that its lowering depends on.
 
     Attributes:
       platform: that it is lowered for.

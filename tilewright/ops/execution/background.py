@@ -28,7 +28,7 @@ _left_alone: list[subprocess.Popen[bytes]] = []
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What a process of builds is told on its standard input.
+    """The order that a process of builds reads from its standard input.
 
     Attributes:
       builds: each pickled by itself, so that one that cannot be read there fails alone.
@@ -68,7 +68,7 @@ class BackgroundBuilds:
             self._start(wanted)
 
     def is_made(self, build: Build) -> bool:
-        """Whether a build that was added is there."""
+        """Tells if a build that was added is there."""
         with self._changed:
             return self._why[build] == ""
 

@@ -62,7 +62,7 @@ class BuildGate(Gate):
 
 
 def unmade(inv: Invocation[Any, Any], config: Any) -> tuple[Build, ...]:
-    """What must be built before a config that can run a call runs."""
+    """Builds that must be made before a config that can run a call runs."""
     builds = optional_method(inv.kernel, "config_builds")
     return () if builds is None else tuple(each for each in builds(inv, config) if not each.is_made())
 
@@ -183,21 +183,21 @@ class CallTuning:
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds arrays and compiled candidates."""
+        """Tells if it holds arrays and compiled candidates."""
         return self._bench.is_open
 
     @property
     def start_s(self) -> float:
-        """What its candidates took to be compiled, checked and sampled once, on average."""
+        """Seconds that a candidate took to be compiled, checked and sampled once, on average."""
         return self._race.start_s
 
     @property
     def ending_s(self) -> float:
-        """What it will take to be decided, by what its candidates took: they may have to be started again."""
+        """Seconds that deciding will take, by what its candidates took: they may have to be started again."""
         return 1.0 + (1 if self.is_open else 3) * self._race.start_s
 
     def needed_builds(self, index: int) -> tuple[Build, ...]:
-        """What a candidate waits for; none of one that there is not."""
+        """Builds that a candidate waits for; none for an index beyond the last."""
         return self._gate.needed(index) if index < len(self.configs) else ()
 
     def follow(self, builds: BackgroundBuilds) -> None:
@@ -269,7 +269,7 @@ class CallTuning:
 
 
 def outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
-    """What a kernel says of a config without running it."""
+    """The kernel's own word on a config, without running it."""
     family = kind_of(config)
     reasons = optional_method(inv.kernel, "config_reasons")
     against = [] if reasons is None else reasons(inv, config)

@@ -20,7 +20,7 @@ from jax._src import profiler as jax_profiler
 from jax._src import xla_bridge
 
 _TOOLS = (3, 4)
-"""Of `sys.monitoring`, those without a purpose."""
+"""Tools of `sys.monitoring` without a purpose."""
 
 _state: Any = jax_profiler._profile_state  # of the trace that ``jax.profiler.start_trace`` takes
 _watched = threading.Event()
@@ -69,7 +69,7 @@ def why_not_cupti() -> str:
 
 
 def shares_cupti() -> bool:
-    """Whether Mosaic GPU's profiler is a subscriber to CUPTI of its own, which XLA's does not disturb."""
+    """Tells if Mosaic GPU's profiler is a subscriber to CUPTI of its own, which XLA's does not disturb."""
     try:
         from jax._src.lib import mosaic_gpu  # without a public name
     except ImportError:  # without CUDA's plugin there is none
@@ -79,7 +79,7 @@ def shares_cupti() -> bool:
 
 
 def running_session() -> str:
-    """Who uses XLA's profiler now, of which there is one a process; empty if nobody does."""
+    """The user of XLA's profiler now, of which there is one a process; empty if there is none."""
     fields = vars(_state)
     if fields.get("session", fields.get("profile_session")) is not None:  # the first since JAX 0.12
         return "a trace is being taken in this process (jax.profiler)"

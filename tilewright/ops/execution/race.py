@@ -60,7 +60,7 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def is_open(self, index: int) -> bool:
-        """Whether a candidate can be started."""
+        """Tells if a candidate can be started."""
 
     @abc.abstractmethod
     def refusal(self, index: int) -> str:
@@ -146,7 +146,7 @@ class Race:
 
     @property
     def found(self) -> list[Candidate]:
-        """What is known of the candidates so far, in their order."""
+        """The candidates of which something is known, in their order."""
         return [self._found[index] for index in sorted(self._found)]
 
     @property
@@ -155,12 +155,12 @@ class Race:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a candidate of which nothing is known may still be built."""
+        """Tells if a candidate of which nothing is known may still be built."""
         return any(not self._gate.is_open(i) and not self._gate.refusal(i) for i in self._unknown())
 
     @property
     def can_explore(self) -> bool:
-        """Whether a candidate of which nothing is known can be started."""
+        """Tells if a candidate of which nothing is known can be started."""
         return any(self._gate.is_open(i) for i in self._unknown())
 
     def run(self) -> int | None:

@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def left_out(self) -> bool:
-        """Whether it may be the fastest for all that is known: there was no time for it."""
+        """Tells if it was not measured for want of time, and may be the fastest for all that is known."""
         return self.check == "left out"
 
     @property
@@ -226,7 +226,7 @@ class Confirmation:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the winners made the program slower by more than the noise."""
+        """Tells if the winners made the program slower by more than the noise."""
         noise = max(self.tuned.noise_ms + self.untuned.noise_ms, Timer.repeats_to * self.untuned.median_ms)
         return self.tuned.median_ms > self.untuned.median_ms + noise
 

@@ -59,7 +59,7 @@ __all__ = [
 Isolation = Literal["none", "process", "auto"]
 
 DEFAULT_CALL_S = 120.0
-"""Of the budget that holds where the caller gives none: seconds for each call that must be measured."""
+"""Seconds for each call that must be measured, where the caller gives no budget."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

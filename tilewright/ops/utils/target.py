@@ -36,7 +36,7 @@ class TargetDevice(AbstractDevice):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What ``target_device`` yields.
+    """The value that ``target_device`` yields.
 
     Attributes:
       known: what is known of the device.

@@ -124,7 +124,7 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
 
 
 def missing_compiler(known: KnownDevice) -> str:
-    """What is not installed of the compiler for a device; empty if all is."""
+    """The missing parts of the compiler for a device; empty if all are installed."""
     if known.kind == "tpu":
         return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
     missing = []
