@@ -88,9 +88,10 @@ def test_what_is_imported_with_the_first_call_is_tried_too(monkeypatch):
     assert (one.devices, one.why) == ((), "cannot be loaded: No module named 'nonesuch_package'")
 
 
-def test_the_table_keeps_brackets(monkeypatch):
+def test_the_table_keeps_brackets(monkeypatch, tmp_path):
     from tilewright.cli import inventory
 
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))  # that of all tests may hold what others tuned
     row = probing.ServedBackend("op", "triton", (), "needs triton: pip install 'tilewright[triton]' in [/tmp] :smile:")
     monkeypatch.setattr(inventory, "served_backends", lambda: [row])
     text = invoke("info")
