@@ -18,6 +18,7 @@ from tilewright.kernels.cuda_build.devices import capability_of, device_values
 from tilewright.kernels.cuda_build.library import Library
 from tilewright.kernels.cuda_build.requirements import Values
 from tilewright.kernels.cuda_build.table import Variant, VariantTable
+from tilewright.ops.core.memory import forget_all
 from tilewright.ops.core.types import Device
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ def noting_groups() -> Iterator[dict[Group, None]]:
     is known of it, and its results are zeros.
     """
     noted: dict[Group, None] = {}
+    forget_all()  # what was traced before would not be traced again, and so note nothing
     token = _NOTED.set(noted)
     try:
         yield noted
     finally:
         _NOTED.reset(token)
+        forget_all()  # and what was traced here must not run
 
 
 class CudaKernel:
