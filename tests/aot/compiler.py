@@ -77,28 +77,32 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
         _kernels_of_their_own(),
         mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
     ):
-        _compile(lower_for_h100(function, *arguments))
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
+        with tilewright.target_device(H100) as target:
+            fresh.lower(*structs).compile(device_assignment=target.devices)
     return parse_reports(output())
 
 
-def lower_for_h100(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
-    """Lowers `function` as for an H100, for `compile_lowered`."""
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
-    with tilewright.target_device(H100):
-        return fresh.lower(*structs)
+def lower_as_there(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
+    """Lowers `function` as a process with an H100 does, for `compile_lowered`.
+
+    Not as ``target_device`` does: under its mesh nothing is kept on disk, which a process with the device does not have.
+    """
+    with tilewright.target_device(H100) as target:
+        sharding = jax.sharding.SingleDeviceSharding(target.devices[0])
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    fresh = jax.jit(lambda *args: function(*args))
+    device = jax.sharding.AbstractDevice(device_kind=H100, platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        return fresh.trace(*structs).lower(lowering_platforms=("cuda",))
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> list[KernelReport]:
     """Compiles a program that was lowered before, and reports on those of its kernels that are new to the process."""
     with _standard_output() as output, mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")):
-        _compile(lowered)
+        lowered.compile()
     return parse_reports(output())
-
-
-def _compile(lowered: jax.stages.Lowered) -> None:
-    with tilewright.target_device(H100) as target:
-        lowered.compile(device_assignment=target.devices)
 
 
 def parse_reports(text: str) -> list[KernelReport]:

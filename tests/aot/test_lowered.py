@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.aot.compiler import KernelReport, compile_for_h100, compile_lowered, lower_for_h100, missing_packages
+from tests.aot.compiler import KernelReport, compile_for_h100, compile_lowered, lower_as_there, missing_packages
 from tilewright.modules import flash_attention
 from tilewright.ops.core import mlir_modules
 from tilewright.ops.core.memory import forget_all
@@ -32,7 +32,7 @@ def test_kernels_from_the_disk_are_the_same_machine_code(monkeypatch, tmp_path):
     in_place = compile_for_h100(gradients, QUERY, KEY, KEY)
     assert not list(tmp_path.iterdir())  # who asks for the compiler's words gets all of its work
     forget_all()
-    first = lower_for_h100(gradients, QUERY, KEY, KEY)
+    first = lower_as_there(gradients, QUERY, KEY, KEY)
     assert len(list((tmp_path / "lowered").iterdir())) == 4
     forget_all()
 
@@ -40,7 +40,7 @@ def test_kernels_from_the_disk_are_the_same_machine_code(monkeypatch, tmp_path):
         raise AssertionError("it is on disk")
 
     monkeypatch.setattr(mlir_modules, "lower", never)
-    from_disk = lower_for_h100(gradients, QUERY, KEY, KEY)
+    from_disk = lower_as_there(gradients, QUERY, KEY, KEY)
     assert from_disk.as_text() == first.as_text()
     reports = compile_lowered(from_disk)
     assert len(in_place) >= 3
