@@ -87,7 +87,7 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
 def lower_as_there(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
     """Lowers `function` as a process with an H100 does, for `compile_lowered`.
 
-    Not as ``target_device`` does: under its mesh nothing is kept on disk, which a process with the device does not have.
+    Not as ``target_device`` does: under its mesh, which a process with the device does not have, nothing is kept.
     """
     with tilewright.target_device(H100) as target:
         sharding = jax.sharding.SingleDeviceSharding(target.devices[0])
