@@ -195,7 +195,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     def not_built(self, inv: Invocation[Any, Any], selection: Selection) -> tuple[Any, tuple[Build, ...]] | None:
         """The config that would have been chosen instead if it were built, with what must be built; if there is one."""
         if selection.step not in _UNTUNED or optional_method(inv.kernel, "config_builds") is None:
-            return None
+            return None  # it takes a second look at tables and backends
         preferred = self._preferred(inv)
         if preferred is None or preferred == selection.config:
             return None
@@ -204,14 +204,15 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def _preferred(self, inv: Invocation[Any, Any]) -> Any:
         """The config that the steps that measure nothing would choose if everything were built."""
-        entry, near = self.shipped(inv), None
-        if entry is not None:
-            near = next((config for config in entry.ranked if not _reasons(inv, config)), None)
-        if near is None and not inv.is_symbolic:
-            nearest = self._nearest(inv, built=False)
-            near = None if nearest is None else nearest.config
+        entry = self.shipped(inv)
+        for config in () if entry is None else entry.ranked:
+            if not _reasons(inv, config):
+                return config
+        nearest = None if inv.is_symbolic else self._nearest(inv, built=False)
+        if nearest is not None:
+            return nearest.config
         preferred = optional_method(inv.kernel, "preferred_cfg")
-        return near if near is not None or preferred is None else preferred(inv)
+        return None if preferred is None else preferred(inv)
 
     def _say_what_is_not_built(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
         """Says once of each build that a call does without it, and begins with it if the policy wants that."""

@@ -14,10 +14,15 @@ logger = logging.getLogger("tilewright.ops.config.selection")
 _SAID: set[Build] = set()
 
 
+def needed(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
+    """Builds that a config that can run the call needs, made or not."""
+    builds = optional_method(inv.kernel, "config_builds")
+    return () if builds is None else tuple(builds(inv, cfg))
+
+
 def missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
     """Builds for want of which a config that can run the call is passed over."""
-    builds = optional_method(inv.kernel, "config_builds")
-    return () if builds is None else missing_builds(builds(inv, cfg))
+    return missing_builds(needed(inv, cfg))
 
 
 def say_once(

@@ -3,21 +3,18 @@
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from tilewright.ops.core.builds import Build, parallel_compilers
 from tilewright.ops.execution.events import BuildFailed, BuildMade, BuildStarted
-
-logger = logging.getLogger(__name__)
+from tilewright.ops.utils.processes import module_path
 
 TIMEOUT_S = 1800.0
 """Seconds after which one build is ended: the slowest took 150."""
@@ -121,10 +118,10 @@ class BackgroundBuilds:
             order = Order(tuple(map(pickle.dumps, builds)), min(jobs, len(builds)), self._timeout_s)
         except Exception as error:  # whatever a build's attributes raise
             for each in builds:
-                self._set(each, f"it cannot be sent to another process: {error}", BuildFailed)
+                self._end(each, f"it cannot be sent to another process: {error}")
             return
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": module_path(),
             "JAX_PLATFORMS": "cpu",  # the device is for those who measure
         }
         process = subprocess.Popen(
@@ -151,23 +148,19 @@ class BackgroundBuilds:
                 if why is None:
                     self._tell(BuildStarted(str(build)))
                 else:
-                    self._set(build, why, BuildFailed if why else BuildMade, said["seconds"])
+                    self._end(build, why, said["seconds"])
         process.wait()
         for build in builds:
             if build in self.unfinished:
-                self._set(build, f"the process that compiled it ended with code {process.returncode}", BuildFailed)
+                self._end(build, f"the process that compiled it ended with code {process.returncode}")
 
-    def _set(self, build: Build, why: str, event: type[BuildFailed] | type[BuildMade], seconds: float = 0.0) -> None:
+    def _end(self, build: Build, why: str, seconds: float = 0.0) -> None:
+        """Notes that a build failed for a reason, or is made if there is none."""
         with self._changed:
             self._why[build] = why
-        self._tell(BuildFailed(str(build), why) if event is BuildFailed else BuildMade(str(build), seconds))
+        self._tell(BuildFailed(str(build), why) if why else BuildMade(str(build), seconds))
 
     def _tell(self, event: Any) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
-
-
-def seconds_until(deadline: float) -> float:
-    """Seconds that are left until a time of ``time.monotonic``; 0 when it is over."""
-    return max(0.0, deadline - time.monotonic())

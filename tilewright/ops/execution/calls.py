@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tilewright.ops.config import unbuilt
 from tilewright.ops.core.builds import Build
 from tilewright.ops.core.kernel import Invocation, optional_method
 from tilewright.ops.execution.background import BackgroundBuilds
@@ -41,7 +42,8 @@ class BuildGate(Gate):
         if index in self._open:
             return ()
         if index not in self._waits_for:
-            self._waits_for[index] = unmade(self._inv, self._configs[index])
+            needed = unbuilt.needed(self._inv, self._configs[index])
+            self._waits_for[index] = tuple(each for each in needed if not each.is_made())
         return self._waits_for[index]
 
     def is_open(self, index: int) -> bool:
@@ -59,12 +61,6 @@ class BuildGate(Gate):
         if self.builds is None:
             return ""
         return next((why for each in self.needed(index) if (why := self.builds.failure(each))), "")
-
-
-def unmade(inv: Invocation[Any, Any], config: Any) -> tuple[Build, ...]:
-    """Builds that must be made before a config that can run a call runs."""
-    builds = optional_method(inv.kernel, "config_builds")
-    return () if builds is None else tuple(each for each in builds(inv, config) if not each.is_made())
 
 
 class SuspendedBench(Bench):
@@ -209,7 +205,8 @@ class CallTuning:
         self._timed(self._explore)
 
     def _explore(self) -> None:
-        self._bench.prepare()
+        if self._race.can_explore:  # or there is nothing yet that arrays and an oracle would be needed for
+            self._bench.prepare()
         self._race.explore()
 
     def suspend(self) -> None:

@@ -23,6 +23,7 @@ from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.execution.bench import Bench, CandidateError, Trial
 from tilewright.ops.execution.timing import Timer
 from tilewright.ops.execution.workload import forward_of
+from tilewright.ops.utils.processes import module_path
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
@@ -120,7 +121,7 @@ class Worker:
         here, there = Pipe()
         self._connection: Connection = here
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": module_path(),
             # The device is not this process's alone.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }

@@ -196,7 +196,7 @@ def tune_invocations(
       ExceptionGroup: every candidate of a call failed.
     """
     total = DEFAULT_CALL_S * max(1, len(invocations)) if budget_s is None else budget_s
-    # Never nothing: what is over is left out, call by call, and said.
+    # A budget is positive: one that finding the calls has used up leaves out every call, and says so.
     left = max(total - (time.monotonic() - began), 1e-9)
     return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
 
