@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.aot.compiler import KernelReport, compile_for_h100, compile_lowered, lower_as_there, missing_packages
+import tilewright
+from tests.aot.compiler import H100, KernelReport, compile_for_h100, compile_lowered, lower_as_there, missing_packages
 from tilewright.modules import flash_attention
 from tilewright.ops.core import mlir_modules
+from tilewright.ops.core.ahead import CompiledKernels
+from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.core.memory import forget_all
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages() or "nothing")
@@ -45,3 +48,37 @@ def test_kernels_from_the_disk_are_the_same_machine_code(monkeypatch, tmp_path):
     reports = compile_lowered(from_disk)
     assert len(in_place) >= 3
     assert facts(reports) == facts(in_place)
+
+
+class CompilesOnly:
+    """The client of devices that are not there, as one that could load what it has compiled."""
+
+    def __init__(self, device: jax.Device):
+        self._client = device.client
+        self._device = device
+        self.platform, self.platform_version = self._client.platform, self._client.platform_version
+
+    def local_devices(self):
+        return [self._device]
+
+    def compile_and_load(self, module, devices, options):
+        return self._client.compile(module, devices, options)
+
+    def serialize_executable(self, executable):
+        return executable.serialize()
+
+
+def test_kernels_are_compiled_one_by_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TILEWRIGHT_LOWERED", "0")
+    lowered = lower_as_there(gradients, QUERY, KEY, KEY)
+    monkeypatch.delenv("TILEWRIGHT_LOWERED")
+    kernels = CompiledKernels(LoweredFiles(tmp_path))
+    caplog.set_level("INFO", logger="tilewright")
+    with tilewright.target_device(H100) as target:
+        client = CompilesOnly(target.devices[0])
+    kernels.begin(client, lowered.compiler_ir())
+    kernels.wait()
+    calls = lowered.as_text().count("@mosaic_gpu_v2")
+    assert (kernels.compiled, kernels.loaded) == (calls, 0), caplog.text
+    assert calls >= 3
+    assert LoweredFiles(tmp_path).usage()[0] == calls

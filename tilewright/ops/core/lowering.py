@@ -15,7 +15,7 @@ from jax._src.lib.mlir import ir
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from tilewright.ops.core import mlir_modules
+from tilewright.ops.core import ahead, mlir_modules
 from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.core.memory import Memory
 from tilewright.ops.core.program_key import describe, is_shared, read, written
@@ -131,6 +131,7 @@ def _find_or_lower(ctx: Any, operands: Any, program: Program, around: Surroundin
         if _FILES.has(told) and (found := _from_disk(ctx, operands, told)) is not None:
             return found
         _FILES.put(told, {"targets": targets}, bytecode)
+    ahead.begin(ctx, module)
     return Lowered(bytecode)
 
 
@@ -154,9 +155,11 @@ def _from_disk(ctx: Any, operands: Any, told: dict[str, Any]) -> Lowered | None:
     try:
         for target in file.about["targets"]:
             importlib.import_module(_TARGETS[target])
-        if not mlir_modules.takes(mlir_modules.parsed(ctx, file.content), operands):
+        module = mlir_modules.parsed(ctx, file.content)
+        if not mlir_modules.takes(module, operands):
             raise ValueError("it is for other operands")
     except (KeyError, TypeError, ValueError, ImportError) as error:
         logger.warning("a lowered kernel on disk is not used: %s", error)
         return None
+    ahead.begin(ctx, module)
     return Lowered(file.content)

@@ -1,7 +1,7 @@
 """MLIR modules of one function, ``main``: made of a jaxpr apart from the program that asks, and called by any."""
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from jax._src import config as jax_config
@@ -76,12 +76,46 @@ def custom_calls(module: Any) -> tuple[str, ...]:
     found: set[str] = set()
 
     def look(operation: Any) -> Any:
-        if operation.name == "stablehlo.custom_call":
-            found.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+        if (target := _target(operation)) is not None:
+            found.add(target)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(look)
     return tuple(sorted(found))
+
+
+def calls_apart(module: Any, targets: Collection[str]) -> list[bytes]:
+    """Each custom call of one of these names as a module of its own, the same call once: bytecode, in their order."""
+    found: dict[bytes, None] = {}
+
+    def look(operation: Any) -> Any:
+        if _target(operation) in targets:
+            found[_apart(operation)] = None
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return list(found)
+
+
+def _target(operation: Any) -> str | None:
+    """The name of a custom call."""
+    is_call = operation.name == "stablehlo.custom_call"
+    return ir.StringAttr(operation.attributes["call_target_name"]).value if is_call else None
+
+
+def _apart(operation: Any) -> bytes:
+    """A module whose ``main`` does one operation."""
+    with operation.context, ir.Location.unknown():
+        module = ir.Module.create()
+        module.operation.attributes["sym_name"] = ir.StringAttr.get("kernel")
+        operands, results = ([value.type for value in values] for values in (operation.operands, operation.results))
+        block = func.FuncOp("main", (operands, results), ip=ir.InsertionPoint(module.body)).add_entry_block()
+        attributes = {name: operation.attributes[name] for name in operation.attributes}
+        with ir.InsertionPoint(block):  # no clone, whose location would be that of the program
+            copy = ir.Operation.create(operation.name, results, list(block.arguments), attributes)
+            func.ReturnOp(list(copy.results))
+        module.operation.verify()
+        return bytecode_of(module)
 
 
 def parsed(ctx: Any, bytecode: bytes) -> Any:

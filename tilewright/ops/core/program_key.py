@@ -37,11 +37,16 @@ def is_shared(program: Program) -> bool:
     return all(explicit_sharding(aval) is None for aval in program.avals)
 
 
+def is_kept_on_disk() -> bool:
+    """Tells if anything is to be kept: the environment variable ``TILEWRIGHT_LOWERED`` is not 0."""
+    return os.environ.get("TILEWRIGHT_LOWERED", "") != "0"
+
+
 def describe(program: Program) -> dict[str, Any] | None:
     """A program under the settings in force as JSON data; ``None`` if it is not one to be kept on disk."""
     stage = program.stage
     packages = optional_method(stage.kernel, "lowering_packages")
-    if packages is None or os.environ.get("TILEWRIGHT_LOWERED", "") == "0" or not is_shared(program):
+    if packages is None or not is_kept_on_disk() or not is_shared(program):
         return None
     names = packages(program.cfg.value)
     source = sources_fingerprint(names) if names else ""

@@ -9,6 +9,7 @@ import jax
 
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.config.selection import ConfigChooser, Selection
+from tilewright.ops.core import ahead
 from tilewright.ops.core.kernel import Invocation
 from tilewright.ops.utils.target import target_in_force
 
@@ -53,6 +54,7 @@ class Program:
         target = target_in_force()
         with self._decisions:
             lowered = self._jitted.lower(*structs)
+            ahead.wait()  # otherwise XLA would compile the same kernels beside
             lowered.compile(device_assignment=None if target is None else target.devices)
 
     def valid_for(self, version: Any, chooser: ConfigChooser, overrides: Overrides) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.ops.config.context import current_overrides
+from tilewright.ops.core import ahead
 from tilewright.ops.core.arrays import split
 from tilewright.ops.core.call import Call, Selector, code_of
 from tilewright.ops.core.kernel import Invocation, gradient_form, optional_method
@@ -89,6 +90,7 @@ class Workload:
     ) -> Callable[..., Any]:
         """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
         lowered = jax.jit(self._code(config)).lower(*self.operands)
+        ahead.wait()  # otherwise XLA would compile the same kernels beside
         with turn():
             return lowered.compile()
 
