@@ -17,8 +17,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
     COUNTER,
@@ -33,16 +33,16 @@ from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
 )
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams, completed, sums_of_products
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
-    COMPILER_PARAMS,
     ROWS,
-    TILE,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
+    compiler_params,
     kept,
     masked_logits,
     store_unoptimised,
+    tile_layout,
     visible,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Walk, hidden_zero, place_of
@@ -250,7 +250,7 @@ def key_value_kernel(
     kv_tiles = walk.extent.row_tiles
     fused = d_query is not None
     shape, part = (ROWS, block_q), (ROWS, ROWS)
-    of_columns = TILE.reduce(0)
+    of_columns = tile_layout().reduce(0)
     rows_of_step = block_q * head_dim // ROW
     ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
     tasks = None if early is None else (jnp.asarray(early.items), counters)
@@ -506,7 +506,7 @@ def key_value_kernel(
                 lax.fori_loop(last - first, pieces, lambda number, _: convert(asked, number), None)
                 plgpu.wait_smem_to_gmem(0)  # the sums, not only what they are read from: now they may be counted
                 ones = staging.at[0, pl.ds(0, ROWS)]
-                ones[...] = plgpu.layout_cast(jnp.ones((ROWS, STRIP), jnp.float32), TILE)
+                ones[...] = plgpu.layout_cast(jnp.ones((ROWS, STRIP), jnp.float32), tile_layout())
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(ones.reshape(COUNTER), task_refs[1].at[b, kv_head], reduction_op="add")
             return last
@@ -548,7 +548,7 @@ def key_value_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1 + fused,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(*leaves)
 
@@ -655,7 +655,7 @@ def query_kernel(
             def accumulate(dq: Any) -> Any:
                 stat_ring.load_from_shared(turn)
                 do_ring.load_from_shared(turn)
-                rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=TILE.reduce(1)) for row in range(2)]
+                rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=tile_layout().reduce(1)) for row in range(2)]
                 lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], complete(*rows)))
                 q_ring.load_from_shared(turn)
 
@@ -741,6 +741,6 @@ def query_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(*leaves)

@@ -14,8 +14,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
@@ -25,16 +25,16 @@ from tilewright.kernels.flash_attention.pallas_gpu_row_sums import (
     sums_of_products,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
-    COMPILER_PARAMS,
     ROWS,
-    TILE,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
+    compiler_params,
     kept,
     masked_logits,
     store_unoptimised,
+    tile_layout,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import Steps, Walk, hidden_zero, place_of
 from tilewright.kernels.kv_buffer.ring import RingPlan
@@ -319,7 +319,7 @@ def wide_key_value_kernel(
     in_registers = not fused and not apart
     split = plan.d_query_split
     kv_tiles = walk.extent.row_tiles
-    of_columns = TILE.reduce(0)
+    of_columns = tile_layout().reduce(0)
     accumulator = plgpu.ACC(_SHAPE, jnp.float32)
     operands = (query, key, value, d_out, statistics, d_query, d_bias, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
@@ -502,7 +502,9 @@ def wide_key_value_kernel(
                     plgpu.commit_smem()
                     delta_ring.release(step)
                 factor_ring.load_from_shared(step)
-                factors = plgpu.load(factor_ring.smem.at[factor_ring.slot(step)], layout=TILE).astype(jnp.float32)
+                factors = plgpu.load(factor_ring.smem.at[factor_ring.slot(step)], layout=tile_layout()).astype(
+                    jnp.float32
+                )
                 ds = _score_gradients(factors, dp, minus_delta, options)
                 factor_ring.release(step)
                 if not fused:
@@ -646,7 +648,7 @@ def wide_key_value_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(*leaves)
 
@@ -873,6 +875,6 @@ def wide_query_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(*leaves)

@@ -7,8 +7,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, Place, store_unoptimised
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes

@@ -15,9 +15,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE
+from tilewright.kernels import mosaic as plgpu
+from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, compiler_params, tile_layout
 from tilewright.kernels.flash_attention.pallas_gpu_walk import ITEM_OVERHEAD, place_of
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
@@ -70,7 +70,7 @@ def sums_of(
     strips = []
     for strip in range((head_dim if piece is None else PIECE) // STRIP):
         source = sums_ref.at[batch, head, pl.ds(first + strip * of_strip, ROWS * STRIP // ROW)].reshape(ROWS, STRIP)
-        strips.append(plgpu.load(source, layout=TILE, optimized=False))
+        strips.append(plgpu.load(source, layout=tile_layout(), optimized=False))
     return jnp.concatenate(strips, axis=1)
 
 
@@ -170,6 +170,6 @@ def convert_kernel(
         scratch_types=[plgpu.SMEM(plan.tile, dtype, transforms=plan.transforms)],
         grid=(len(parts),),
         grid_names=("program",),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )(*operands)
     return found if result is None else jax.freeze(result)

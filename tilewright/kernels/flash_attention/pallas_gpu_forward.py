@@ -15,19 +15,19 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
-    COMPILER_PARAMS,
     LOG2E,
     ROWS,
-    TILE,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
+    compiler_params,
     kept,
     masked_logits,
+    tile_layout,
 )
 from tilewright.kernels.flash_attention.pallas_gpu_walk import (
     BandWalk,
@@ -185,7 +185,7 @@ def forward_kernel(
     ahead, own_output = plan.ahead, plan.own_output
     first_masked, later_masked = masked_visits(walk)
     guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
-    statistics = TILE.reduce(1)
+    statistics = tile_layout().reduce(1)
     # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
     in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
@@ -421,7 +421,7 @@ def forward_kernel(
 
                 ahead = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
                 store(item, acc[...], m, total, out_smem)
-                acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), TILE)
+                acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), tile_layout())
                 return after, *ahead
 
             def start(item: Any) -> Any:
@@ -468,6 +468,6 @@ def forward_kernel(
         grid_names=("program",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(*leaves)

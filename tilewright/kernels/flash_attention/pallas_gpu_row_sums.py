@@ -10,10 +10,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_d_query import COUNTER, ROW
-from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, ROWS, TILE, store_unoptimised
+from tilewright.kernels.flash_attention.pallas_gpu_scores import ROWS, compiler_params, store_unoptimised, tile_layout
 from tilewright.kernels.kv_buffer.ring import RingPlan
 
 ZEROS = (8, ROW)
@@ -44,7 +44,7 @@ def sums_of_products(out: Any, d_out: Any, plan: RingPlan) -> Any:
     products: Any = None
     for column in range(0, plan.tile[1], width):  # in parts, for the registers
         columns = pl.ds(column, width)
-        parts = [plgpu.load(ref.at[:, columns], layout=TILE).astype(jnp.float32) for ref in (out, d_out)]
+        parts = [plgpu.load(ref.at[:, columns], layout=tile_layout()).astype(jnp.float32) for ref in (out, d_out)]
         products = parts[0] * parts[1] if products is None else products + parts[0] * parts[1]
     return products.sum(axis=1)
 
@@ -106,10 +106,10 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
         ],
         grid=(batch * heads * tiles,),
         grid_names=("program",),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )(out, d_out, statistics)
 
 
 def statistic_of_rows(stat_ref: Any, batch: Any, head: Any, row: int, rows: Any) -> Any:
     """One of the two statistics of 64 rows, for the rows of a tile of scores."""
-    return plgpu.load(stat_ref.at[batch, head, row, rows], layout=TILE.reduce(1), optimized=False)
+    return plgpu.load(stat_ref.at[batch, head, row, rows], layout=tile_layout().reduce(1), optimized=False)

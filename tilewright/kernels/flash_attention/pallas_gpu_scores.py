@@ -13,9 +13,9 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float  # noqa: F401
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.dropout import keep_threshold, threefry2x32
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
@@ -30,23 +30,27 @@ from tilewright.kernels.masks import (
 )
 
 LOG2E = math.log2(math.e)
-TILE = plgpu.Layout.WGMMA
-
 ROWS = 64
 """Rows of a tile that a warpgroup works on: the M of its matrix instruction."""
 
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
-"""Of all kernels: barriers are placed by hand, and a row is reduced inside of one warp, which takes no scratch."""
 
-_plgpu_store: Any = getattr(plgpu, "store", None)
+def tile_layout() -> Any:
+    """The layout of the accumulators of a warpgroup's matrix instructions."""
+    return plgpu.Layout.WGMMA
+
+
+def compiler_params() -> Any:
+    """Of all kernels: barriers are placed by hand, and a row is reduced inside of one warp, which takes no scratch."""
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 
 def store_unoptimised(target: Any, value: Any) -> None:
     """Stores registers as they lie, also where that fills no whole sectors or makes banks of shared memory conflict."""
-    if _plgpu_store is None:  # jax 0.11, which takes every store so
+    store: Any = getattr(plgpu, "store", None)
+    if store is None:  # jax 0.11, which takes every store so
         target[...] = value
     else:
-        _plgpu_store(target, value, optimized=False)
+        store(target, value, optimized=False)
 
 
 def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
@@ -55,7 +59,7 @@ def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
     The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
     operation, with a pass over the whole kernel for each.
     """
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), tile_layout())
 
 
 LANE_COLUMNS = 6
@@ -154,7 +158,7 @@ class Place:
 
     def _positions(self, axis: int, start: Any) -> Any:
         # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
-        iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=TILE.reduce(1 - axis))
+        iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
 
     def between(self, lowest: int, highest: int) -> Any:
@@ -182,7 +186,7 @@ class Place:
         start = self.q_start if of_queries else self.kv_start
         batch = self.batch if ref.shape[0] > 1 else 0
         values = plgpu.load(
-            ref.at[batch, pl.ds(start, self.shape[axis])], layout=TILE.reduce(1 - axis), optimized=False
+            ref.at[batch, pl.ds(start, self.shape[axis])], layout=tile_layout().reduce(1 - axis), optimized=False
         )
         return spread(values, self.shape, axis)
 
@@ -194,12 +198,12 @@ class Place:
         slices = [pl.ds(start, size) for start, size in zip(starts, self.shape, strict=True)]
         full = [axis for axis in range(2) if ref.shape[2 + axis] > 1]
         if len(full) == 2:
-            return plgpu.load(ref.at[batch, head, slices[0], slices[1]], layout=TILE, optimized=False)
+            return plgpu.load(ref.at[batch, head, slices[0], slices[1]], layout=tile_layout(), optimized=False)
         if not full:
             return ref[batch, head, 0, 0]
         axis = full[0]
         part = ref.at[batch, head, slices[0], 0] if axis == 0 else ref.at[batch, head, 0, slices[1]]
-        values = plgpu.load(part, layout=TILE.reduce(1 - axis), optimized=False)
+        values = plgpu.load(part, layout=tile_layout().reduce(1 - axis), optimized=False)
         return spread(values, self.shape, axis)
 
 

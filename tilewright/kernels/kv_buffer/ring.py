@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Integer
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.kv_buffer.spec import KVTileSpec
 from tilewright.kernels.kv_buffer.transforms import aligned_bytes, mosaic_transforms, swizzle_of
 
@@ -107,7 +107,7 @@ class RingPlan:
         """Bytes that one load moves."""
         return math.prod(self.tile) * self.dtype.itemsize
 
-    def scratch(self) -> tuple[Any, plgpu.Barrier, plgpu.Barrier]:
+    def scratch(self) -> "tuple[Any, plgpu.Barrier, plgpu.Barrier]":
         """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
         return (
             plgpu.SMEM((self.num_stages, *self.tile), self.dtype, transforms=self.transforms),

@@ -4,10 +4,10 @@ import functools
 import math
 from typing import Any
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.kv_buffer.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
 
 SWIZZLES = (128, 64, 32)

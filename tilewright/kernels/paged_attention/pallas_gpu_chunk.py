@@ -15,14 +15,14 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels import mosaic as plgpu
 from tilewright.kernels.flash_attention.pallas_gpu_scores import (
-    COMPILER_PARAMS,
     LOG2E,
     ROWS,
-    TILE,
+    compiler_params,
     store_unoptimised,
+    tile_layout,
 )
 from tilewright.kernels.kv_buffer.ring import RingPlan
 from tilewright.kernels.paged_attention.inputs import FAR
@@ -256,7 +256,7 @@ def chunk_kernel(
     """
     (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
     plan, each, width = call.plan(dtype, dim), call.tokens, call.width
-    statistics = TILE.reduce(1)
+    statistics = tile_layout().reduce(1)
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
     registers = REGISTERS[dim <= 64]
@@ -331,7 +331,7 @@ def chunk_kernel(
             return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
         def iota(size: int, axis: int) -> Any:
-            return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=TILE.reduce(1 - axis))
+            return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
 
         def present(place: Any, bits: Any) -> Any:
             """Places of keys in the block, those of pages that are not there beyond every bound."""
@@ -357,8 +357,8 @@ def chunk_kernel(
                 rows = pl.ds(warpgroup * half, half)
                 for column in range(0, dim, CHUNK):
                     chunk = v_ring.get_mma_tile(visit).at[rows, pl.ds(column, CHUNK)]
-                    held = plgpu.load(chunk, layout=TILE)
-                    place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=TILE) + warpgroup * half
+                    held = plgpu.load(chunk, layout=tile_layout())
+                    place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=tile_layout()) + warpgroup * half
                     place = present(place, bits)
                     kept = (place < end_of(work, visit, bits)) & (place >= work.low - start_of(work, visit))
                     chunk[...] = jnp.where(kept, held, jnp.zeros_like(held))
@@ -389,7 +389,7 @@ def chunk_kernel(
 
         def swizzle_queries() -> None:
             plgpu.barrier_wait(queries_ready)
-            q_smem.at[my_rows][...] = plgpu.load(rows_smem.at[my_rows], layout=TILE, optimized=False)
+            q_smem.at[my_rows][...] = plgpu.load(rows_smem.at[my_rows], layout=tile_layout(), optimized=False)
             plgpu.commit_smem()
 
         def scores_of(scores: Any, visit: Any) -> None:
@@ -508,6 +508,6 @@ def chunk_kernel(
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(query, key, value, table, bits, work)

@@ -15,9 +15,9 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.pallas_gpu_scores import COMPILER_PARAMS, LOG2E, ROWS, TILE
+from tilewright.kernels import mosaic as plgpu
+from tilewright.kernels.flash_attention.pallas_gpu_scores import LOG2E, ROWS, compiler_params, tile_layout
 from tilewright.kernels.kv_buffer.ring import RingPlan
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.pallas_gpu_softmax import online_softmax
@@ -185,7 +185,7 @@ def latent_kernel(
     """
     dtype = query.dtype
     plan = LatentPlan(dtype)
-    statistics = TILE.reduce(1)
+    statistics = tile_layout().reduce(1)
     columns = [pl.ds(start, size) for start, size in zip((0, HALF, VALUE_DIM), SIZES, strict=True)]
     # Greater logits have to be greater multiples: a scale that is not positive goes first.
     early, multiplier = call.softmax_scale * LOG2E, 1.0
@@ -259,8 +259,8 @@ def latent_kernel(
                 tile = ring.get_mma_tile(visit)
                 for start in range(0, HALF, CHUNK):
                     chunk = tile.at[:, pl.ds(start, CHUNK)]
-                    held = plgpu.load(chunk, layout=TILE)
-                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=TILE)
+                    held = plgpu.load(chunk, layout=tile_layout())
+                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=tile_layout())
                     chunk[...] = jnp.where(row < end, held, jnp.zeros_like(held))
                 plgpu.commit_smem()
 
@@ -269,11 +269,11 @@ def latent_kernel(
             return (seen_until(visit, page) < KEYS) | (work.lowest - (work.first + visit) * KEYS < KEYS)
 
         def visible(visit: Any, page: Any) -> Any:
-            key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=TILE)
+            key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=tile_layout())
             end = seen_until(visit, page)
             if call.right is None or call.q_length == 1:
                 return key < end
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=TILE)
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=tile_layout())
             token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
             start = (work.first + visit) * KEYS
             return (key < end) & (key <= token + (work.position + call.right - start))
@@ -422,6 +422,6 @@ def latent_kernel(
         grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
     )
     return kernel(query, pages, page_table, lengths)

@@ -6,7 +6,6 @@ program into another, such as callbacks, is lowered in place, as if there were n
 """
 
 import dataclasses
-import importlib
 import logging
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.interpreters import mlir
 from tilewright.ops.core import ahead, mlir_modules
 from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.core.memory import Memory
+from tilewright.ops.core.mosaic_target import register_mosaic_gpu
 from tilewright.ops.core.program_key import describe, is_shared, read, written
 from tilewright.ops.core.stages import Program, Results, traced
 from tilewright.ops.core.surroundings import NotDescribableError, Surroundings, surroundings, trace_settings
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MEMORY_LIMIT = 128 << 20
 """Bytes of lowered kernels that a process keeps."""
 
-_TARGETS = {"mosaic_gpu_v2": "jax.experimental.mosaic.gpu"}
-"""Custom calls that a module on disk may name, and the module that must be imported before they are compiled.
+_TARGETS = {"mosaic_gpu_v2": register_mosaic_gpu}
+"""Custom calls that a module on disk may name, and what must be done before they are compiled.
 
 They hold all that they need; those of other kernels want something in the process that made them.
 """
@@ -154,7 +154,7 @@ def _from_disk(ctx: Any, operands: Any, told: dict[str, Any]) -> Lowered | None:
         return None
     try:
         for target in file.about["targets"]:
-            importlib.import_module(_TARGETS[target])
+            _TARGETS[target]()
         module = mlir_modules.parsed(ctx, file.content)
         if not mlir_modules.takes(module, operands):
             raise ValueError("it is for other operands")
