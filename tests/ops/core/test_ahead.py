@@ -121,6 +121,12 @@ def test_another_compiler_compiles_again(program, files):
     assert compiled(Client(version="cuda 13010"), files, program).compiled == 2
 
 
+def test_another_kind_of_device_compiles_again(program, files, monkeypatch):
+    compiled(Client(), files, program)
+    monkeypatch.setattr(ahead, "device_fingerprint", lambda device: "gpu:NVIDIA H200:9.0")
+    assert compiled(Client(), files, program).compiled == 2
+
+
 def test_kernels_are_compiled_at_the_same_time_while_the_caller_goes_on(program, files):
     client = Client(seconds=0.5)
     kernels = CompiledKernels(files, at_once=2)

@@ -1,7 +1,7 @@
-"""Lowered kernels on disk: one file each, known by all that its lowering depends on, for their owner alone.
+"""Lowered and compiled kernels on disk: one file each, known by all that it depends on, for their owner alone.
 
 A file is a line that says what it is, a line of JSON (the key, what is said of the content, checksums), and the
-content: MLIR bytecode, which nothing in Python executes. Whatever cannot be read or written is logged and counts as a
+content: MLIR bytecode or XLA's executable, which nothing in Python executes. Whatever cannot be read or written is logged and counts as a
 miss.
 """
 
