@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import time
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from tests.support.hostile import SIZE, Halting, Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
 from tilewright.ops.execution import isolation, worker
+from tilewright.ops.execution.bench import CandidateError, OutOfTimeError, Trial
 from tilewright.ops.execution.tuning import CandidateFailed
 
 X = jnp.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE)
@@ -119,6 +121,49 @@ def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: p
     monkeypatch.setattr(isolation.pickle, "dumps", lambda task: b"nonsense")
     with pytest.raises(RuntimeError, match=r"UnpicklingError|pickle"):
         tuned(Hostile("right"))
+
+
+class Slow(isolation.Worker):
+    """Answers nothing, and is ended when the time is."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.holds = self.born_with = 0
+
+    def begin(self, task: Any, timeout_s: float) -> None:
+        pass
+
+    def ask(self, timeout_s: float, *request: Any) -> Any:
+        self.asked.append(request)
+        if request[0] == "start":
+            return Trial("passed", "", 1.0)
+        time.sleep(timeout_s)
+        raise isolation.WorkerDied(f"it did not answer within {timeout_s:.3g} s")
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["before it is asked", "while it is asked"])
+@pytest.mark.parametrize("request_", ["sample_ms", "recheck"])
+def test_the_end_of_the_time_is_no_fault_of_a_candidate(request_: str, late: bool):
+    idle, slow = isolation.IdleWorker(), Slow()
+    idle.give_back(slow)
+    deadline = time.monotonic() + 0.3
+    bench = isolation.ProcessBench(None, timeout_s=60.0, idle=idle, deadline=deadline)  # type: ignore[arg-type]
+    assert not bench.start(0).error
+    if late:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+    with pytest.raises(OutOfTimeError):
+        getattr(bench, request_)(0)
+    assert len(slow.asked) == (1 if late else 2)
+
+
+def test_who_does_not_answer_within_its_own_time_is_at_fault():
+    idle = isolation.IdleWorker()
+    idle.give_back(Slow())
+    bench = isolation.ProcessBench(None, timeout_s=0.2, idle=idle, deadline=time.monotonic() + 60)  # type: ignore[arg-type]
+    assert not bench.start(0).error
+    with pytest.raises(CandidateError, match="is no more") as caught:
+        bench.recheck(0)
+    assert not isinstance(caught.value, OutOfTimeError)
 
 
 @pytest.mark.slow

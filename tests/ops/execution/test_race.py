@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from tilewright.ops.execution.bench import Bench, CandidateError, Trial
+from tilewright.ops.execution.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.execution.events import CandidateDropped, CandidateFailed, CandidateStarted
 from tilewright.ops.execution.race import Limits, Outlook, Race
 from tilewright.ops.execution.replay import replay
@@ -102,6 +102,45 @@ def test_what_does_not_stand_over_poisoned_memory_does_not_win(said: Any):
     chosen, found, _ = race(Said([2.0, 1.0, 1.5], {1: said}), 3)
     assert chosen == 2
     assert found[1].error == "over poisoned memory: " + (said if isinstance(said, str) else said[0])
+
+
+class EndsEarly(Said):
+    """The time ends before a sample beyond the first, or before the winner is checked once more."""
+
+    def __init__(self, times: Sequence[Any], after: int):
+        super().__init__(times)
+        self._after = after
+
+    def sample_ms(self, index: int) -> float:
+        if len(self.sampled) >= self._after:
+            raise OutOfTimeError("there was no time left to measure it")
+        return super().sample_ms(index)
+
+    def recheck(self, index: int) -> list[str]:
+        raise OutOfTimeError("there was no time left to measure it")
+
+
+@pytest.mark.parametrize("after", [3, 4, 1000])
+def test_nothing_measured_is_lost_when_the_time_ends(after: int):
+    bench = EndsEarly([2.0, 1.0, 3.0], after)
+    run = Race(bench, range(3), LIMITS, outlooks=[Outlook()] * 3, known={}, emit=lambda _: None, record=lambda _: None)
+    assert run.run() == 1
+    assert run.cut_short
+    assert [candidate.check for candidate in run.found] == ["passed"] * 3
+    assert all(not candidate.error for candidate in run.found)
+
+
+def test_what_an_earlier_tuning_measured_is_kept_when_there_is_no_time_to_start_it():
+    class NothingStarts(Said):
+        def start(self, index: int) -> Trial:
+            return Trial("left out", "there was no time left to measure it")
+
+    known = {
+        index: Candidate(index, (time_ms,), "passed", heuristic=index == 0) for index, time_ms in enumerate((2, 1))
+    }
+    chosen, found, _ = race(NothingStarts([]), 2, known=known)
+    assert chosen == 1
+    assert [candidate.check for candidate in found] == ["passed", "passed"]
 
 
 def test_the_fastest_wins():

@@ -1,8 +1,8 @@
 """Lowered and compiled kernels on disk: one file each, known by all that it depends on, for their owner alone.
 
 A file is a line that says what it is, a line of JSON (the key, what is said of the content, checksums), and the
-content: MLIR bytecode or XLA's executable, which nothing in Python executes. Whatever cannot be read or written is logged and counts as a
-miss.
+content: MLIR bytecode or XLA's executable, which nothing in Python executes. Whatever cannot be read or written is
+logged and counts as a miss.
 """
 
 import contextlib

@@ -24,6 +24,10 @@ class CandidateError(Exception):
     """A candidate that had run before could not run again."""
 
 
+class OutOfTimeError(CandidateError):
+    """The tuning's time ended before a candidate that had run before could run again, which says nothing of it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
     """How a candidate's first run went.

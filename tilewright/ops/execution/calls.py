@@ -229,7 +229,7 @@ class CallTuning:
             if not failed or self._cancelled.is_set():
                 return None
             raise ExceptionGroup(f"every candidate of {self.inv.kernel.name} ({self.inv.direction}) failed", failed)
-        complete = not any(c.left_out for c in found) and not self._cancelled.is_set()
+        complete = not any(c.left_out for c in found) and not self._race.cut_short and not self._cancelled.is_set()
         entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=self._source)
         self._chooser.store(self.inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
         if complete:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from tilewright.ops.core.kernel import Invocation
-from tilewright.ops.execution.bench import Bench, CandidateError, Trial
+from tilewright.ops.execution.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.execution.timing import Timer
 from tilewright.ops.execution.workload import forward_of
 from tilewright.ops.utils.processes import module_path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Importing jax, finding the device, and the oracle's answer.
+_NO_TIME = "there was no time left to measure it"
 START_TIMEOUT_S = 600.0
 # A process that holds so much more than at its beginning is replaced before the next candidate.
 LEAK_LIMIT = 2 << 30
@@ -267,7 +268,7 @@ class ProcessBench(Bench):
                 self._replace_unless_healthy()
         except WorkerDied as error:
             if time.monotonic() >= self._deadline:
-                return Trial("left out", "there was no time left to measure it")
+                return Trial("left out", _NO_TIME)
             return Trial(error=f"the process that ran it is no more: {error}")
         if not trial.error:
             self._started.add(index)
@@ -288,9 +289,11 @@ class ProcessBench(Bench):
 
     def _of_started(self, request: str, index: int) -> Any:
         self._replace_if_it_leaks()
+        self._check_time()
         if index not in self._started:  # it ran in a worker that is no more
             trial = self.start(index)
             if trial.error:
+                self._check_time()
                 raise CandidateError(trial.error)
         try:
             error, answer = self._ask(request, index)
@@ -298,10 +301,15 @@ class ProcessBench(Bench):
                 self._started.discard(index)
                 self._replace_unless_healthy()
         except WorkerDied as death:
+            self._check_time()
             raise CandidateError(f"the process that ran it is no more: {death}") from death
         if error:
             raise CandidateError(error)
         return answer
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise OutOfTimeError(_NO_TIME)
 
     def _ask(self, *request: Any) -> Any:
         try:

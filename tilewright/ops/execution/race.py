@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from tilewright.ops.execution.bench import Bench, CandidateError, Trial
+from tilewright.ops.execution.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.execution.events import (
     CandidateDropped,
     CandidateFailed,
@@ -115,6 +115,7 @@ class Race:
       gate: which candidates can be started.
 
     Attributes:
+      cut_short: whether the time ended before the winner could be checked once more.
       start_s: what candidates took to be compiled, checked and sampled once, on average: several are compiled at a
         time, and the first of them waits for all.
     """
@@ -143,6 +144,7 @@ class Race:
         self._repeats_to = Timer.repeats_to
         self._starting_s: list[float] = []
         self._ahead: set[int] = set()
+        self.cut_short = False
 
     @property
     def found(self) -> list[Candidate]:
@@ -366,10 +368,12 @@ class Race:
 
     def _sample(self, index: int) -> bool:
         """Takes one more sample; whether it could be taken."""
-        if not self._is_started(index):
-            return False
         try:
+            if not self._is_started(index):
+                return False
             sample = self._bench.sample_ms(index)
+        except OutOfTimeError:
+            return False
         except CandidateError as error:
             return self._fail(index, str(error))
         impossible = self._impossible(sample)
@@ -381,10 +385,16 @@ class Race:
         return True
 
     def _is_started(self, index: int) -> bool:
-        """Starts a candidate that an earlier tuning had measured."""
+        """Starts a candidate that an earlier tuning had measured.
+
+        Raises:
+          OutOfTimeError: there is no time for that.
+        """
         if index not in self._started:
             self._emit(CandidateStarted(index, self._configs[index]))
             trial = self._start(index)
+            if trial.check == "left out":
+                raise OutOfTimeError(trial.error)
             if trial.error:
                 return self._fail(index, trial.error, trial.check)
             self._started.add(index)
@@ -410,11 +420,16 @@ class Race:
         return best if self._time(best) < self._time(0) - self._noise(0, best) else 0
 
     def _stands(self, index: int) -> bool:
-        """Whether a winner's results are right over poisoned memory, too."""
-        if not self._found[index].eligible or not self._is_started(index):
+        """Whether a winner's results are right over poisoned memory, too, as far as there is time to see."""
+        if not self._found[index].eligible:
             return False
         try:
+            if not self._is_started(index):
+                return False
             wrong = self._bench.recheck(index)
+        except OutOfTimeError:  # what was measured is kept; its results were right once
+            self.cut_short = True
+            return True
         except CandidateError as error:
             wrong = [str(error)]
         return self._fail(index, "over poisoned memory: " + "; ".join(wrong)) if wrong else True
