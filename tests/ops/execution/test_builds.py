@@ -182,10 +182,17 @@ class TestTuning:
 
     def test_an_interrupt_ends_the_builds(self, nvcc: FakeNvcc, clock: Any, tmp_path: Path) -> None:
         nvcc.behave("fast", "done", 600.0)
-        kernel = Compiled(tmp_path, "fast")
-        timer = threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        result, _ = tuned(kernel)
+        measured = threading.Event()
+
+        def interrupt() -> None:
+            if measured.wait(60):
+                until(nvcc.compilations)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        seen = lambda event: measured.set() if isinstance(event, CandidateMeasured) else None
+        tuner = Autotuner(QUICK, chooser=ConfigSelectorChain(), on_event=seen)
+        result = tuner.tune(Invocation(Compiled(tmp_path, "fast"), (X,)))
         assert result.interrupted
         assert result.entries[0].winner.config == "plain"
         pids = [int(line.split()[0]) for line in nvcc.compilations()]
