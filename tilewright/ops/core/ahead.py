@@ -32,6 +32,7 @@ TARGETS = frozenset({"mosaic_gpu_v2"})
 _SCHEMA = 1
 # There is nothing else in these programs that XLA could choose by measuring.
 _OPTIONS = {"xla_gpu_autotune_level": 0}
+_NOT_AHEAD = "a kernel was not compiled ahead of its program: %s"
 
 Done = concurrent.futures.Future[None]
 
@@ -88,17 +89,19 @@ class CompiledKernels:
         return pending
 
     def _load_or_begin(self, client: Any, digest: str, code: bytes, done: Done) -> None:
-        key = _key(client, digest) if is_kept_on_disk() else None
+        begun = False
         try:
-            if key is not None and self._load(client, key):
+            key = _key(client, digest) if is_kept_on_disk() else None
+            if key is None or not self._load(client, key):
+                # A thread each, and no pool: a process that was forked has none of its parent's threads.
+                work = threading.Thread(target=self._compile, args=(client, key, code, done), name="tilewright-compile")
+                work.start()
+                begun = True
+        except Exception as error:  # as when there may be no more threads
+            logger.info(_NOT_AHEAD, error)
+        finally:
+            if not begun:
                 done.set_result(None)
-                return
-            # A thread each, and no pool: a process that was forked has none of its parent's threads.
-            work = threading.Thread(target=self._compile, args=(client, key, code, done), name="tilewright-compile")
-            work.start()
-        except BaseException:
-            done.set_result(None)
-            raise
 
     def _load(self, client: Any, key: dict[str, Any]) -> bool:
         file = self._files.get(key)
@@ -109,18 +112,20 @@ class CompiledKernels:
         except Exception as error:  # XLA's, of many types
             logger.warning("a compiled kernel on disk is not used: %s", error)
             return False
-        self.loaded += 1
+        with self._lock:
+            self.loaded += 1
         return True
 
     def _compile(self, client: Any, key: dict[str, Any] | None, code: bytes, done: Done) -> None:
         try:
             with self._turns, jax_mlir.make_ir_context(), ir.Location.unknown():
                 executable = client.compile_and_load(ir.Module.parse(code), *_devices_and_options(client))
-            self.compiled += 1
+            with self._lock:
+                self.compiled += 1
             if key is not None:
                 self._files.put(key, {}, client.serialize_executable(executable))
         except Exception as error:  # XLA's, of many types
-            logger.info("a kernel was not compiled ahead of its program: %s", error)
+            logger.info(_NOT_AHEAD, error)
         finally:
             done.set_result(None)
 
