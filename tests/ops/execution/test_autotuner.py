@@ -29,6 +29,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.core.types import MappedAxis
 from tilewright.ops.execution import timing
+from tilewright.ops.execution.bench import LocalBench, OutOfTimeError
 
 A, B = operands((6, 5), (5, 4))
 QUICK = Tuner(0, 1)
@@ -261,6 +262,15 @@ class TestBudget:
         assert not result.entries
         assert [text.split()[0] for text in result.left_out] == [kernel.name]
         assert [type(event).__name__ for event in events] == ["TuningStarted", "CallLeftOut"]
+
+    def test_that_ends_before_the_last_check_keeps_what_was_measured(self, monkeypatch):
+        def out_of_time(*_):
+            raise OutOfTimeError("there was no time left to measure it")
+
+        monkeypatch.setattr(LocalBench, "recheck", out_of_time)
+        (call,) = tuner(budget_s=1000.0).tune(Invocation(Product(), (A, B))).entries
+        assert call.winner.eligible
+        assert not call.complete  # the next tuning goes on with it
 
     def test_that_is_enough_changes_nothing(self):
         (call,) = tuner(budget_s=1000.0).tune(Invocation(Product(), (A, B))).entries
