@@ -1,0 +1,97 @@
+"""The counts of a tree: what is in it is found, and nothing else."""
+
+import textwrap
+
+import pytest
+
+from tools.counts import counts_of, cycles, imports_of, main, modules_of
+
+BODY = """
+def {name}(values: list[int], scale: Any, *rest: int, **options: "Any | None") -> int:
+    total = 0
+    for value in values:
+        total += value * scale
+        if total > 100:
+            total -= 100
+    for other in rest:
+        total ^= other
+    return total
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    def made(**files: str):
+        folder = tmp_path / "house"
+        for name, text in {"__init__": "", **files}.items():
+            path = folder / f"{name.replace('__in__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        return folder
+
+    return made
+
+
+def graph_of(folder):
+    modules = modules_of(folder)
+    return {module.name: imports_of(module, [each.name for each in modules]) for module in modules}
+
+
+def test_imports_of_every_kind_are_found(package):
+    folder = package(
+        top="import house.one\nfrom house import two\nfrom house.rooms.bed import sleep\nimport os",
+        one="def late():\n    from house.rooms import bed",
+        two="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import one",
+        rooms__in____init__="from .bed import sleep",
+        rooms__in__bed="from ..two import x\nsleep = 1",
+    )
+    assert graph_of(folder) == {
+        "house": set(),
+        "house.top": {"house.one", "house.two", "house.rooms.bed"},
+        "house.one": {"house.rooms.bed"},
+        "house.two": {"house.one"},
+        "house.rooms": {"house.rooms.bed"},
+        "house.rooms.bed": {"house.two"},
+    }
+    assert cycles(graph_of(folder)) == [["house.one", "house.rooms.bed", "house.two"]]
+
+
+def test_cycles_are_sets_that_all_reach_each_other():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}, "h": {"h"}}
+    assert cycles(graph) == [["a", "b", "c"], ["f", "g"]]
+    (ring,) = cycles({str(i): {str((i + 1) % 5000)} for i in range(5000)})  # deeper than Python's own recursion
+    assert len(ring) == 5000
+
+
+def test_what_is_written_twice_is_found_once(package):
+    folder = package(one=BODY.format(name="add"), two='"""Words."""\nimport os\n' + BODY.format(name="add"))
+    (pair,) = counts_of(folder)["repeated"].behind
+    assert pair.startswith("9 lines: ")
+    assert f"{folder}/one.py:2 " in pair
+    assert pair.endswith(f"{folder}/two.py:4")
+
+
+def test_imports_comments_and_docstrings_are_no_repetition(package):
+    text = '"""' + "\n".join("words" for _ in range(20)) + '"""\n' + "import os\n" * 9 + "# a comment\n" * 9
+    assert not counts_of(package(one=text, two=text))["repeated"].behind
+
+
+def test_arguments_that_are_any(package):
+    counts = counts_of(package(one=BODY.format(name="add")))
+    assert counts["any"].value == "50.0 % (2 of 4)"
+    assert [said.split()[-1] for said in counts["any"].behind] == ["scale", "options"]
+
+
+def test_sizes(package):
+    counts = counts_of(package(one=BODY.format(name="add"), **{f"m{i}": "" for i in range(20)}))
+    assert counts["functions"].value == "9, 9"
+    assert counts["files"].value == "0, 10"
+    assert counts["folders"].value == "1"
+    assert counts["folders"].behind[0].startswith("21 modules in ")
+
+
+def test_the_command_prints_each_count_and_what_is_behind_one(package, capsys):
+    main([str(package(one="import house.two", two="import house.one")), "--show", "cycles"])
+    *counts, behind = capsys.readouterr().out.splitlines()
+    assert len(counts) == 6
+    assert behind == "house.one house.two"

@@ -1,0 +1,231 @@
+"""Counts that say how a tree of Python reads: cycles of imports, repetitions, `Any`, and sizes.
+
+python -m tools.counts               # a line for each count of tilewright/
+python -m tools.counts --show cycles # what is behind one of them: cycles, repeated, any, files, functions, folders
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import io
+import itertools
+import math
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+REPEATED_LINES = 6
+MOST_MODULES = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """One count.
+
+    Attributes:
+      value: as it is printed.
+      behind: what was counted, a line each, the worst first.
+    """
+
+    name: str
+    value: str
+    behind: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Module:
+    """A file of Python, by its dotted name."""
+
+    name: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+
+def modules_of(package: Path) -> list[Module]:
+    """The modules of a package, whose name is that of its folder."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        found.append(Module(name, path, text, ast.parse(text)))
+    return found
+
+
+def imports_of(module: Module, names: Iterable[str]) -> set[str]:
+    """The modules among ``names`` that a module imports, in functions and for types alone too.
+
+    A package is imported before its modules by Python itself; that is counted where the package is named.
+    """
+    known, found = set(names), set()
+    is_package = module.path.name == "__init__.py"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                folder = module.name.split(".")[: None if is_package else -1]
+                base = ".".join([*folder[: len(folder) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                found.add(whole if whole in known else base)
+    return (found & known) - {module.name}
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The sets of nodes that all reach each other, the largest first (Tarjan's algorithm, without recursion)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    on_stack: set[str] = set()
+    found = []
+    for root in sorted(graph):
+        work = [(root, iter(sorted(graph[root])))] if root not in order else []
+        while work:
+            node, rest = work[-1]
+            if node not in order:
+                order[node] = low[node] = len(order)
+                stack.append(node)
+                on_stack.add(node)
+            for other in rest:
+                if other not in order:
+                    work.append((other, iter(sorted(graph[other]))))
+                    break
+                if other in on_stack:
+                    low[node] = min(low[node], order[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    part = [stack.pop()]
+                    while part[-1] != node:
+                        part.append(stack.pop())
+                    on_stack.difference_update(part)
+                    if len(part) > 1:
+                        found.append(sorted(part))
+    return sorted(found, key=len, reverse=True)
+
+
+def _code_lines(text: str, tree: ast.Module) -> list[tuple[int, str]]:
+    """The lines of code by number, without imports, comments, docstrings, and what is brackets alone."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: dict[int, list[str]] = collections.defaultdict(list)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NOT_CODE and token.start[0] not in skipped:
+            lines[token.start[0]].append(token.string)
+    return [(at, " ".join(parts)) for at, parts in sorted(lines.items()) if any(map(str.isalnum, "".join(parts)))]
+
+
+_NOT_CODE = frozenset(
+    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+)
+
+
+def repeated(modules: Iterable[Module], least: int = REPEATED_LINES) -> list[str]:
+    """The pairs of files, or a file with itself, that share runs of so many lines: those with the longest run first."""
+    codes = [(module.path, _code_lines(module.text, module.tree)) for module in modules]
+    places: dict[tuple[str, ...], list[tuple[int, int]]] = collections.defaultdict(list)
+    for file, (_, lines) in enumerate(codes):
+        for at in range(len(lines) - least + 1):
+            places[tuple(code for _, code in lines[at : at + least])].append((file, at))
+    starts = {pair for found in places.values() for pair in itertools.combinations(found, 2)}
+    longest: dict[tuple[int, int], tuple[int, str]] = {}
+    for one, other in starts:
+        if one[0] == other[0] and other[1] - one[1] < least:
+            continue  # a list of like lines, and itself
+        length = next(n for n in itertools.count(1) if ((one[0], one[1] + n), (other[0], other[1] + n)) not in starts)
+        said = " ".join(f"{codes[file][0]}:{codes[file][1][at][0]}" for file, at in (one, other))
+        pair = (one[0], other[0])
+        longest[pair] = max(longest.get(pair, (0, "")), (length + least - 1, said))
+    return [f"{lines} lines: {said}" for lines, said in sorted(longest.values(), reverse=True)]
+
+
+def _functions(modules: Iterable[Module]) -> Iterator[tuple[Module, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield module, node
+
+
+def _annotations(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    """The annotations of arguments, with the place of each."""
+    for module, function in _functions(modules):
+        given = function.args
+        named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        for argument in named:
+            if argument is not None and argument.annotation is not None:
+                yield f"{module.path}:{argument.lineno} {argument.arg}", ast.unparse(argument.annotation).strip("'")
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _percentile(values: Sequence[int], share: float) -> int:
+    """The least value that so large a share of all does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0
+
+
+def counts_of(package: Path) -> dict[str, Count]:
+    """All counts of a package, by the name that ``--show`` takes."""
+    modules = modules_of(package)
+    names = [module.name for module in modules]
+    found = cycles({module.name: imports_of(module, names) for module in modules})
+    pairs = repeated(modules)
+    annotations = list(_annotations(modules))
+    loose = [place for place, said in annotations if said in ("Any", "Any | None")]
+    files = sorted(((len(module.text.splitlines()), str(module.path)) for module in modules), reverse=True)
+    functions = sorted(
+        ((_lines(node), f"{module.path}:{node.lineno} {node.name}") for module, node in _functions(modules)),
+        reverse=True,
+    )
+    folders = collections.Counter(module.path.parent for module in modules if module.path.name != "__init__.py")
+    crowded = [f"{number} modules in {folder}" for folder, number in folders.most_common() if number > MOST_MODULES]
+    share = 100 * len(loose) / max(1, len(annotations))
+    return {
+        "cycles": Count(
+            "modules in cycles of imports",
+            f"{sum(map(len, found))} ({len(found)} cycles, the largest of {max(map(len, found), default=0)})",
+            [" ".join(part) for part in found],
+        ),
+        "repeated": Count(f"pairs of files that share {REPEATED_LINES} lines or more", str(len(pairs)), pairs),
+        "any": Count("arguments annotated as Any", f"{share:.1f} % ({len(loose)} of {len(annotations)})", loose),
+        "files": Count(
+            "lines of a file, 90 % and most",
+            f"{_percentile([size for size, _ in files], 0.9)}, {files[0][0] if files else 0}",
+            [f"{size} {path}" for size, path in files],
+        ),
+        "functions": Count(
+            "lines of a function, 90 % and most",
+            f"{_percentile([size for size, _ in functions], 0.9)}, {functions[0][0] if functions else 0}",
+            [f"{size} {place}" for size, place in functions],
+        ),
+        "folders": Count(f"folders of more than {MOST_MODULES} modules", str(len(crowded)), crowded),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", type=Path, default=ROOT / "tilewright")
+    parser.add_argument("--show", choices=["cycles", "repeated", "any", "files", "functions", "folders"])
+    parser.add_argument("--most", type=int, default=30, help="lines that --show prints")
+    args = parser.parse_args(arguments)
+    counts = counts_of(args.package)
+    for key, count in counts.items():
+        print(f"{count.name:55} {count.value:32} {key}")
+    if args.show:
+        print(*counts[args.show].behind[: args.most], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
