@@ -40,7 +40,7 @@ def tile_layout() -> Any:
 
 
 def compiler_params() -> Any:
-    """Of all kernels: barriers are placed by hand, and a row is reduced inside of one warp, which takes no scratch."""
+    """The parameters of all kernels: barriers are placed by hand, and rows are reduced in a warp, without scratch."""
     return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 

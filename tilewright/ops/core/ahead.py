@@ -22,6 +22,7 @@ from tilewright.ops.core import mlir_modules
 from tilewright.ops.core.lowered_files import LoweredFiles
 from tilewright.ops.core.program_key import is_kept_on_disk
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
+from tilewright.ops.utils.processes import usable_cores
 from tilewright.ops.utils.target import target_in_force
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ class CompiledKernels:
 
     def __init__(self, files: LoweredFiles, at_once: int | None = None) -> None:
         self._files = files
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._turns = threading.BoundedSemaphore(at_once or max(1, cores // 2))
+        self._turns = threading.BoundedSemaphore(at_once or max(1, usable_cores() // 2))
         self._lock = threading.Lock()
         self._known: dict[str, Done] = {}
         self._asked = threading.local()
@@ -131,7 +131,7 @@ class CompiledKernels:
 
 
 def _key(client: Any, digest: str) -> dict[str, Any]:
-    """What an executable depends on, as JSON data."""
+    """All that an executable depends on, as JSON data."""
     return {
         "schema": _SCHEMA,
         "op": "compiled",

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import jax
 
+from tilewright.ops.utils.processes import usable_cores
+
 
 class Build(abc.ABC):
     """Something that must be compiled before a config can run, in minutes rather than seconds: nvcc's shared objects.
@@ -63,7 +65,7 @@ def missing_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
 def parallel_compilers(memory_bytes: Iterable[int], *, spared: int = 0) -> int:
     """As many compilers as there are cores, less those spared, and as many of the largest as fit into free memory."""
     largest = max(memory_bytes, default=1)
-    return max(1, min(len(os.sched_getaffinity(0)) - spared, _free_memory() // max(1, largest)))
+    return max(1, min(usable_cores() - spared, _free_memory() // max(1, largest)))
 
 
 def _free_memory() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewright.ops.core.builds import Build, parallel_compilers
 from tilewright.ops.execution.events import BuildFailed, BuildMade, BuildStarted
-from tilewright.ops.utils.processes import module_path
+from tilewright.ops.utils.processes import module_path, usable_cores
 
 TIMEOUT_S = 1800.0
 """Seconds after which one build is ended: the slowest took 150."""
@@ -112,7 +112,7 @@ class BackgroundBuilds:
 
     def _start(self, builds: Sequence[Build]) -> None:
         # A quarter of the cores is the tuner's own: it compiles, too, and its clock must not wait.
-        spared = max(1, len(os.sched_getaffinity(0)) // 4)
+        spared = max(1, usable_cores() // 4)
         jobs = parallel_compilers((each.memory_bytes for each in builds), spared=spared)
         try:
             order = Order(tuple(map(pickle.dumps, builds)), min(jobs, len(builds)), self._timeout_s)

@@ -420,7 +420,7 @@ class Race:
         return best if self._time(best) < self._time(0) - self._noise(0, best) else 0
 
     def _stands(self, index: int) -> bool:
-        """Whether a winner's results are right over poisoned memory, too, as far as there is time to see."""
+        """Tells if a winner's results are right over poisoned memory, too, as far as there is time to see."""
         if not self._found[index].eligible:
             return False
         try:

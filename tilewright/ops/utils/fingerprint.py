@@ -4,12 +4,13 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
-import os
 import platform
 import re
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
+
+from tilewright.ops.utils.processes import usable_cores
 
 if TYPE_CHECKING:
     import jax
@@ -86,16 +87,10 @@ def device_fingerprint(device: "jax.Device | None" = None) -> str:
 def _describe_device(device: "jax.Device") -> str:
     kind = "gpu" if device.platform in _GPU_PLATFORMS else device.platform
     if kind == "cpu":
-        return f"cpu:{platform.machine()}:{_cpu_model()}:{_usable_cores()}"
+        return f"cpu:{platform.machine()}:{_cpu_model()}:{usable_cores()}"
     # Only GPU clients define the attribute: "9.0" on CUDA, "gfx942" on ROCm.
     capability = getattr(device, "compute_capability", None)
     return f"{kind}:{device.device_kind}" + (f":{capability}" if capability else "")
-
-
-def _usable_cores() -> int:
-    if os.name == "posix" and platform.system() == "Linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

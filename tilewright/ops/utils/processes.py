@@ -1,7 +1,15 @@
-"""Python processes that this one starts."""
+"""What this process may use, and Python processes that it starts."""
 
 import os
+import platform
 import sys
+
+
+def usable_cores() -> int:
+    """As many cores as this process may run on."""
+    if os.name == "posix" and platform.system() == "Linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def module_path() -> str:
