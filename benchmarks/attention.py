@@ -45,8 +45,8 @@ from benchmarks.common import RESULTS, device_name, environment, usable_cores
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import BACKWARD_FLOPS, FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
-from tilewright.ops.execution.numerics import violations
-from tilewright.ops.execution.timing import kernels, sample_ms
+from tilewright.ops.tuning.numerics import violations
+from tilewright.ops.tuning.timing import kernels, sample_ms
 
 LONGEST_SAMPLE_MS = 75.0
 """Slow calls are queued fewer times, so that one slow peer does not take the time of all."""

@@ -28,10 +28,10 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Invocation, Tuner
 from tilewright.ops.config.tables import add_to_table
-from tilewright.ops.core.types import Direction
-from tilewright.ops.execution.bench import Bench, CandidateError, local_bench
-from tilewright.ops.execution.race import Search
-from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.tuning.bench import Bench, CandidateError, local_bench
+from tilewright.ops.tuning.race import Search
+from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.types import Direction
 
 MOST_BEHIND = 0.02
 """A tuned call that is slower than its default or than a single backend by more is a defect of the tuner."""
@@ -44,7 +44,7 @@ NEAR = 1.5
 
 def invocation(case: AttentionCase, direction: Direction) -> Invocation[Any, Any]:
     """The call of a case, without its arrays."""
-    from tilewright.ops.execution.executor import prepared
+    from tilewright.ops.executor import prepared
 
     shapes = Operands.shapes(case)
     given = {**shapes.floats, **shapes.options(shapes.extras)}

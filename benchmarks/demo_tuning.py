@@ -18,7 +18,7 @@ import jax
 from benchmarks.attention_tuned import compare
 from benchmarks.common import RESULTS, record
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner
-from tilewright.ops.execution.program import find_invocations
+from tilewright.ops.program import find_invocations
 
 EXHAUSTIVE = "exhaustive"
 TUNERS = {

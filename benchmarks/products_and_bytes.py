@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.cuda_build.kernel import CudaKernel
-from tilewright.kernels.cuda_build.table import Variant, VariantTable
-from tilewright.kernels.cuda_build.toolchain import cutlass
+from tilewright.kernels.cuda.kernel import CudaKernel
+from tilewright.kernels.cuda.table import Variant, VariantTable
+from tilewright.kernels.cuda.toolchain import cutlass
 from tilewright.ops.utils.device import current_device
 
 PRODUCT_FLOPS = 2 * 128 * 256 * 128

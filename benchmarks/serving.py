@@ -28,15 +28,15 @@ from benchmarks.common import record, usable_cores
 from benchmarks.products_and_bytes import data_for, products_and_bytes
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.kernels.mla_decode.cases import MlaCase
-from tilewright.kernels.page_attention.cases import PageCase
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
+from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import token_reference
 from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
 from tilewright.kernels.registry import Platform
-from tilewright.ops.execution.numerics import violations
+from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.utils.device import current_device
 
 _DECODE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "ragged": False}
@@ -315,10 +315,10 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
 
 def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
     """Every candidate of the backends on a GPU that serve the case, each one's heuristic first."""
-    from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
-    from tilewright.kernels.paged_attention.pallas_gpu import PallasGpuPagedAttention
-    from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
-    from tilewright.kernels.paged_attention.triton import TritonPagedAttention
+    from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
+    from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
+    from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
+    from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 
     device, problem = current_device(), PagedProblem.of(work.inputs)
     backends = (TritonPagedAttention(), PallasGpuPagedAttention(), PallasGpuPackedAttention(), CudaPackedAttention())

@@ -15,7 +15,7 @@ from benchmarks.common import record
 from tilewright.kernels.portfolio import PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops import BwdParams, FwdParams
-from tilewright.ops.execution.timing import time_interleaved
+from tilewright.ops.tuning.timing import time_interleaved
 
 CASES = ((4, 4096, 16, 128), (16, 1024, 16, 128), (4, 4096, 32, 64))
 """Batch, length, heads, head_dim; causal, bfloat16."""

@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.flash_attention import cudnn_jax, fa4_cute
-from tilewright.kernels.mla_decode.cases import MlaCase
+from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.flash_attention.cudnn import jax_calls
+from tilewright.kernels.flash_attention.fa4 import cute
 from tilewright.kernels.paged_attention.cases import ServingCase
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.kernels.portfolio import InferenceKernel, Portfolio
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
-from tilewright.kernels.triton_bridge import requirements
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.executor import prepared
+from tilewright.kernels.triton import requirements
+from tilewright.ops.executor import prepared
+from tilewright.ops.types import Device
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- capabilities: begin, written by docs/capability_table.py -->", "<!-- capabilities: end -->"
@@ -201,8 +202,8 @@ def op_table(name: str, op: Portfolio, probes: tuple[Any, ...]) -> list[str]:
 
 def capability_table() -> str:
     """The tables of all ops, whatever compilers and libraries this machine has."""
-    newest = mock.patch.object(cudnn_jax, "cudnn_version", return_value=99999)
-    installed = mock.patch.object(fa4_cute, "package_reasons", side_effect=list)
+    newest = mock.patch.object(jax_calls, "cudnn_version", return_value=99999)
+    installed = mock.patch.object(cute, "package_reasons", side_effect=list)
     triton = mock.patch.object(requirements, "_package_reasons", return_value=[])
     with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed, triton:
         return "\n\n".join("\n".join(op_table(name, kernel(name), PROBES[name])) for name in OPS if name in PROBES)

@@ -33,7 +33,7 @@ import tilewright
 from tilewright.cli.progress import result_table
 from tilewright.modules import flash_attention
 from tilewright.ops import AutotuningResult, PersistentCache
-from tilewright.ops.utils.progress import progress_for
+from tilewright.ops.tuning.progress import progress_for
 
 # The two attentions sum in different orders, in float32; relative differences above these are a mistake in one of them.
 LOSS_TOLERANCE = 1e-4

@@ -61,10 +61,10 @@ _tests = itertools.count(1)
 
 def pytest_runtest_teardown() -> None:
     # Tests have kernels of one name that no program would have beside each other.
-    if (kernels := sys.modules.get("tilewright.ops.core.kernel")) is not None:
+    if (kernels := sys.modules.get("tilewright.ops.kernel.kernel")) is not None:
         kernels._OWNERS.clear()
     # And some change the code of a kernel, or what it is lowered with.
-    if (memory := sys.modules.get("tilewright.ops.core.memory")) is not None:
+    if (memory := sys.modules.get("tilewright.ops.utils.memory")) is not None:
         memory.forget_all()
     mappings = pathlib.Path("/proc/self/maps")
     if next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():

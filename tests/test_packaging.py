@@ -24,7 +24,7 @@ PACKAGE = ROOT / "tilewright"
 # For each layer what of ours it may import, beside itself.
 LAYERS = {
     "tilewright.ops": ("tilewright.errors",),
-    "tilewright.kernels": ("tilewright.errors", "tilewright.ops.core", "tilewright.ops.utils"),
+    "tilewright.kernels": ("tilewright.errors", "tilewright.ops.lowering", "tilewright.ops.utils"),
     "tilewright.modules": ("tilewright.errors", "tilewright.ops", "tilewright.kernels"),
     "tilewright.integrations": ("tilewright.errors", "tilewright.ops", "tilewright.kernels", "tilewright.modules"),
     "tilewright.errors": (),
@@ -115,7 +115,7 @@ def test_importing_loads_nothing_heavy():
         "matplotlib",
         "scipy",
         "tilewright.cli",
-        "tilewright.kernels.cuda_build",
+        "tilewright.kernels.cuda",
     )
     program = f"""
 import sys
@@ -205,7 +205,7 @@ def test_the_sources_that_are_compiled_later_are_package_data():
 
 def test_every_table_of_cuda_variants_can_be_found():
     from tilewright.kernels import CUDA_TABLES
-    from tilewright.kernels.cuda_build import VariantTable
+    from tilewright.kernels.cuda import VariantTable
     from tilewright.ops.utils.serialize import resolve
 
     for name, where in CUDA_TABLES.items():

@@ -434,15 +434,15 @@ def test_type_variables():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("tilewright.ops.core.kernel", "Kernel Invocation"),
-        ("tilewright.ops.core.types", "Cfg Out"),
+        ("tilewright.ops.kernel.kernel", "Kernel Invocation"),
+        ("tilewright.ops.types", "Cfg Out"),
         ("tilewright.ops.config.cache", "ConfigCache"),
         ("tilewright.ops.config.persistent", "PersistentCache"),
         ("tilewright.ops.config.selection", "ConfigSelectorChain AutotunePolicy overlay_cache"),
-        ("tilewright.ops.execution.executor", "Executor ConfigChooser"),
-        ("tilewright.ops.execution.batch", "vmap_with_config pmap_with_config"),
-        ("tilewright.ops.execution.tuning", "Autotuner benchmark autotune autotune_recorded Tuner"),
-        ("tilewright.ops.registry", "record_invocation get_invocations"),
+        ("tilewright.ops.executor", "Executor ConfigChooser"),
+        ("tilewright.ops.batch", "vmap_with_config pmap_with_config"),
+        ("tilewright.ops.tuning.tuning", "Autotuner benchmark autotune autotune_recorded Tuner"),
+        ("tilewright.ops.kernel.registry", "record_invocation get_invocations"),
         ("tilewright.ops.utils.datacarrier", "FwdParams BwdParams"),
         ("tilewright.modules.base", "KernelConfig create_default_executor detect_platform"),
     ],
@@ -519,7 +519,7 @@ def test_detect_platform():
 
 def test_tree_of_documentation_is_importable():
     import tilewright.ops.config.persistent
-    import tilewright.ops.execution.tuning
+    import tilewright.ops.tuning.tuning
     import tilewright.ops.utils.datacarrier
 
     assert tilewright.ops.utils.datacarrier.FwdParams is tilewright.ops.FwdParams

@@ -37,8 +37,8 @@ from importlib.resources import files
 from pathlib import Path
 import tilewright, tilewright.modules
 from tilewright.kernels import CUDA_TABLES
-from tilewright.kernels.cuda_build.toolchain import own_folders
-from tilewright.ops.execution.results import AutotuningResult
+from tilewright.kernels.cuda.toolchain import own_folders
+from tilewright.ops.tuning.results import AutotuningResult
 from tilewright.ops.utils.serialize import resolve
 
 folder = Path(tilewright.__file__).parent

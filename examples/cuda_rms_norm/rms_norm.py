@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.cuda_build import (
+from tilewright.kernels.cuda import (
     Compare,
     CudaKernel,
     DeviceField,
@@ -27,7 +27,7 @@ from tilewright.kernels.cuda_build import (
     VariantTable,
     instance,
 )
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 
 # By JAX's name, the C++ type and its bytes; a problem has the place in this table as its field `dtype`.

@@ -9,10 +9,10 @@ import pytest
 import tilewright
 from tests.aot.compiler import H100, KernelReport, compile_for_h100, compile_lowered, lower_as_there, missing_packages
 from tilewright.modules import flash_attention
-from tilewright.ops.core import mlir_modules
-from tilewright.ops.core.ahead import CompiledKernels
-from tilewright.ops.core.lowered_files import LoweredFiles
-from tilewright.ops.core.memory import forget_all
+from tilewright.ops.lowering import mlir_modules
+from tilewright.ops.lowering.ahead import CompiledKernels
+from tilewright.ops.lowering.lowered_files import LoweredFiles
+from tilewright.ops.utils.memory import forget_all
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages() or "nothing")
 

@@ -10,11 +10,11 @@ from tests.aot.compiler import KernelReport, compile_for_h100, missing_packages
 from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import inputs_of
 from tests.kernels.paged_attention.latent_conformance import latent_inputs
-from tilewright.kernels.mla_decode.cases import GPU_CASES
+from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.pallas_gpu import PallasGpuPagedAttention
-from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import GPU_CASES
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 
 if missing_packages():
     pytest.skip(missing_packages(), allow_module_level=True)

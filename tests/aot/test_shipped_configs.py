@@ -12,12 +12,12 @@ import tilewright
 from tests.aot.compiler import H100, compile_for_h100, missing_packages
 from tests.kernels.conftest import abstract_arguments
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 if missing_packages():

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 
 import tilewright
 from tests.aot.compiler import missing_packages
-from tests.ops.core.samples import Product
+from tests.ops.kernel.samples import Product
 from tilewright.modules import flash_attention
 from tilewright.ops import ConfigSelectorChain, Executor
 from tilewright.ops.utils.known_devices import KNOWN_DEVICES

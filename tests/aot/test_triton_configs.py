@@ -16,14 +16,14 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton import TritonFlashAttention
-from tilewright.kernels.triton_bridge import recorded_launches
-from tilewright.ops.core.types import Direction
+from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.triton import recorded_launches
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.known_devices import find_device
 
 pytest.importorskip("triton")
 
-from tilewright.kernels.triton_bridge.compiler import report
+from tilewright.kernels.triton.compiler import report
 
 BACKEND = TritonFlashAttention()
 CARDS = {

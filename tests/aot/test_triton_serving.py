@@ -11,9 +11,9 @@ from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import inputs_of
 from tests.kernels.paged_attention.test_conformance_triton import SHIPPED
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.triton import TritonPagedAttention
-from tilewright.kernels.triton_bridge import recorded_launches
-from tilewright.kernels.triton_bridge.compiler import report
+from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
+from tilewright.kernels.triton import recorded_launches
+from tilewright.kernels.triton.compiler import report
 
 BACKEND = TritonPagedAttention()
 

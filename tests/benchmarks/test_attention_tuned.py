@@ -10,10 +10,10 @@ import tilewright
 from benchmarks.attention import SMOKE_CASES, chosen_cases
 from benchmarks.attention_tuned import behind, contenders, invocation, main
 from benchmarks.common import RESULTS
-from tilewright.kernels.flash_attention.xla import FwdParams
+from tilewright.kernels.flash_attention.xla.backend import FwdParams
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain
-from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def cache_directory(tmp_path, monkeypatch):
     """A persistent cache of its own for the default executor."""
-    from tilewright.ops.execution import executor
+    from tilewright.ops import executor
 
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     for cached in (executor.default_chain, executor.default_executor):

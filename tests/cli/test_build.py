@@ -14,7 +14,7 @@ from tests.support import fake_nvcc
 from tilewright.cli import main
 from tilewright.cli.app import app
 from tilewright.cli.inventory import machine_facts
-from tilewright.kernels.cuda_build import BuildCache, Group, build
+from tilewright.kernels.cuda import BuildCache, Group, build
 from tools.kernels_wheel.__main__ import record_of
 from tools.kernels_wheel.wheel import write_wheel
 

@@ -12,15 +12,15 @@ from tests.support import fake_nvcc
 from tilewright.cli import building, main
 from tilewright.cli.app import app
 from tilewright.kernels import kernel
-from tilewright.kernels.cuda_build import Group, groups_of, locate, toolchain
-from tilewright.kernels.flash_attention import cuda, cuda_ampere_variants
-from tilewright.kernels.paged_attention import cuda_packed
+from tilewright.kernels.cuda import Group, groups_of, locate, toolchain
+from tilewright.kernels.flash_attention.cuda import ampere_variants
+from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
-from tilewright.ops import Lock
+from tilewright.ops import Lock, executor
 from tilewright.ops.config.lockfile import Decision
-from tilewright.ops.core.kernel import Invocation
-from tilewright.ops.execution import executor
-from tilewright.ops.execution.executor import prepared
+from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils import device as devices
 
 PROGRAM = """
@@ -244,7 +244,7 @@ def test_what_the_built_kernels_ask_for_is_built_too(nvcc, tmp_path, capsys):
 
 
 def test_a_line_for_each_event_where_nobody_watches(nvcc, capsys):
-    group = Group(cuda_ampere_variants.FORWARD, "bf16_k64_plain", 80)
+    group = Group(ampere_variants.FORWARD, "bf16_k64_plain", 80)
     assert building.build_and_report(lambda: [group], 1) == 0
     started, ended = capsys.readouterr().err.splitlines()
     assert started == f"building {group} (0 of 1)"

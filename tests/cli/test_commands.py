@@ -15,8 +15,8 @@ from tests.support.command_line import invoke
 from tilewright import __version__
 from tilewright.cli import main
 from tilewright.ops import AutotuningResult, FwdParams, PersistentCache
-from tilewright.ops.core.lowered_files import LoweredFiles
-from tilewright.ops.execution.journal import unfinished
+from tilewright.ops.lowering.lowered_files import LoweredFiles
+from tilewright.ops.tuning.journal import unfinished
 
 SHAPE = ["--shape", "1,64,2,16"]
 

@@ -75,7 +75,7 @@ def test_what_is_printed_keeps_brackets_and_colons(capsys):
 
 
 def test_an_explanation_keeps_the_brackets_of_its_hints(monkeypatch):
-    from tilewright.kernels.triton_bridge import requirements
+    from tilewright.kernels.triton import requirements
 
     monkeypatch.setattr(requirements, "_version", lambda: None)
     text = invoke("explain", "flash_attention", *SHAPE, "--no-backward")
@@ -271,7 +271,7 @@ def test_an_id_is_the_beginning_of_the_digits_in_the_name_of_a_file(cache_direct
 
 def test_the_ids_that_are_listed_are_whole_in_a_narrow_terminal(cache_directory, monkeypatch):
     from tilewright.cli.entries import entries_table
-    from tilewright.ops.utils.progress import plain_console
+    from tilewright.ops.tuning.progress import plain_console
 
     entry = entry_of(PersistentCache(cache_directory), "one_operation_with_a_long_name")
     stream = io.StringIO()

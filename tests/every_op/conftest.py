@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jax._src.lib import gpu_triton
 
-from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.cuda import toolchain
 
 
 class _TritonCall:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import tilewright
 from tests.every_op.matrix import OpCall, call_of, every_op
 from tilewright.errors import UnsupportedError
-from tilewright.ops.utils.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
 
 every = pytest.mark.parametrize("op", every_op())
 

@@ -8,7 +8,7 @@ import pytest
 import tilewright
 from tests.every_op.matrix import call_of, every_op
 from tilewright.ops import find_labels_in_lowered
-from tilewright.ops.utils.labels import is_call_label, parse_label
+from tilewright.ops.lowering.labels import is_call_label, parse_label
 
 DEVICES = {"NVIDIA A100-SXM4-80GB": "cuda", "NVIDIA H200": "cuda", "TPU v5 lite": "tpu"}
 

@@ -11,7 +11,7 @@ import tilewright
 from tests.every_op.matrix import call_of, choices, every_op
 from tilewright.kernels.portfolio import PerDirection
 from tilewright.modules import flash_attention
-from tilewright.ops.utils.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
 
 DTYPES = ["bfloat16", "float32"]
 WIDE = re.compile(r"tensor<(?:\d+x)*[if]64>")

@@ -13,9 +13,9 @@ from cuda_rms_norm.rms_norm import DTYPES, KERNEL, TABLE, cuda_reasons, problem_
 from jax.test_util import check_grads
 
 from tests.kernels.conftest import H100
-from tilewright.kernels.cuda_build import Fact, Values
-from tilewright.kernels.cuda_build.devices import device_values
-from tilewright.ops.core.types import Device
+from tilewright.kernels.cuda import Fact, Values
+from tilewright.kernels.cuda.devices import device_values
+from tilewright.ops.types import Device
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "cuda_rms_norm" / "rms_norm.py"
 

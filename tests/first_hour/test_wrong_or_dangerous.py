@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import tilewright
-from tilewright.kernels.flash_attention import cudnn_jax
+from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.modules import dot_product_attention, flash_attention, page_attention
 from tilewright.ops import Invocation, Kernel, PersistentCache, default_executor
-from tilewright.ops.execution.events import CallTuned
+from tilewright.ops.tuning.events import CallTuned
 
 Q = jax.random.normal(jax.random.key(0), (2, 8, 4, 16))
 
@@ -64,7 +64,7 @@ def without_cudnn(monkeypatch):
     def missing():
         raise RuntimeError("cuDNN not found.")
 
-    monkeypatch.setattr(cudnn_jax, "cudnn_version", missing)
+    monkeypatch.setattr(jax_calls, "cudnn_version", missing)
 
 
 def test_a_machine_without_cudnn_runs_every_other_backend(without_cudnn):

@@ -13,7 +13,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 
 RUNS = 50
 

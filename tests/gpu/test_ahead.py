@@ -19,7 +19,7 @@ SCRIPT = """
 import json, time
 import jax, jax.numpy as jnp
 from tilewright.modules import flash_attention
-from tilewright.ops.core import ahead
+from tilewright.ops.lowering import ahead
 
 query, key, value = (jax.random.normal(jax.random.key(i), (1, 1024, heads, 128), jnp.bfloat16)
                      for i, heads in enumerate((8, 2, 2)))

@@ -24,9 +24,9 @@ from tests.kernels.flash_attention.conformance import (
     inputs_of,
     run_and_judge,
 )
-from tilewright.kernels.cuda_build.devices import capability_of
+from tilewright.kernels.cuda.devices import capability_of
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda import (
+from tilewright.kernels.flash_attention.cuda.backend import (
     TABLES,
     CudaBackwardParams,
     CudaFlashAttention,
@@ -37,7 +37,7 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -10,9 +10,9 @@ import pytest
 from cuda_rms_norm.rms_norm import DTYPES, KERNEL, problem_of, rms_norm, xla_rms_norm
 
 from tests.support.row_sum import row_sum_table
-from tilewright.kernels.cuda_build import BuildCache, CudaKernel
-from tilewright.kernels.cuda_build.devices import capability_of, device_values
-from tilewright.kernels.cuda_build.toolchain import missing
+from tilewright.kernels.cuda import BuildCache, CudaKernel
+from tilewright.kernels.cuda.devices import capability_of, device_values
+from tilewright.kernels.cuda.toolchain import missing
 from tilewright.ops.utils.device import current_device
 
 REASONS = ["needs a GPU"] if jax.default_backend() != "gpu" else missing(capability_of(current_device()))

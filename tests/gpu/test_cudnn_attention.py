@@ -13,17 +13,17 @@ from tests.gpu.real_lengths import check_at_real_lengths, check_in_a_command_buf
 from tests.kernels.flash_attention.conformance import Conformance, cotangents, judge, oracles
 from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda import CudaFlashAttention
-from tilewright.kernels.flash_attention.cudnn import CudnnBackwardParams, CudnnForwardParams
+from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
+from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnForwardParams
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -14,17 +14,17 @@ from tests.kernels.flash_attention.conformance import Conformance, cotangents, j
 from tests.kernels.flash_attention.cudnn_cases import case_of, check_residuals, inputs_for
 from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda import CudaFlashAttention
-from tilewright.kernels.flash_attention.fa4 import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
+from tilewright.kernels.flash_attention.fa4.backend import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

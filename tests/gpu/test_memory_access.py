@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of
-from tilewright.kernels.flash_attention import pallas_gpu
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.device import current_device

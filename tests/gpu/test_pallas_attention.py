@@ -13,12 +13,12 @@ from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
 )
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(

@@ -13,18 +13,18 @@ import triton.language as tl
 import tilewright
 from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
-from tilewright.kernels.mla_decode.cases import MlaCase
-from tilewright.kernels.page_attention.cases import PageCase
-from tilewright.kernels.paged_attention import triton_kernels
-from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
+from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
+from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
-from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.triton import TritonPagedAttention
-from tilewright.kernels.paged_attention.xla import XlaPagedAttention
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
+from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
+from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
+from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
 from tilewright.kernels.registry import Implementation
-from tilewright.kernels.triton_bridge import launch
+from tilewright.kernels.triton import launch
 from tilewright.modules import PageAttention, page_attention, update_pages
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner
 from tilewright.ops.utils.datacarrier import FwdParams

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tilewright.modules import decode_attention, flash_attention, page_attention, update_pages
-from tilewright.ops.utils.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs of one host"

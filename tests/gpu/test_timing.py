@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from tilewright.ops import CuptiTimer, XlaTimer
-from tilewright.ops.execution.profilers import shares_cupti
-from tilewright.ops.execution.timing import KernelTimer, timer_for
+from tilewright.ops.tuning.profilers import shares_cupti
+from tilewright.ops.tuning.timing import KernelTimer, timer_for
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -127,9 +127,9 @@ import jax, jax.numpy as jnp
 if "late" in sys.argv:
     jnp.ones(3) + 1
 from jax._src.lib import _profiler
-from tests.ops.core.samples import Product, operands
+from tests.ops.kernel.samples import Product, operands
 from tilewright.ops import Autotuner, ConfigSelectorChain, CuptiTimer, Invocation, Tuner
-from tilewright.ops.execution.timing import gpu_kernels, timer_for
+from tilewright.ops.tuning.timing import gpu_kernels, timer_for
 from tilewright.ops.utils.device import current_device
 
 def work():

@@ -25,15 +25,15 @@ from tests.kernels.flash_attention.conformance import (
     run_and_judge,
 )
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda import CudaFlashAttention
+from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton import TritonFlashAttention
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.kernels.triton_bridge import launch
+from tilewright.kernels.triton import launch
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 pytest.importorskip("triton")
 
-from tests.kernels.triton_bridge import kernels  # noqa: E402
-from tests.kernels.triton_bridge.test_triton_bridge import append, scale, struct  # noqa: E402
+from tests.kernels.triton import kernels  # noqa: E402
+from tests.kernels.triton.test_triton_bridge import append, scale, struct  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

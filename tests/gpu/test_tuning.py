@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.hostile import Way
 from tests.support.hostile_gpu import HostileGpu
-from tilewright.kernels.cuda_build.devices import capability_of
-from tilewright.kernels.cuda_build.toolchain import missing
+from tilewright.kernels.cuda.devices import capability_of
+from tilewright.kernels.cuda.toolchain import missing
 from tilewright.modules import flash_attention
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, Tuner, tune
-from tilewright.ops.execution.results import TunedCall
+from tilewright.ops.tuning.results import TunedCall
 from tilewright.ops.utils.device import current_device
 
 ON_GPU = jax.default_backend() == "gpu"

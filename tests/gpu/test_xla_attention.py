@@ -11,7 +11,7 @@ import pytest
 import tilewright
 from tests.kernels.flash_attention.conformance import Conformance
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.modules import FlashAttention, base, flash_attention
 from tilewright.ops import (
@@ -23,7 +23,7 @@ from tilewright.ops import (
     find_labels_in_lowered,
     get_device_platform,
 )
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -23,8 +23,8 @@ from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.integrations import jax_serving
 from tilewright.integrations.jax_serving import paged_attention, ragged_paged_attention
-from tilewright.kernels.paged_attention.triton import TritonPagedAttention
-from tilewright.kernels.triton_bridge.interpreter import interpret_triton
+from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
+from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.modules import ragged_page_attention
 from tilewright.ops.utils.datacarrier import FwdParams
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.unoptimised import unoptimised
-from tilewright.kernels.cuda_build import BuildCache
+from tilewright.kernels.cuda import BuildCache
 from tilewright.kernels.flash_attention import cases
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.known_devices import find_device
 

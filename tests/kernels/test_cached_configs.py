@@ -13,14 +13,14 @@ import pytest
 
 from tests.kernels.test_portfolio import Double, Plain
 from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, PersistentCache, overlay_cache
 from tilewright.ops.config import persistent
 from tilewright.ops.config.selection import implementation_source
-from tilewright.ops.execution.executor import prepared
+from tilewright.ops.executor import prepared
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 

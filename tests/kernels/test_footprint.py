@@ -9,19 +9,19 @@ import pytest
 
 from tests.kernels.conftest import A100, H100
 from tests.kernels.test_roofline import RESULTS, invocation
-from tilewright.kernels.flash_attention import cuda_ampere_variants, cuda_hopper_variants, cuda_variants
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
-from tilewright.kernels.flash_attention.cuda import TABLES, CudaForwardParams, queries_of_a_block
+from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
+from tilewright.kernels.flash_attention.cuda.backend import TABLES, CudaForwardParams, queries_of_a_block
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.forward import SHARED_MEMORY, HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY, HopperForwardParams
 from tilewright.kernels.footprint import Footprint, block_limits, busy_share, launch_reasons
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain, Invocation
-from tilewright.ops.core.types import Device, MappedAxis
-from tilewright.ops.execution.race import PLAUSIBLE
-from tilewright.ops.execution.tuning import Autotuner
+from tilewright.ops.tuning.race import PLAUSIBLE
+from tilewright.ops.tuning.tuning import Autotuner
+from tilewright.ops.types import Device, MappedAxis
 
 KERNEL = FlashAttention()
 UNKNOWN = Device("gpu", "of tomorrow", (19, 3), 500)
@@ -98,11 +98,9 @@ def test_cuda_says_the_grids_of_its_forward_variants():
     for table in TABLES["forward"]:
         assert all(queries_of_a_block(variant) for variant in table.variants)
     assert not any(queries_of_a_block(variant) for table in TABLES["backward"] for variant in table.variants)
-    hopper = next(
-        v for v in cuda_hopper_variants.FORWARD.variants if v.name.startswith("fmha_hopperF_bf16_128x128_k128")
-    )
-    ampere = next(v for v in cuda_ampere_variants.FORWARD.variants if v.dtype == "bf16" and v.max_dim == 128)
-    cutlass = next(v for v in cuda_variants.FORWARD.variants if "F_bf16_aligned_32x128" in v.name)
+    hopper = next(v for v in hopper_variants.FORWARD.variants if v.name.startswith("fmha_hopperF_bf16_128x128_k128"))
+    ampere = next(v for v in ampere_variants.FORWARD.variants if v.dtype == "bf16" and v.max_dim == 128)
+    cutlass = next(v for v in cutlass_variants.FORWARD.variants if "F_bf16_aligned_32x128" in v.name)
     for variant, queries in ((hopper, 128), (ampere, ampere.tile.queries), (cutlass, 32)):
         share = bounds(ONE_HEAD, CudaForwardParams(variant.name), platform="cuda")
         assert share == pytest.approx(132 / (1024 // queries))

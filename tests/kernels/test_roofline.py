@@ -14,7 +14,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.roofline import Cost, least_ms, peaks_of
 from tilewright.ops import Invocation
-from tilewright.ops.core.types import Device, MappedAxis
+from tilewright.ops.types import Device, MappedAxis
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3"
 

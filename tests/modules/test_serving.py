@@ -17,9 +17,9 @@ from tests.support.suites import sampled
 from tilewright import modules
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.kernels.decode_attention.cases import DecodeCase
-from tilewright.kernels.mla_decode.cases import MlaCase
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.modules import (
     PageAttention,
     chunked_prefill_paged_decode,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.ops.core.samples import Config, Product
+from tests.ops.kernel.samples import Config, Product
 from tilewright.ops import ConfigSelectorChain, Executor
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.ops.core.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
+from tests.ops.kernel.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
 from tests.support.suites import crossed
 from tilewright.ops import (
     ConfigCache,
@@ -22,7 +22,7 @@ from tilewright.ops import (
     find_labels_in_lowered,
     overlay_cache,
 )
-from tilewright.ops.core.types import MappedAxis
+from tilewright.ops.types import MappedAxis
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
-from tilewright.kernels.cuda_build import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
+from tilewright.kernels.cuda import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
 
 HOST_COMPILER = shutil.which("g++")
 NEEDED = "needs a C compiler: there is no g++ on PATH"

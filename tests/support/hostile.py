@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.ops import Kernel
-from tilewright.ops.execution.timing import Timer
-from tilewright.ops.execution.workload import Workload
+from tilewright.ops.tuning.timing import Timer
+from tilewright.ops.tuning.workload import Workload
 
 SIZE = 64
 _HOARD: list[np.ndarray] = []

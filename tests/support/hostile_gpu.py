@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tests.support.hostile import Hostile, Way
-from tilewright.kernels.cuda_build import CudaKernel, Predicate, Variant, VariantTable
+from tilewright.kernels.cuda import CudaKernel, Predicate, Variant, VariantTable
 from tilewright.ops.utils.device import current_device
 
 WAYS = ("right", "slow", "left out", "illegal", "hang")

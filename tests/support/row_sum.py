@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tilewright.kernels.cuda_build import Compare, DeviceField, Fact, Field, Predicate, Variant, VariantTable
+from tilewright.kernels.cuda import Compare, DeviceField, Fact, Field, Predicate, Variant, VariantTable
 
 # Sums each row in a block's dynamic shared memory, by way of a workspace, and adds what the attributes say.
 HEADER = """

@@ -22,7 +22,7 @@ from tests.support.suites import sampled
 from tilewright._version import __version__
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import CUDA_TABLES
-from tilewright.kernels.cuda_build import (
+from tilewright.kernels.cuda import (
     AnyOf,
     BuildCache,
     Compare,
@@ -39,8 +39,9 @@ from tilewright.kernels.cuda_build import (
     groups_of,
     toolchain,
 )
-from tilewright.kernels.flash_attention import cuda, cuda_ampere_variants
-from tilewright.kernels.paged_attention import cuda_packed
+from tilewright.kernels.flash_attention.cuda import ampere_variants
+from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.utils.serialize import resolve
 from tools.kernels_wheel.__main__ import chosen_groups, main, record_of
 from tools.kernels_wheel.choosable import CAPABILITIES, CHAINS, choosable_groups, tabled_groups
@@ -150,7 +151,7 @@ def test_what_ships_is_not_everything(capability):
     assert ships < every
     # The tables before it have head dims to 512; but 163 KB, which is a block's at most on 8.0, are too few for some.
     others = [g for g in every - ships if g.table.name != "flash_attention_backward" or "_k65536" in g.name]
-    assert all(g.table is cuda_ampere_variants.BACKWARD and g.name.startswith("f32_k512_") for g in others)
+    assert all(g.table is ampere_variants.BACKWARD and g.name.startswith("f32_k512_") for g in others)
     assert bool(others) == (capability == 80)
 
 

@@ -24,12 +24,12 @@ from tilewright.cli.peers import PEERS
 from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases, op_function
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.ops.core.kernel import random_array
-from tilewright.ops.execution.executor import prepared
-from tilewright.ops.execution.timing import Timing, time_interleaved
+from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.kernel import random_array
+from tilewright.ops.tuning.progress import is_watched, milliseconds
+from tilewright.ops.tuning.timing import Timing, time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
-from tilewright.ops.utils.progress import is_watched, milliseconds
 
 WARMUP = 2
 

@@ -16,7 +16,7 @@ from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
 from tilewright.errors import BuildError
 from tilewright.kernels import CUDA_TABLES
-from tilewright.kernels.cuda_build import (
+from tilewright.kernels.cuda import (
     BuildCache,
     Event,
     Group,
@@ -29,10 +29,10 @@ from tilewright.kernels.cuda_build import (
     groups_of,
     locate,
 )
-from tilewright.kernels.cuda_build.devices import architecture, capability_of, parse_architecture
-from tilewright.kernels.cuda_build.shipped import shipped_folders
-from tilewright.kernels.cuda_build.toolchain import missing
-from tilewright.ops.utils.progress import event_bar, is_watched
+from tilewright.kernels.cuda.devices import architecture, capability_of, parse_architecture
+from tilewright.kernels.cuda.shipped import shipped_folders
+from tilewright.kernels.cuda.toolchain import missing
+from tilewright.ops.tuning.progress import event_bar, is_watched
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -108,7 +108,7 @@ def clear(
 ) -> None:
     """Delete all entries, and what unfinished tunings have measured."""
     from tilewright.cli.entries import open_cache
-    from tilewright.ops.execution.journal import unfinished
+    from tilewright.ops.tuning.journal import unfinished
 
     if lowered:
         _clear_lowered(yes, path)
@@ -124,7 +124,7 @@ def clear(
 
 
 def _clear_lowered(yes: bool, path: Path | None) -> None:
-    from tilewright.ops.core.lowered_files import LoweredFiles
+    from tilewright.ops.lowering.lowered_files import LoweredFiles
 
     files = LoweredFiles(path)
     count, _ = files.usage()

@@ -12,8 +12,8 @@ import typer
 
 from tilewright.cli.output import Failure, lines, table
 from tilewright.ops.config.persistent import Entry, PersistentCache
+from tilewright.ops.tuning.progress import milliseconds
 from tilewright.ops.utils.describe import describe_config, describe_key
-from tilewright.ops.utils.progress import milliseconds
 from tilewright.ops.utils.serialize import canonical_json, tagged
 
 if TYPE_CHECKING:

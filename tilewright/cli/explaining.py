@@ -7,8 +7,8 @@ from tilewright.cli.options import CallOptions
 from tilewright.cli.output import complain, lines, stdout, table
 from tilewright.cli.targets import NamedCall, named_calls
 from tilewright.ops import default_executor, find_invocations
+from tilewright.ops.tuning.progress import milliseconds
 from tilewright.ops.utils.describe import describe_config, describe_key
-from tilewright.ops.utils.progress import milliseconds
 
 if TYPE_CHECKING:
     from rich.table import Table

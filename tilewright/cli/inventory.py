@@ -10,10 +10,10 @@ from tilewright import __version__
 from tilewright.cli.device import here
 from tilewright.cli.output import Failure, counted, stdout, table
 from tilewright.cli.probing import ServedBackend, served_backends
-from tilewright.kernels.cuda_build.shipped import shipped_folders
-from tilewright.kernels.cuda_build.toolchain import find_compiler, missing
+from tilewright.kernels.cuda.shipped import shipped_folders
+from tilewright.kernels.cuda.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
-from tilewright.ops.core.lowered_files import LoweredFiles
+from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 if TYPE_CHECKING:

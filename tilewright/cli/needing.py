@@ -13,18 +13,18 @@ from tilewright.cli.output import complain, counted
 from tilewright.cli.targets import find_op, is_function, named_calls
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.cuda_build import Group
-from tilewright.kernels.cuda_build.devices import architecture
-from tilewright.kernels.cuda_build.kernel import noting_groups
+from tilewright.kernels.cuda import Group
+from tilewright.kernels.cuda.devices import architecture
+from tilewright.kernels.cuda.kernel import noting_groups
 from tilewright.ops import Lock, default_executor
 from tilewright.ops.config.lockfile import Decision, key_fields
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.core.builds import Build
-from tilewright.ops.core.kernel import Invocation, live_kernel, optional_method
-from tilewright.ops.core.programs import Decisions
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.program import lower, only_reading
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.kernel.kernel import Invocation, live_kernel, optional_method
+from tilewright.ops.lowering.programs import Decisions
+from tilewright.ops.program import lower, only_reading
+from tilewright.ops.types import Device
 from tilewright.ops.utils.device import device_of_fingerprint
 
 type Needs = Callable[[], list[Group]]

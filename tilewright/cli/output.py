@@ -49,7 +49,7 @@ def stderr() -> "Console":
 
 
 def _console(**options: Any) -> "Console":
-    from tilewright.ops.utils.progress import plain_console
+    from tilewright.ops.tuning.progress import plain_console
 
     return plain_console(**options)
 

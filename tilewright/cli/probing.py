@@ -15,8 +15,8 @@ from tilewright.kernels import OPS as KERNELS
 from tilewright.kernels import kernel
 from tilewright.kernels.portfolio import LazyImplementation, implementation_name
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.executor import prepared
+from tilewright.ops.executor import prepared
+from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device
 
@@ -24,7 +24,7 @@ STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """Asked about where there is no GPU: what a backend lacks besides one can be installed before one is there."""
 
 LATE_IMPORTS: Mapping[str, str] = MappingProxyType(
-    {"triton": "triton", "cuda:fa4": "tilewright.kernels.flash_attention.fa4_cute:kernels"}
+    {"triton": "triton", "cuda:fa4": "tilewright.kernels.flash_attention.fa4.cute:kernels"}
 )
 """What a backend imports with its first call, too slow for every program that only has it at hand.
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from tilewright.cli.output import lines, table
-from tilewright.ops.execution.results import AutotuningResult
+from tilewright.ops.tuning.progress import milliseconds
+from tilewright.ops.tuning.results import AutotuningResult
 from tilewright.ops.utils.describe import describe_config, describe_key
-from tilewright.ops.utils.progress import milliseconds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -41,7 +41,7 @@ class Op:
 def _serving(name: str, case: str) -> Op:
     return Op(
         function=name,
-        cases=f"tilewright.kernels.{name}.cases",
+        cases=f"tilewright.kernels.paged_attention.ops.{name}_cases",
         case=case,
         shape=("sequences", "kv_length", "heads", "head_dim"),
         device_cases={"cpu": "CPU_CASES", "gpu": "GPU_CASES"},

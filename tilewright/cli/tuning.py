@@ -29,11 +29,11 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.execution.isolation import prestart
-from tilewright.ops.execution.program import find_invocations, tune_invocations
-from tilewright.ops.execution.tuning import Isolation
+from tilewright.ops.program import find_invocations, tune_invocations
+from tilewright.ops.tuning.isolation import prestart
+from tilewright.ops.tuning.progress import progress_for
+from tilewright.ops.tuning.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
-from tilewright.ops.utils.progress import progress_for
 
 
 def tuner_of(isolation: str, timeout_s: float) -> Tuner:

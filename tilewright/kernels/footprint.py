@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 # From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", by capability times ten:
 # shared memory that a block may opt in to, in KB, and those whose registers are half as many.

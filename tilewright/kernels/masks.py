@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Integer
 
-from tilewright.ops.core.arrays import is_symbolic
+from tilewright.ops.kernel.arrays import is_symbolic
 
 type Index = int | Integer[Array, ""]
 type TileClasses = np.ndarray | Int[Array, "#batch #heads q_tiles kv_tiles"]

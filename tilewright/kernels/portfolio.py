@@ -20,9 +20,9 @@ from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
-from tilewright.ops.core.builds import Build, missing_builds
-from tilewright.ops.core.kernel import Invocation, Kernel, naming
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.kernel.builds import Build, missing_builds
+from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
@@ -94,8 +94,9 @@ class LazyImplementation:
 
     @property
     def module_name(self) -> str:
-        """The last part of its module's name, which stands for it as long as it cannot be loaded."""
-        return self.where.partition(":")[0].rpartition(".")[2]
+        """The name of its module, or of its folder, which stands for it as long as it cannot be loaded."""
+        *folders, module = self.where.partition(":")[0].split(".")
+        return folders[-1] if module == "backend" else module
 
 
 def lazy(where: str) -> LazyImplementation:

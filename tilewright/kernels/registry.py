@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from tilewright.kernels.footprint import Footprint
-from tilewright.ops.core.builds import Build
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.ops.core.arrays import explicit_sharding
+from tilewright.ops.kernel.arrays import explicit_sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ memory that is not the call's own.
 
 from typing import Any
 
-from tilewright.kernels.chunked_prefill_paged_decode.op import ChunkedPrefillPagedDecode
-from tilewright.kernels.decode_attention.op import DecodeAttention
-from tilewright.kernels.mla_decode.op import MlaDecode
-from tilewright.kernels.page_attention.op import PageAttention
-from tilewright.kernels.ragged_decode_attention.op import RaggedDecodeAttention
-from tilewright.kernels.ragged_page_attention.op import RaggedPageAttention
-from tilewright.kernels.unified_attention.op import UnifiedAttention
-from tilewright.kernels.update_pages.op import UpdatePages
+from tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode import ChunkedPrefillPagedDecode
+from tilewright.kernels.paged_attention.ops.decode_attention import DecodeAttention
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
+from tilewright.kernels.paged_attention.ops.page_attention import PageAttention
+from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeAttention
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention
+from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention
+from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.modules.public import public_function
 
 _DECODE_ATTENTION = DecodeAttention()

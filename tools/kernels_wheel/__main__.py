@@ -22,14 +22,14 @@ from pathlib import Path
 
 from tilewright.cli.building import BuildProgress, size_of, terminated_as_interrupted
 from tilewright.cli.output import INTERRUPTED, stderr, stdout, table
-from tilewright.kernels.cuda_build import BuildCache, Group, Values, build, library
-from tilewright.kernels.cuda_build.build import build_key, shipped_key
-from tilewright.kernels.cuda_build.cache import LIBRARY, RECORD
-from tilewright.kernels.cuda_build.devices import device_values, parse_architecture
-from tilewright.kernels.cuda_build.requirements import Field
-from tilewright.kernels.cuda_build.shipped import SCHEMA, ShippedRecord, ffi_version
-from tilewright.kernels.cuda_build.toolchain import Compiler, find_compiler, headers_version, missing
-from tilewright.ops.core.types import Device
+from tilewright.kernels.cuda import BuildCache, Group, Values, build, library
+from tilewright.kernels.cuda.build import build_key, shipped_key
+from tilewright.kernels.cuda.cache import LIBRARY, RECORD
+from tilewright.kernels.cuda.devices import device_values, parse_architecture
+from tilewright.kernels.cuda.requirements import Field
+from tilewright.kernels.cuda.shipped import SCHEMA, ShippedRecord, ffi_version
+from tilewright.kernels.cuda.toolchain import Compiler, find_compiler, headers_version, missing
+from tilewright.ops.types import Device
 from tools.kernels_wheel.choosable import CAPABILITIES, choosable_groups
 from tools.kernels_wheel.wheel import platform_tag, write_wheel
 from tools.pages import ROOT

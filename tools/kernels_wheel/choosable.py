@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from importlib.resources import files
 
 from tilewright.kernels import CUDA_TABLES
-from tilewright.kernels.cuda_build import Group, VariantTable
-from tilewright.kernels.cuda_build.devices import architecture, device_values
-from tilewright.kernels.flash_attention import cuda
-from tilewright.kernels.paged_attention import cuda_packed
+from tilewright.kernels.cuda import Group, VariantTable
+from tilewright.kernels.cuda.devices import architecture, device_values
+from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.results import AutotuningResult
+from tilewright.ops.tuning.results import AutotuningResult
+from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import resolve
 from tools.kernels_wheel.reach import first_groups
 

@@ -9,8 +9,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tilewright.kernels.cuda_build import AnyOf, DeviceField, Field, Group, MultipleOf, Predicate, Values, VariantTable
-from tilewright.kernels.cuda_build.table import Variant
+from tilewright.kernels.cuda import AnyOf, DeviceField, Field, Group, MultipleOf, Predicate, Values, VariantTable
+from tilewright.kernels.cuda.table import Variant
 
 DEFAULT_BOUNDS = (1, 1 << 31)
 """The bounds of a field of which nothing else is said: a size."""

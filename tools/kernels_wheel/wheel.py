@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from tilewright._version import __version__
-from tilewright.kernels.cuda_build.cache import LIBRARY, RECORD
-from tilewright.kernels.cuda_build.shipped import NAMESPACE, ShippedRecord
+from tilewright.kernels.cuda.cache import LIBRARY, RECORD
+from tilewright.kernels.cuda.shipped import NAMESPACE, ShippedRecord
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of every file: the same groups give the same bytes."""

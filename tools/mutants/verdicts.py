@@ -50,4 +50,5 @@ class Verdicts:
 
 
 def fingerprint(defect: Defect) -> str:
-    return hashlib.sha256("\0".join((defect.file, defect.find, defect.replace)).encode()).hexdigest()[:12]
+    """A hash of what is replaced by what; where the file is does not matter."""
+    return hashlib.sha256("\0".join((defect.find, defect.replace)).encode()).hexdigest()[:12]

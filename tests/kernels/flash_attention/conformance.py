@@ -21,8 +21,8 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.core.types import Direction
-from tilewright.ops.execution.numerics import violations as check_policy
+from tilewright.ops.tuning.numerics import violations as check_policy
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 GRADIENTS = ("query", "key", "value", "bias", "softmax_aux")

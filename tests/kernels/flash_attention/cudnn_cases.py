@@ -17,11 +17,11 @@ from tests.kernels.flash_attention.conformance import (
     pairwise,
 )
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cudnn import CudnnFlashAttention
+from tilewright.kernels.flash_attention.cudnn.backend import CudnnFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 BACKEND = CudnnFlashAttention()
 

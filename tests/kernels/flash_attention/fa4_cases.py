@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.kernels.flash_attention.conformance import as_case, pairwise
 from tests.kernels.flash_attention.cudnn_cases import case_of
-from tilewright.kernels.flash_attention.fa4 import Fa4FlashAttention
+from tilewright.kernels.flash_attention.fa4.backend import Fa4FlashAttention
 
 BACKEND = Fa4FlashAttention()
 

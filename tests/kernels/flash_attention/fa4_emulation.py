@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.flash_attention import fa4_cute
+from tilewright.kernels.flash_attention.fa4 import cute
 
 F32 = {"preferred_element_type": jnp.float32}
 
@@ -232,7 +232,7 @@ class Postprocess:
         gradient.value = jnp.where(inside[..., None, None], result, jnp.nan).astype(self.dtype)
 
 
-KERNELS = fa4_cute._Kernels(
+KERNELS = cute._Kernels(
     {"forward": Forward, "preprocess": Preprocess, "backward": Backward, "postprocess": Postprocess},
     types.SimpleNamespace(create_softcap_scoremod=float, create_softcap_scoremod_bwd=float),
     {np.dtype(np.float16): np.dtype(np.float16), np.dtype(jnp.bfloat16): np.dtype(jnp.bfloat16)},

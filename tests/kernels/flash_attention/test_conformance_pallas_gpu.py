@@ -22,11 +22,11 @@ from tests.kernels.flash_attention.conformance import (
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,18 @@ from tests.kernels.flash_attention.conformance import CASES
 from tests.support.machine_code import instructions
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, library, toolchain
-from tilewright.kernels.cuda_build.devices import device_values
-from tilewright.kernels.cuda_build.table import VariantTable
-from tilewright.kernels.flash_attention import cuda
-from tilewright.kernels.flash_attention.cuda import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
-from tilewright.kernels.flash_attention.cuda_variants import BACKWARD, FIELDS, FORWARD
+from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, library, toolchain
+from tilewright.kernels.cuda.devices import device_values
+from tilewright.kernels.cuda.table import VariantTable
+from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.cuda.cutlass_variants import BACKWARD, FIELDS, FORWARD
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.masks import CausalMask
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
 
 BACKEND = CudaFlashAttention()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.flash_attention.conformance import ConformanceCase, chosen, describe
-from tilewright.kernels.flash_attention.cuda_scores import RANGE_TILE, MaskParts, visible_ranges
+from tilewright.kernels.flash_attention.mask_terms import RANGE_TILE, MaskParts, visible_ranges
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, SegmentMask, WindowMask
 

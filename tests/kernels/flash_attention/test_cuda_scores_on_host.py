@@ -12,9 +12,9 @@ import pytest
 
 import tilewright
 from tests.kernels.flash_attention.test_cuda_scores import COMBINED
-from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.dropout import head_keys, keep_mask, keep_threshold
-from tilewright.kernels.flash_attention.cuda_scores import MaskParts, visible_ranges
+from tilewright.kernels.flash_attention.mask_terms import MaskParts, visible_ranges
 from tilewright.kernels.masks import CausalMask, ExplicitMask, Mask, WindowMask
 
 CUDA = Path(tilewright.__file__).parent / "kernels/flash_attention/cuda"

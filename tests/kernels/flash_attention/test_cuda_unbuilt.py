@@ -12,12 +12,12 @@ from tests.kernels.conftest import A100, H100, abstract_arguments
 from tests.support import fake_nvcc
 from tests.support.fake_nvcc import FakeNvcc
 from tilewright.kernels import kernel
-from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Invocation
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.executor import prepared
+from tilewright.ops.executor import prepared
+from tilewright.ops.types import Device
 
 pytestmark = pytest.mark.skipif(fake_nvcc.HOST_COMPILER is None or sys.platform != "linux", reason=fake_nvcc.NEEDED)
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.kernels.cuda_build import CudaKernel, generate, library
-from tilewright.kernels.cuda_build.devices import device_values
-from tilewright.kernels.cuda_build.table import Variant
-from tilewright.kernels.flash_attention import cuda, cuda_variants
-from tilewright.kernels.flash_attention.cuda_variants import (
+from tilewright.kernels.cuda import CudaKernel, generate, library
+from tilewright.kernels.cuda.devices import device_values
+from tilewright.kernels.cuda.table import Variant
+from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.flash_attention.cuda import cutlass_variants
+from tilewright.kernels.flash_attention.cuda.cutlass_variants import (
     BACKWARD,
     DTYPES,
     FIELDS,
@@ -25,7 +26,7 @@ from tilewright.kernels.flash_attention.cuda_variants import (
     BackwardVariant,
     ForwardVariant,
 )
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -201,5 +202,5 @@ def test_padded_fields():
 
 def test_every_field_is_given():
     """The order of the fields is the C++ side's; the names are this side's."""
-    assert set(fields()) == set(cuda_variants.FIELDS)
+    assert set(fields()) == set(cutlass_variants.FIELDS)
     assert len(set(itertools.chain(FIELDS))) == len(FIELDS)

@@ -29,9 +29,9 @@ from tests.kernels.flash_attention.conformance import (
 from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.flash_attention import cudnn_jax
-from tilewright.kernels.flash_attention.cudnn import (
+from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.flash_attention.cudnn import jax_calls
+from tilewright.kernels.flash_attention.cudnn.backend import (
     CudnnBackwardParams,
     CudnnForwardParams,
     CudnnMask,
@@ -39,11 +39,11 @@ from tilewright.kernels.flash_attention.cudnn import (
 )
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
 from tilewright.kernels.portfolio import Choice, PerDirection, lazy
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.serialize import from_json, to_json
 
@@ -352,30 +352,30 @@ def test_params_survive_json():
 # JAX's interface, which may change.
 
 
-NAMES = (*cudnn_jax.OPERANDS, "check_cudnn_version", "cuda_versions", "MaskType", "AttentionLayout")
+NAMES = (*jax_calls.OPERANDS, "check_cudnn_version", "cuda_versions", "MaskType", "AttentionLayout")
 
 
 def test_an_interface_that_changed_is_an_import_error():
     given = {name: getattr(fused, name) for name in NAMES}
-    known = cudnn_jax.known_parameters(types.SimpleNamespace(**given))
+    known = jax_calls.known_parameters(types.SimpleNamespace(**given))
     assert all({"scale", "seed", "mask_type"} <= set(names) for names in known.values())
     for name in given:
         rest = {each: value for each, value in given.items() if each != name}
         with pytest.raises(ImportError, match=f"in another way: .*{name}"):
-            cudnn_jax.known_parameters(types.SimpleNamespace(**rest))
-    for name in cudnn_jax.OPERANDS:
+            jax_calls.known_parameters(types.SimpleNamespace(**rest))
+    for name in jax_calls.OPERANDS:
         names = list(inspect.signature(getattr(fused, name).impl).parameters)
         for changed in ([*names, "news"], [names[1], names[0], *names[2:]], names[1:]):
             made: dict[str, Any] = {}
             exec(f"def impl({', '.join(changed)}): pass", made)
             with pytest.raises(ImportError, match="with other arguments"):
-                cudnn_jax.known_parameters(types.SimpleNamespace(**given | {name: Primitive(made["impl"])}))
+                jax_calls.known_parameters(types.SimpleNamespace(**given | {name: Primitive(made["impl"])}))
 
 
 def test_a_changed_interface_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused, "MaskType", None)
-    monkeypatch.delitem(sys.modules, cudnn_jax.__name__)
-    said = lazy(f"{cudnn_jax.__name__}:known_parameters").load_error
+    monkeypatch.delitem(sys.modules, jax_calls.__name__)
+    said = lazy(f"{jax_calls.__name__}:known_parameters").load_error
     assert said.startswith("cannot be loaded: this JAX calls cuDNN's attention in another way")
 
 

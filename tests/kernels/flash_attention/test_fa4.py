@@ -25,15 +25,15 @@ from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
 from tests.kernels.flash_attention.fa4_emulation import KERNELS
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.flash_attention import fa4_cute
-from tilewright.kernels.flash_attention.fa4 import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
+from tilewright.kernels.flash_attention.fa4 import cute
+from tilewright.kernels.flash_attention.fa4.backend import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
 
 FORWARD, BACKWARD = Fa4ForwardParams(), Fa4BackwardParams()
@@ -44,12 +44,12 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packages count as installed."""
-    monkeypatch.setattr(fa4_cute, "package_reasons", list)
+    monkeypatch.setattr(cute, "package_reasons", list)
 
 
 @pytest.fixture
 def emulated(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4_cute, "kernels", lambda: KERNELS)
+    monkeypatch.setattr(cute, "kernels", lambda: KERNELS)
 
 
 def problem_of(
@@ -126,8 +126,8 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(fa4_cute, "missing_packages", fa4_cute.missing_packages.__wrapped__)
-    least = fa4_cute.LEAST_VERSIONS
+    monkeypatch.setattr(cute, "missing_packages", cute.missing_packages.__wrapped__)
+    least = cute.LEAST_VERSIONS
     absent = f"nvidia-cutlass-dsl {least['nvidia-cutlass-dsl']} or later (extra fa4), which is not installed"
     assert reasons() == [
         f"needs flash-attn-4 {least['flash-attn-4']} or later, got 4.0.0b9",
@@ -141,26 +141,26 @@ def test_what_cannot_be_loaded_is_a_reason_from_then_on(monkeypatch: pytest.Monk
     def broken(name: str) -> Any:
         raise OSError(f"no libcuda for {name}")
 
-    monkeypatch.setattr(fa4_cute, "missing_packages", tuple)
-    monkeypatch.setattr(fa4_cute, "_LOAD_ERRORS", [])
-    fa4_cute._loaded.cache_clear()
+    monkeypatch.setattr(cute, "missing_packages", tuple)
+    monkeypatch.setattr(cute, "_LOAD_ERRORS", [])
+    cute._loaded.cache_clear()
     monkeypatch.setattr(importlib, "import_module", broken)
     assert reasons() == []  # nothing was loaded to find that out
     for _ in range(2):
         with pytest.raises(ImportError, match=r"FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"):
-            fa4_cute.kernels()
+            cute.kernels()
     assert reasons() == ["FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"]
 
 
 def test_versions_are_ordered():
     ordered = ["4.0.0.dev1", "4.0.0a1", "4.0.0b9", "4.0.0b36", "4.0.0rc1", "4.0.0", "4.0.1", "4.7", "4.10.0+cu13", "5"]
-    keys = [fa4_cute._version_key(each) for each in ordered]
+    keys = [cute._version_key(each) for each in ordered]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys)
-    assert fa4_cute._version_key("4.7") == fa4_cute._version_key("4.7.0")
+    assert cute._version_key("4.7") == cute._version_key("4.7.0")
 
 
-@pytest.mark.skipif(not fa4_cute.missing_packages(), reason="the packages are there")
+@pytest.mark.skipif(not cute.missing_packages(), reason="the packages are there")
 def test_without_packages_the_call_goes_elsewhere(on_an_h100: Device):
     modules = set(sys.modules)
     assert "which is not installed" in reasons()[0]

@@ -14,7 +14,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import CausalMask, ExplicitMask, WindowMask
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, Tuner
-from tilewright.ops.execution.workload import Workload
+from tilewright.ops.tuning.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

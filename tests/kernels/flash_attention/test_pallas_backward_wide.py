@@ -14,16 +14,16 @@ from tests.kernels.flash_attention.conformance import ConformanceCase, cotangent
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import (
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward_wide import (
     BLOCK,
     WideBackwardParams,
     WideBackwardPlan,
     wide_key_value_kernel,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.pallas_gpu_forward import SHARED_MEMORY
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.forward import SHARED_MEMORY
+from tilewright.kernels.flash_attention.op import FlashAttention
 
 DETERMINISTIC = WideBackwardParams()
 FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)

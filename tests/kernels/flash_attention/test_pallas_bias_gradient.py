@@ -16,10 +16,10 @@ from tests.kernels.flash_attention.test_pallas_transforms import check, with_gra
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.pallas_gpu import SEPARATE_BYTES, PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.backend import SEPARATE_BYTES, PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention

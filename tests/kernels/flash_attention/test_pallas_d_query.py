@@ -13,17 +13,17 @@ from tests.kernels.conftest import H100
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge, oracles
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
-from tilewright.kernels.flash_attention import pallas_gpu
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_d_query import (
+from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.d_query import (
     ROW,
     STRIP,
     EarlyConversions,
     convert_kernel,
     d_query_shape,
 )
-from tilewright.kernels.flash_attention.pallas_gpu_walk import ITEM_OVERHEAD, program_lists, program_order
+from tilewright.kernels.flash_attention.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
 
 ONE_PROGRAM = dataclasses.replace(H100, cores=1)
 

@@ -12,12 +12,12 @@ import pytest
 from jax.experimental.mosaic.gpu import layout_inference
 
 import tilewright
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.delta import BackwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.pallas_gpu_row_sums import BackwardParams
 
 BACKEND = PallasGpuFlashAttention()
 

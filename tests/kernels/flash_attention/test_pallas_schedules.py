@@ -8,13 +8,13 @@ import pytest
 
 from tests.kernels.conftest import H100
 from tests.kernels.flash_attention.conformance import inputs_of
-from tests.kernels.kv_buffer.schedule import check_schedules
+from tests.kernels.hopper.schedule import check_schedules
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_forward import HopperForwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 
 BACKEND = PallasGpuFlashAttention()
 

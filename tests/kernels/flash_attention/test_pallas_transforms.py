@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.conftest import H100
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
-from tilewright.kernels.flash_attention.pallas_gpu import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.pallas_gpu_backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import FlashAttention, flash_attention
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 LENGTH, DIM = 40, 64
 

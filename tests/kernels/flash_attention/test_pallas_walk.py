@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.kernels.flash_attention.pallas_gpu_forward import masked_visits
-from tilewright.kernels.flash_attention.pallas_gpu_walk import (
+from tilewright.kernels.flash_attention.hopper.forward import masked_visits
+from tilewright.kernels.flash_attention.hopper.schedule import (
     ITEM_OVERHEAD,
     Extent,
     group_sizes,

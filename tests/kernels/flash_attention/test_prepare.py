@@ -15,7 +15,7 @@ from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, At
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import AndMask, CausalMask, ExplicitMask, LengthMask, SegmentMask, WindowMask
 from tilewright.kernels.registry import Platform
-from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.kernel.kernel import Invocation
 
 KERNEL = FlashAttention()
 Q, K, V = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 12, 2, 16)), jnp.zeros((2, 12, 2, 24))

@@ -14,16 +14,16 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton import (
+from tilewright.kernels.flash_attention.triton.backend import (
     Tiles,
     TritonBackwardParams,
     TritonFlashAttention,
     TritonForwardParams,
 )
 from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.triton_bridge import recorded_launches, requirements
+from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
 
 BACKEND = TritonFlashAttention()

@@ -17,12 +17,12 @@ from tests.support.suites import crossed, sampled
 from tilewright.kernels.dropout import keep_mask
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla import XlaFlashAttention
-from tilewright.kernels.flash_attention.xla_backward import attention_backward
-from tilewright.kernels.flash_attention.xla_forward import attention_forward
-from tilewright.kernels.flash_attention.xla_tiles import Tiling, is_unrolled, schedule
+from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
+from tilewright.kernels.flash_attention.xla.backward import attention_backward
+from tilewright.kernels.flash_attention.xla.forward import attention_forward
+from tilewright.kernels.flash_attention.xla.tiles import Tiling, is_unrolled, schedule
 from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, TileGrid, WindowMask
-from tilewright.ops.core.types import Direction
+from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.kv_buffer.schedule import check_schedules
+from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
-from tilewright.kernels.mla_decode.cases import GPU_CASES
-from tilewright.kernels.paged_attention import pallas_gpu
+from tilewright.kernels.paged_attention.hopper import latent_backend as pallas_gpu
+from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.pallas_gpu import HopperLatentParams, PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import GPU_CASES
 from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.serialize import from_json, to_json
 

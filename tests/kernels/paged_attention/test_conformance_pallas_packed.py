@@ -11,17 +11,17 @@ import pytest
 
 import tilewright
 from tests.kernels.conftest import H100
-from tests.kernels.kv_buffer.schedule import check_schedules
+from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check, inputs_of, problem_of
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels import kernel
-from tilewright.kernels.cuda_build import toolchain
+from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunkParams, PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.pallas_gpu_packed import HopperChunkParams, PallasGpuPackedAttention
-from tilewright.kernels.ragged_page_attention.cases import GPU_CASES, RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import GPU_CASES, RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Executor
-from tilewright.ops.execution.executor import prepared
+from tilewright.ops.executor import prepared
 from tilewright.ops.utils.serialize import from_json, to_json
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

@@ -17,17 +17,17 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, problem_of
 from tests.support.suites import crossed
 from tilewright.kernels import kernel
-from tilewright.kernels.decode_attention.cases import DecodeCase
-from tilewright.kernels.mla_decode.cases import GPU_CASES as MLA_CASES
-from tilewright.kernels.page_attention.cases import GPU_CASES as PAGE_CASES
-from tilewright.kernels.page_attention.cases import PageCase
-from tilewright.kernels.paged_attention import triton_kernels
 from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
-from tilewright.kernels.paged_attention.triton import MOST_SPLITS, TritonPagedAttention
-from tilewright.kernels.ragged_page_attention.cases import GPU_CASES as RAGGED_CASES
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
+from tilewright.kernels.paged_attention.ops.mla_decode_cases import GPU_CASES as MLA_CASES
+from tilewright.kernels.paged_attention.ops.page_attention_cases import GPU_CASES as PAGE_CASES
+from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import GPU_CASES as RAGGED_CASES
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
+from tilewright.kernels.paged_attention.triton.backend import MOST_SPLITS, TritonPagedAttention
 from tilewright.kernels.registry import Implementation
-from tilewright.kernels.triton_bridge.interpreter import interpret_triton
+from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.utils.datacarrier import FwdParams
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -51,7 +51,7 @@ class TestTriton(PagedConformance):
 
 @pytest.mark.full
 def test_a_latent_of_512_and_64():
-    from tilewright.kernels.mla_decode.cases import MlaCase
+    from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
 
     case = MlaCase("", sequences=2, kv_length=50, heads=70, head_dim=576, value_dim=512, page_size=16, dtype="bfloat16")
     inputs = inputs_of("mla_decode", case)

@@ -17,12 +17,12 @@ from tests.kernels.paged_attention.conformance import (
     problem_of,
 )
 from tests.support.suites import crossed
-from tilewright.kernels.decode_attention.cases import DecodeCase
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.xla import XlaPagedAttention
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.known_devices import find_device

@@ -14,9 +14,9 @@ from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_problem
 from tests.support.machine_code import instructions
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.cuda_build import BuildCache, CudaKernel, Group, build, toolchain
-from tilewright.kernels.paged_attention import cuda_packed
-from tilewright.kernels.paged_attention.cuda_packed import (
+from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, toolchain
+from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
+from tilewright.kernels.paged_attention.cuda.packed import (
     MOST_SEQUENCES,
     TABLE,
     CudaPackedAttention,
@@ -24,7 +24,7 @@ from tilewright.kernels.paged_attention.cuda_packed import (
     problem_fields,
 )
 from tilewright.kernels.paged_attention.inputs import FAR
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.modules import ragged_page_attention
 from tilewright.ops.utils.serialize import from_json, to_json
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, inputs_of, packed_problem
-from tilewright.kernels.cuda_build import toolchain
-from tilewright.kernels.paged_attention.cuda_packed import CudaPackedAttention
+from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
+from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.pallas_gpu_packed import PallasGpuPackedAttention
-from tilewright.kernels.ragged_page_attention.cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.kernels.registry import Implementation
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import tilewright
 from tests.support.suites import sampled
-from tilewright.kernels.paged_attention.cuda_packed import MOST_SEQUENCES
+from tilewright.kernels.paged_attention.cuda.packed import MOST_SEQUENCES
 
 CUDA = Path(tilewright.__file__).parent / "kernels/paged_attention/cuda"
 

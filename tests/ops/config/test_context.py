@@ -7,7 +7,7 @@ import threading
 import jax
 import pytest
 
-from tests.ops.core.samples import Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
 from tilewright.ops import (
     AutotunePolicy,
     ConfigCache,

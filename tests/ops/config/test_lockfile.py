@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.ops.core.samples import Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
 from tilewright import LockError, NoConfigError
 from tilewright.ops import (
     AutotunePolicy,
@@ -604,10 +604,10 @@ sys.path.insert(0, {str(ROOT)!r})
 import jax
 import jax.numpy as jnp
 
-from tests.ops.core.samples import Product
+from tests.ops.kernel.samples import Product
 from tilewright.modules import flash_attention
 
-from tilewright.ops.utils.labels import extract_labels_from_hlo_text, is_call_label, parse_label
+from tilewright.ops.lowering.labels import extract_labels_from_hlo_text, is_call_label, parse_label
 
 kernel = Product("tests.lockfile.processes")
 query = jnp.ones((1, 64, 2, 16))
@@ -672,7 +672,7 @@ ADDING = f"""
 import sys
 
 sys.path.insert(0, {str(ROOT)!r})
-from tests.ops.core.samples import Config, Product, operands
+from tests.ops.kernel.samples import Config, Product, operands
 from tilewright.ops import Invocation, Lock
 from tilewright.ops.config.lockfile import Decision
 

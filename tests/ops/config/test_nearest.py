@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.core.samples import Config, Product, operands
+from tests.ops.kernel.samples import Config, Product, operands
 from tilewright import NoConfigError
 from tilewright.ops import (
     AutotunePolicy,
@@ -25,7 +25,7 @@ from tilewright.ops import (
     policy_override,
 )
 from tilewright.ops.config.nearest import MOST_DISTANCE, MOST_OCTAVES, NearestTable
-from tilewright.ops.core.types import MappedAxis
+from tilewright.ops.types import MappedAxis
 
 QUICK = Tuner(0, 1)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.ops.core.samples import Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
 from tilewright import NoConfigError
 from tilewright.ops import (
     AutotunePolicy,
@@ -28,8 +28,8 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import implementation_source
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.types import Device
 
 A, B = operands((6, 5), (5, 4))
 QUICK = Tuner(0, 1)

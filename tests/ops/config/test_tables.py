@@ -5,7 +5,7 @@ import logging
 import jax.numpy as jnp
 import pytest
 
-from tests.ops.core.samples import Config, Product
+from tests.ops.kernel.samples import Config, Product
 from tilewright.ops import AutotuningResult, Candidate, ConfigSelectorChain, Executor, Invocation, TunedCall
 from tilewright.ops.config.tables import add_to_table, load_tables
 

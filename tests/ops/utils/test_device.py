@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from tests.ops.core.samples import Product, operands
+from tests.ops.kernel.samples import Product, operands
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, device_fingerprint
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device, device_for_platform

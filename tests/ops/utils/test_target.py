@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.sharding import AxisType, NamedSharding
 
 import tilewright
-from tests.ops.core.samples import Product, operands
+from tests.ops.kernel.samples import Product, operands
 from tilewright.errors import TargetDeviceError
 from tilewright.modules import flash_attention
 from tilewright.ops import (

@@ -20,9 +20,9 @@ from tilewright.kernels.masks import Mask, TileClass, TileGrid
 from tilewright.kernels.portfolio import PortfolioKernel, lazy
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
-from tilewright.ops.core.kernel import Invocation
-from tilewright.ops.core.parts import OraclePart
-from tilewright.ops.core.types import Direction
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.types import Direction
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
 type LogSumExp = Float[Array, "*batch heads q_length"]
@@ -46,13 +46,13 @@ class FlashAttention(PortfolioKernel):
             "flash_attention",
             version="1",
             implementations=(
-                lazy("tilewright.kernels.flash_attention.pallas_gpu:PallasGpuFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.cuda:CudaFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.cudnn:CudnnFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.fa4:Fa4FlashAttention"),
-                lazy("tilewright.kernels.flash_attention.xla:XlaFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.hopper.backend:PallasGpuFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.cuda.backend:CudaFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.cudnn.backend:CudnnFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.fa4.backend:Fa4FlashAttention"),
+                lazy("tilewright.kernels.flash_attention.xla.backend:XlaFlashAttention"),
                 # Proven by an emulation alone so far: what nobody asked for or measured does not run by it.
-                lazy("tilewright.kernels.flash_attention.triton:TritonFlashAttention"),
+                lazy("tilewright.kernels.flash_attention.triton.backend:TritonFlashAttention"),
             ),
         )
 

@@ -30,8 +30,8 @@ from tilewright.kernels.paged_attention.writing import WriteInputs, applied, wri
 from tilewright.kernels.portfolio import InferenceKernel, LazyImplementation, lazy
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
-from tilewright.ops.core.kernel import Invocation
-from tilewright.ops.core.types import Direction
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.types import Direction
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,8 +76,8 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
         """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
         of_packed = [
-            lazy("tilewright.kernels.paged_attention.cuda_packed:CudaPackedAttention"),
-            lazy("tilewright.kernels.paged_attention.pallas_gpu_packed:PallasGpuPackedAttention"),
+            lazy("tilewright.kernels.paged_attention.cuda.packed:CudaPackedAttention"),
+            lazy("tilewright.kernels.paged_attention.hopper.packed_backend:PallasGpuPackedAttention"),
         ]
         super().__init__(
             name,
@@ -85,8 +85,8 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             implementations=(
                 *more,
                 *(of_packed if packed else []),
-                lazy("tilewright.kernels.paged_attention.triton:TritonPagedAttention"),
-                lazy("tilewright.kernels.paged_attention.xla:XlaPagedAttention"),
+                lazy("tilewright.kernels.paged_attention.triton.backend:TritonPagedAttention"),
+                lazy("tilewright.kernels.paged_attention.xla.backend:XlaPagedAttention"),
             ),
         )
 

@@ -1,12 +1,12 @@
 """What the kernels for packed queries over pages on Hopper share: what they serve, and where others are likely faster.
 
-They are `pallas_gpu_packed`, and `cuda_packed` where there is a compiler for it.
+They are `hopper.packed`, and `cuda.packed` where there is a compiler for it.
 """
 
-from tilewright.kernels.flash_attention.pallas_gpu import PROCESSORS
+from tilewright.kernels.flash_attention.hopper.backend import PROCESSORS
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.places import most_tiles
-from tilewright.ops.core.types import Device
+from tilewright.kernels.paged_attention.token_layout import most_tiles
+from tilewright.ops.types import Device
 
 TILE_ROWS = 128
 """Query rows of a tile."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.kernels.paged_attention.places import bounded, packed_tokens
+from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
 from tilewright.kernels.sharding import explicit_mesh, typed_axes
 
 

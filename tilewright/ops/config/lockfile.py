@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from tilewright.errors import LockError
 from tilewright.ops.config.persistent import REBUILD_ERRORS, parse_document, rebuild_config, tagged_config
-from tilewright.ops.core.kernel import Invocation
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.device import local_devices
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint

@@ -15,8 +15,8 @@ from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
-from tilewright.ops.core.builds import Build
-from tilewright.ops.core.kernel import (
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.kernel.kernel import (
     Invocation,
     Kernel,
     RemembersConfigs,
@@ -29,8 +29,8 @@ from tilewright.ops.utils.fingerprint import source_fingerprint
 
 if TYPE_CHECKING:
     from tilewright.ops.config.tables import Table
-    from tilewright.ops.execution.results import TunedCall
-    from tilewright.ops.execution.tuning import Tuner
+    from tilewright.ops.tuning.results import TunedCall
+    from tilewright.ops.tuning.tuning import Tuner
 
 __all__ = [
     "AutotunePolicy",
@@ -131,7 +131,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if on_event is not None and not callable(on_event):
             raise TypeError(f"{on_event=} must be callable or None")
         if tuner is not None:
-            from tilewright.ops.execution.tuning import check_tuner  # tuning is built on selection
+            from tilewright.ops.tuning.tuning import check_tuner  # tuning is built on selection
 
             check_tuner(tuner)
         self.cache = ConfigCache() if cache is None else cache
@@ -302,8 +302,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
 
     def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
-        from tilewright.ops.execution.outside import measuring_alone
-        from tilewright.ops.execution.tuning import Autotuner  # tuning is built on selection
+        from tilewright.ops.tuning.tuning import Autotuner  # tuning is built on selection
+        from tilewright.ops.tuning.untraced import measuring_alone
 
         with measuring_alone():  # two threads that miss on one key measure it once
             found = self._known(inv, None, overrides)
@@ -362,7 +362,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         """Config, step and candidates of a complete tuning that the disk cache holds, unless it is stale."""
         if self.persistent is None:
             return None
-        from tilewright.ops.execution.results import Candidate  # results are made of caches
+        from tilewright.ops.tuning.results import Candidate  # results are made of caches
 
         config = self._disk(inv, Overrides())
         if config is None or not _fits(inv, config, "disk"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewright.ops.execution.results import AutotuningResult, TunedCall
+    from tilewright.ops.tuning.results import AutotuningResult, TunedCall
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def load_tables(device: str, folder: Path | None = None) -> Table:
 
 @functools.lru_cache(maxsize=64)
 def _read(file: Any, device: str) -> Table:
-    from tilewright.ops.execution.results import AutotuningResult  # results are made of caches
+    from tilewright.ops.tuning.results import AutotuningResult  # results are made of caches
 
     try:
         text = file.read_text()
@@ -54,7 +54,7 @@ def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
     Raises:
       ValueError: the file holds something else, or the table of another device.
     """
-    from tilewright.ops.execution.results import AutotuningResult  # results are made of caches
+    from tilewright.ops.tuning.results import AutotuningResult  # results are made of caches
 
     commands: list[str] = []
     merged = result

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tilewright.ops.core.builds import Build, missing_builds
-from tilewright.ops.core.kernel import Invocation, optional_method
+from tilewright.ops.kernel.builds import Build, missing_builds
+from tilewright.ops.kernel.kernel import Invocation, optional_method
 from tilewright.ops.utils.describe import describe_config
 
 logger = logging.getLogger("tilewright.ops.config.selection")
@@ -45,7 +45,7 @@ def say_once(
         describe_config(chosen),
     )  # fmt: skip
     if in_background:
-        from tilewright.ops.execution.background import BackgroundBuilds  # starts processes
+        from tilewright.ops.tuning.builds.background import BackgroundBuilds  # starts processes
 
         background = BackgroundBuilds()
         background.add(fresh)

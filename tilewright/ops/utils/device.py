@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tilewright.errors import TargetDeviceError
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
 from tilewright.ops.utils.known_devices import KNOWN_DEVICES, capability_by_name
 from tilewright.ops.utils.target import TargetDevice, target_in_force

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

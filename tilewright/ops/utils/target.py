@@ -13,7 +13,7 @@ from jax._src.config import UserConfig
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tilewright.errors import TargetDeviceError
-from tilewright.ops.core.types import Device
+from tilewright.ops.types import Device
 from tilewright.ops.utils.known_devices import KnownDevice, find_device
 from tilewright.ops.utils.topology import compile_only_devices
 

@@ -1,0 +1,108 @@
+"""The ring in real kernels, interpreted: every verb, and the faults that the interpreter sees."""
+
+import functools
+import re
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.hopper.streaming_matmul import Fault, streaming_matmul
+from tests.support.mosaic_interpret import KernelError, interpret_mosaic
+from tilewright.kernels.hopper import KVTileSpec, RingPlan
+
+
+def operands(b_dtype=jnp.bfloat16, transposed: bool = False, steps: int = 5) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Small integers, whose products are exact in whatever order they are added."""
+    a_key, b_key = jax.random.split(jax.random.key(7))
+    a = jax.random.randint(a_key, (128, 64 * steps), -2, 3)
+    b = jax.random.randint(b_key, (64 * steps, 64), -2, 3)
+    product = np.asarray(a) @ np.asarray(b)
+    return a.astype(jnp.bfloat16), (b.T if transposed else b).astype(b_dtype), product
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("detect_races", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_streaming_product_is_right(num_stages: int, detect_races: bool):
+    a, b, product = operands()
+    with interpret_mosaic(detect_races):
+        out = jax.jit(functools.partial(streaming_matmul, num_stages=num_stages))(a, b)
+    np.testing.assert_array_equal(np.asarray(out, np.int64), product)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_transposed_view_and_fewer_steps_than_stages(steps: int):
+    a, b, product = operands(transposed=True, steps=steps)
+    with interpret_mosaic(detect_races=True):
+        out = jax.jit(functools.partial(streaming_matmul, num_stages=3, transposed=True))(a, b)
+    np.testing.assert_array_equal(np.asarray(out, np.int64), product)
+
+
+def test_int8_is_converted_on_its_way_to_shared_memory():
+    a, b, product = operands(jnp.int8)
+    with interpret_mosaic(detect_races=True):
+        out = jax.jit(functools.partial(streaming_matmul, num_stages=2))(a, b)
+    np.testing.assert_array_equal(np.asarray(out, np.int64), product)
+
+
+@pytest.mark.parametrize("fault", [Fault.RELEASE_BEFORE_WAIT, Fault.NO_FULL_WAIT])
+def test_faults_are_races(fault: Fault):
+    a, b, _ = operands()
+    with pytest.raises(KernelError), interpret_mosaic(detect_races=True):
+        jax.jit(functools.partial(streaming_matmul, num_stages=2, fault=fault))(a, b).block_until_ready()
+
+
+def test_scratch_has_the_shapes_and_arrivals_of_the_plan():
+    plan = RingPlan.of(KVTileSpec(128, 96, jnp.bfloat16, 3), consumers=2)
+    smem, full, empty = plan.scratch()
+    assert smem.shape == (3, 128, 96)
+    assert list(smem.transforms) == list(plan.transforms) != []
+    assert (full.num_arrivals, full.num_barriers) == (1, (3,))
+    assert (empty.num_arrivals, empty.num_barriers) == (2, (3,))
+    assert plan.tile_bytes == 128 * 96 * 2
+    assert plan.shared_bytes == 3 * plan.tile_bytes + 2 * 3 * 8
+    assert RingPlan((64, 64), jnp.int8, 2, 2, writers=2).scratch()[1].num_arrivals == 2
+    assert RingPlan((64, 64), jnp.int8, 2, 1, copies=4).scratch()[1].num_arrivals == 4
+
+
+def test_rows_of_numbers_stay_as_they_are():
+    plan = RingPlan((128,), jnp.float32, 2, 3)
+    assert (plan.transforms, plan.swizzle, plan.shared_bytes) == ((), 0, 1024 + 32)
+    assert RingPlan((4, 6), jnp.float32, 2, 1, swizzle=0).transforms == ()
+    assert RingPlan((64, 128), jnp.bfloat16, 2, 1, swizzle=64).transforms[1].swizzle == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile": ()}, "self.tile=()"),
+        ({"tile": (64, 0)}, "self.tile=(64, 0)"),
+        ({"tile": (60, 64)}, "rows=60"),
+        ({"tile": (128,), "swizzle": 64}, "only matrices"),
+        ({"num_stages": 0}, "self.num_stages=0"),
+        ({"num_stages": 33}, "self.num_stages=33"),
+        ({"consumers": 0}, "self.consumers=0"),
+        ({"writers": -1}, "self.writers=-1"),
+        ({"copies": 0}, "self.copies=0"),
+        ({"copies": 3}, "self.copies=3"),
+        ({"copies": 2, "writers": 1}, "need TMA"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(change: dict, reason: str):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        RingPlan(**({"tile": (64, 64), "dtype": jnp.bfloat16, "num_stages": 2, "consumers": 1} | change))
+
+
+def test_values_go_only_where_there_are_writers():
+    by_tma = RingPlan((64, 64), jnp.bfloat16, 2, 1).bind(None, None, None)
+    by_threads = RingPlan((64, 64), jnp.bfloat16, 2, 1, writers=1).bind(None, None, None)
+    with pytest.raises(ValueError, match="takes no values"):
+        by_tma.copy_to_shared(0, jnp.zeros((64, 64)))
+    with pytest.raises(ValueError, match="got no values"):
+        by_threads.copy_to_shared(0)
+    with pytest.raises(ValueError, match="passes no registers"):
+        by_tma.load_from_dram(0, None, layout=plgpu.Layout.WGMMA)

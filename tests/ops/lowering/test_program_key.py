@@ -1,0 +1,274 @@
+"""What a lowered kernel on disk is known by: everything that it depends on, and nothing else."""
+
+import dataclasses
+import enum
+import os
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tests.ops.kernel.samples import Config, Pair
+from tilewright.kernels.masks import CausalMask
+from tilewright.ops.kernel.arrays import StaticLeaf, split
+from tilewright.ops.lowering import program_key, surroundings
+from tilewright.ops.lowering.program_key import describe, read, written
+from tilewright.ops.lowering.stages import Program, Stage, traced
+from tilewright.ops.lowering.surroundings import NotDescribableError, described, is_dumping, sources_fingerprint
+from tilewright.ops.types import Device, MappedAxis
+from tilewright.ops.utils.serialize import canonical_json
+
+DEVICE = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, "gpu:NVIDIA H100 80GB HBM3:9.0")
+
+
+class Kept(Pair):
+    def lowering_packages(self, cfg):
+        return ("tilewright",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """A static argument of a type whose code is not part of the kernel's sources."""
+
+    number: int = 0
+
+
+def module_level(x: Any) -> Any:
+    return x
+
+
+def program(kernel: Any = None, *, stage: str = "run", arrays: Any = None, cfg: Any = None, **changes: Any) -> Program:
+    a = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    kwargs = {"scale": 1.0, **changes.pop("kwargs", {})}
+    operands, structure = split(((arrays or (a, a)), kwargs))
+    avals = changes.pop("avals", tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in operands))
+    code = Stage(kernel or Kept("tests.key"), structure, stage, wanted=changes.pop("wanted", ()))
+    made = Program(code, StaticLeaf(cfg or Config()), avals, (), DEVICE)
+    return dataclasses.replace(made, **changes)
+
+
+def key_of(*args: Any, **kwargs: Any) -> str:
+    return canonical_json(describe(program(*args, **kwargs)))
+
+
+def test_equal_programs_have_equal_keys():
+    assert key_of() == key_of()
+
+
+A = jax.core.ShapedArray((4, 4), jnp.dtype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": Kept("tests.key", version="1")},
+        {"kernel": Kept("tests.other")},
+        {"stage": "forward"},
+        {"cfg": Config(32)},
+        {"cfg": Config(platform="xla")},
+        {"wanted": (True, False)},
+        {"kwargs": {"scale": 1}},
+        {"kwargs": {"scale": True}},
+        {"kwargs": {"scale": -1.0}},
+        {"kwargs": {"more": None}},
+        {"avals": (A, jax.core.ShapedArray((4, 5), A.dtype))},
+        {"avals": (A, jax.core.ShapedArray((4, 4), jnp.dtype(jnp.bfloat16)))},
+        {"avals": (A, jax.core.ShapedArray((4, 4), A.dtype, weak_type=True))},
+        {"mapped": (MappedAxis(4, (True, False)),)},
+        {"mapped": (MappedAxis(4, (False, True)),)},
+        {"device": dataclasses.replace(DEVICE, name="NVIDIA H200")},
+        {"device": dataclasses.replace(DEVICE, capability=(8, 0))},
+        {"device": dataclasses.replace(DEVICE, cores=114)},
+    ],
+    ids=str,
+)
+def test_another_program_has_another_key(changes):
+    assert key_of(**changes) != key_of()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.enable_x64(True),
+        lambda: jax.default_matmul_precision("highest"),
+        lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("d",), (AxisType.Auto,))),
+    ],
+    ids=["x64", "precision", "threefry", "promotion", "mesh"],
+)
+def test_another_setting_has_another_key(setting):
+    before = key_of()
+    with setting():
+        assert key_of() != before
+    assert key_of() == before
+
+
+def test_a_variable_that_kernels_read_has_another_key(monkeypatch):
+    before = key_of()
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    assert key_of() != before
+
+
+def test_another_toolchain_or_source_has_another_key(monkeypatch):
+    before = key_of()
+    monkeypatch.setattr(program_key, "toolchain_fingerprint", lambda: {"jax": "0.99"})
+    toolchain = key_of()
+    monkeypatch.setattr(program_key, "sources_fingerprint", lambda names: "another")
+    assert len({before, toolchain, key_of()}) == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [module_level, Outside(), lambda x: x, object()],
+    ids=["a function by name", "a type from elsewhere", "a lambda", "no JSON form"],
+)
+def test_what_the_key_cannot_tell_is_not_kept(value):
+    assert describe(program(kwargs={"scale": value})) is None
+
+
+def test_an_array_in_a_static_value_is_not_kept():
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Table:
+        values: Any
+
+    assert describe(program(kwargs={"scale": Table(np.ones(3))})) is None
+
+
+def test_masks_are_told():
+    """Static parts of a pytree whose type belongs to the kernel's sources."""
+    keys = {key_of(kwargs={"mask": CausalMask(offset)}) for offset in (0, 1)}
+    assert len(keys) == 2
+
+
+def test_sharded_types_symbolic_sizes_and_dumps_are_not_kept(monkeypatch):
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), (AxisType.Explicit,))
+    split_type = jax.core.ShapedArray((4, 4), A.dtype, sharding=NamedSharding(mesh, PartitionSpec("d", None)))
+    assert describe(program(avals=(split_type, A))) is None
+    (size,) = jax.export.symbolic_shape("n")
+    assert describe(program(avals=(jax.core.ShapedArray((size, 4), A.dtype), A))) is None
+    assert not is_dumping()
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    assert describe(program()) is None
+
+
+def test_results_come_back():
+    for stage in ("run", "forward"):
+        results = traced(program(stage=stage))[1]
+        about = written(results)
+        assert about is not None
+        assert read(about) == results
+
+
+def test_a_reshaped_result_comes_back():
+    class Reshapes(Kept):
+        def forward_with_residuals(self, a, b, *, cfg, scale=1.0):
+            out = a @ b
+            return out, (out.reshape(2, 8), out[None])
+
+    results = traced(program(Reshapes("tests.key.reshapes"), stage="forward"))[1]
+    assert [index for index, _ in results.sources] == [0, 0, 2]
+    assert results.sources[1][1] is not None
+    assert read(written(results)) == results
+
+
+def test_results_of_unknown_types_do_not_come_back():
+    @jax.tree_util.register_pytree_node_class
+    class Node:
+        def tree_flatten(self):
+            return (self.x,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            made = cls()
+            (made.x,) = children
+            return made
+
+    class Returns(Kept):
+        def run(self, a, b, *, cfg, scale=1.0):
+            return Node.tree_unflatten(None, (a @ b,))
+
+    assert written(traced(program(Returns("tests.key.node")))[1]) is None
+
+
+@pytest.mark.parametrize("about", [{}, {"avals": [], "tree": 3, "sources": []}, {"avals": 1, "tree": [], "sources": 2}])
+def test_damaged_results_are_none(about):
+    assert read(about) is None
+
+
+def test_damaged_parts_are_none():
+    about = written(traced(program(stage="forward"))[1])
+    for name, value in (("tree", {"$dataclass": "os:system", "fields": {}}), ("sources", [[0, ["exec", []]]] * 3)):
+        assert read({**about, name: value}) is None
+
+
+# Settings.
+
+
+def test_settings_are_described():
+    class Colour(enum.Enum):
+        RED = 1
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    for value in (None, True, 3, 0.5, "text", (1, ("a",)), frozenset({"b", "a"}), Colour.RED, {"a": 1}, mesh,
+                  jax.devices()[0], mesh.abstract_mesh):  # fmt: skip
+        assert canonical_json(described(value)) == canonical_json(described(value))
+    assert described(frozenset({"b", "a"})) == described(frozenset({"a", "b"}))
+    assert described(1) != described(True) or str(described(1)) != str(described(True))
+    with pytest.raises(NotDescribableError):
+        described((1, object()))
+
+
+# Sources.
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Any:
+    folder = tmp_path / "tests_sources"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/a.py"):
+        (folder / name).write_text("x = 1\n")
+    long_ago = time.time() - 10_000
+    age(folder, long_ago)
+    module = ModuleType("tests_sources")
+    module.__file__ = str(folder / "__init__.py")
+    monkeypatch.setitem(sys.modules, "tests_sources", module)
+    surroundings._package_fingerprint.cache_clear()
+    yield folder
+    surroundings._package_fingerprint.cache_clear()
+
+
+def age(folder: Any, when: float) -> None:
+    for path in folder.rglob("*.py"):
+        os.utime(path, (when, when))
+    surroundings._package_fingerprint.cache_clear()
+
+
+def test_every_source_of_a_package_counts(package):
+    found = [sources_fingerprint(["tests_sources"])]
+    (package / "inner" / "a.py").write_text("x = 2\n")
+    age(package, 1.0)
+    found.append(sources_fingerprint(["tests_sources"]))
+    (package / "inner" / "a.py").rename(package / "inner" / "b.py")
+    age(package, 1.0)
+    found.append(sources_fingerprint(["tests_sources"]))
+    found.append(sources_fingerprint(["tests_sources", "tilewright"]))
+    assert len(set(found)) == 4
+    assert all(found)
+
+
+def test_a_source_that_changed_since_the_start_tells_nothing(package):
+    (package / "inner" / "a.py").write_text("x = 3\n")
+    surroundings._package_fingerprint.cache_clear()
+    assert sources_fingerprint(["tests_sources"]) == ""
+
+
+@pytest.mark.parametrize("names", [(), ("__main__",), ("tests_no_such_module",), ("tilewright", "sys")])
+def test_what_has_no_sources_tells_nothing(names):
+    assert sources_fingerprint(names) == ""

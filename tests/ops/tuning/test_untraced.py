@@ -1,0 +1,72 @@
+"""Computing for real while a program is traced."""
+
+import contextvars
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from tilewright.ops.tuning.untraced import measuring_alone, outside_traces
+
+VARIABLE = contextvars.ContextVar("tests_variable", default=0)
+
+
+def test_results_are_concrete_inside_any_trace():
+    found = []
+
+    def function(x):
+        found.append(outside_traces(lambda cancelled: float(jnp.sum(jnp.ones(3)))))
+        return x * 2
+
+    traced = [
+        str(jax.make_jaxpr(jax.vmap(jax.grad(lambda x, f=f: f(x).sum())))(jnp.ones((2, 3))))
+        for f in (function, lambda x: x * 2)
+    ]
+    assert found == [3.0]
+    assert traced[0] == traced[1]
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        assert outside_traces(lambda cancelled: jax.sharding.get_abstract_mesh().empty)
+
+
+def test_settings_of_the_caller_hold():
+    def look(cancelled):
+        assert not cancelled.is_set()
+        return jnp.asarray(1.0).dtype, jnp.ones(1).devices(), jax.config.jax_default_matmul_precision, VARIABLE.get()
+
+    device = jax.devices()[2]
+    token = VARIABLE.set(7)
+    try:
+        with jax.enable_x64(True), jax.default_device(device), jax.default_matmul_precision("highest"):
+            assert outside_traces(look) == (jnp.float64, {device}, "highest", 7)
+    finally:
+        VARIABLE.reset(token)
+    assert outside_traces(look)[0] == jnp.float32
+
+
+def test_errors_come_back():
+    def fail(cancelled):
+        raise LookupError("inside")
+
+    with pytest.raises(LookupError, match="inside"):
+        outside_traces(fail)
+
+
+def test_turns_are_taken_by_threads_and_shared_within_one():
+    inside, most = [], []
+
+    def work():
+        with measuring_alone(), measuring_alone():
+            inside.append(1)
+            most.append(len(inside))
+            outside_traces(lambda cancelled: measuring_alone().__enter__())
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == [1] * 8

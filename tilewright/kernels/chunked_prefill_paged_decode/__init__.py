@@ -1,1 +1,0 @@
-"""Writing a chunk and attending to it."""

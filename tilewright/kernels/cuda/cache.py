@@ -1,0 +1,303 @@
+"""Compiled groups on disk: one folder each, known by what it was compiled from, for their owner alone."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import BuildError
+from tilewright.ops.kernel.builds import Cancelled
+from tilewright.ops.utils.folders import absolute, cache_folder, locked, make_folder, try_lock
+from tilewright.ops.utils.serialize import canonical_json
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+LIBRARY = "library.so"
+RECORD = "record.json"
+
+_RECORD_LIMIT = 1 << 20
+_LEFTOVER = re.compile(r"\.(?:build|lock)-([0-9a-f]{32})(?:-[0-9a-f]+)?")
+_LEFTOVER_LIFETIME_S = 86400.0  # where there are no locks to tell who is alive
+_POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuildKey:
+    """What one group's shared object is known by.
+
+    Attributes:
+      target: nvcc's name of the architecture, such as "90a".
+      content: hash of generated sources, the table's headers and flags.
+      packages: hashes of the headers of packages; only of those that are installed here.
+      compiler: its identity; empty where nothing can be compiled, and then a build by any compiler will do.
+    """
+
+    table: str
+    group: str
+    target: str
+    content: str
+    packages: Mapping[str, str]
+    compiler: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.table}-{self.group}-sm_{self.target}-{self.content[:24]}"
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.prefix}-{self.environment[:12]}"
+
+    @property
+    def environment(self) -> str:
+        return _digest(canonical_json({"compiler": self.compiler, "packages": dict(self.packages)}).encode())
+
+    @property
+    def lock_name(self) -> str:
+        return _digest(self.name.encode())[:32]
+
+
+class TimedOut(Exception):  # no TimeoutError, which as an OSError would say that the file system has no locks
+    """Something took longer than it may; says what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """The bounds of a build: it goes on until it is given up, and for so many seconds."""
+
+    cancelled: threading.Event
+    timeout_s: float
+
+    def waiting(self, what: str) -> Callable[[], None]:
+        """A function that waits a moment each time; from now on its time counts.
+
+        It raises `Cancelled` once the build is given up, and `TimedOut`, which says ``what``, when the time is over.
+        """
+        deadline = time.monotonic() + self.timeout_s
+
+        def wait() -> None:
+            if self.cancelled.wait(_POLL_S):
+                raise Cancelled
+            if time.monotonic() > deadline:
+                raise TimedOut(what)
+
+        return wait
+
+
+class BuildCache:
+    """The folder ``cuda`` among Tilewright's caches; any number of processes may build into it at once.
+
+    Args:
+      path: another folder; it is made on the first build.
+      shipped: whether what an installed wheel brings is used in place of a build; for the user's own folder by default.
+    """
+
+    def __init__(self, path: Path | None = None, *, shipped: bool | None = None) -> None:
+        self.path = cache_folder("cuda") if path is None else absolute(path)  # nvcc runs elsewhere
+        self.shipped = path is None if shipped is None else shipped
+
+    def find(self, key: BuildKey) -> Path | None:
+        """The shared object of a group, if it is there and is what was compiled; its bytes are read.
+
+        Raises:
+          BuildError: the cache is not ours alone.
+        """
+        if not self._is_there():
+            return None
+        names = [key.name] if key.compiler else self._names(key.prefix)
+        for name in names:
+            folder = self.path / name
+            if not folder.is_dir():
+                continue
+            reason = _not_intact(folder, key)
+            if not reason:
+                return folder / LIBRARY
+            logger.warning("the build in %s is not used: %s", folder, reason)
+        return None
+
+    def publish(self, key: BuildKey, staging: Path, remarks: Mapping[str, Any]) -> Path:
+        """Makes a staging folder with its finished ``library.so`` the group's folder, whatever stood there before."""
+        for path in staging.iterdir():
+            os.chmod(path, 0o600)
+        library = staging / LIBRARY
+        record = {
+            "schema": SCHEMA,
+            **dataclasses.asdict(key),
+            "packages": dict(key.packages),
+            "sha256": _digest(library.read_bytes()),
+            "bytes": library.stat().st_size,
+            **remarks,
+        }
+        _write_private(staging / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+        final = self.path / key.name
+        while True:
+            try:
+                os.rename(staging, final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            else:
+                return final / LIBRARY
+            # What stands there was not intact when the build began; nor does a folder of the same name differ if it is.
+            aside = self._temporary(key)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(final, aside)
+                _remove(aside)
+
+    @contextlib.contextmanager
+    def staging(self, key: BuildKey) -> Iterator[Path]:
+        """A folder to build in; it is gone at the end, unless it was published."""
+        folder = self._temporary(key)
+        os.mkdir(folder, 0o700)
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+    @contextlib.contextmanager
+    def lock(self, key: BuildKey, limit: Limit) -> Iterator[None]:
+        """Lets one process at a time build a group; those of one host, one for each GPU, would all compile the same.
+
+        What killed processes left behind is removed. Without locks (some network file systems) all of them build, and
+        the last one's folder stays.
+
+        Raises:
+          BuildError: the cache is not ours alone.
+          OSError: it cannot be written.
+          Cancelled: the wait was given up.
+          TimedOut: another process holds it for too long.
+        """
+        self._make()
+        self._sweep()
+        if limit.cancelled.is_set():
+            raise Cancelled
+        with locked(self.path / f".lock-{key.lock_name}", limit.waiting("another process is building it")):
+            yield
+
+    def _is_there(self) -> bool:
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise BuildError(f"the CUDA build cache {self.path} cannot be read: {error.strerror}") from error
+        if status.st_uid != os.geteuid():
+            raise BuildError(
+                f"the CUDA build cache {self.path} belongs to user {status.st_uid}, not to user {os.geteuid()}; "
+                "nothing is loaded from it. Set TILEWRIGHT_CACHE_DIR to a folder of your own"
+            )
+        if status.st_mode & 0o022:
+            raise BuildError(
+                f"the CUDA build cache {self.path} is writable by others (mode {stat.S_IMODE(status.st_mode):o}); "
+                "nothing is loaded from it. Delete it"
+            )
+        if status.st_mode & 0o077:
+            os.chmod(self.path, 0o700)
+        return True
+
+    def _make(self) -> None:
+        make_folder(self.path)
+        self._is_there()
+
+    def _names(self, prefix: str) -> list[str]:
+        """Folders of builds, newest first."""
+        found = []
+        for name in os.listdir(self.path):
+            if name.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):  # another process may have replaced it meanwhile
+                    found.append((os.lstat(self.path / name).st_mtime, name))
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def _temporary(self, key: BuildKey) -> Path:
+        return self.path / f".build-{key.lock_name}-{secrets.token_hex(8)}"
+
+    def _sweep(self) -> None:
+        """Removes the staging folders and locks of processes that are no more."""
+        left: dict[str, list[Path]] = {}
+        for path in self.path.iterdir():
+            match = _LEFTOVER.fullmatch(path.name)
+            if match:
+                left.setdefault(match[1], []).append(path)
+        for name, paths in left.items():
+            lock = self.path / f".lock-{name}"
+            try:
+                descriptor = try_lock(lock)
+            except OSError:
+                _remove(*(path for path in paths if _older_than(path, _LEFTOVER_LIFETIME_S)))
+                continue
+            if descriptor is not None:
+                _remove(*paths, lock)
+                os.close(descriptor)
+
+
+def _not_intact(folder: Path, key: BuildKey) -> str:
+    """Why a build may not be loaded; empty if it may."""
+    for path, kind in ((folder, stat.S_ISDIR), (folder / RECORD, stat.S_ISREG), (folder / LIBRARY, stat.S_ISREG)):
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            return f"{path.name}: {error.strerror}"
+        if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return f"{path.name} is not the owner's alone"
+    record = _read_record(folder)
+    if record is None:
+        return "its record cannot be read"
+    for name in ("table", "group", "target", "content"):
+        if record.get(name) != getattr(key, name):
+            return f"it was made with another {name}"
+    if key.compiler and record.get("compiler") != key.compiler:
+        return "it was made with another compiler"
+    packages = record.get("packages")
+    if not isinstance(packages, dict) or any(packages.get(name) != digest for name, digest in key.packages.items()):
+        return "it was made with other headers"
+    if _digest((folder / LIBRARY).read_bytes()) != record.get("sha256"):
+        return "its bytes are not those that were compiled"
+    return ""
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    try:
+        with open(folder / RECORD, "rb") as file:
+            record = json.loads(file.read(_RECORD_LIMIT).decode())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and record.get("schema") == SCHEMA else None
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _older_than(path: Path, seconds: float) -> bool:
+    try:
+        return time.time() - os.lstat(path).st_mtime > seconds
+    except OSError:
+        return False
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,44 @@
+"""What is known of a CUDA device without asking it: programs are lowered for cards that are not there."""
+
+from collections.abc import Mapping
+
+from tilewright.kernels.footprint import block_limits
+from tilewright.ops.types import Device
+
+_LEAST_SHARED_BYTES = 48 << 10
+"""What a block has on every device."""
+
+
+def capability_of(device: Device) -> int | None:
+    """The compute capability times ten, such as 90; ``None`` where there is none or it is not known."""
+    return None if device.capability is None else 10 * device.capability[0] + device.capability[1]
+
+
+def device_values(device: Device) -> Mapping[str, int] | None:
+    """The device as predicates read it; ``None`` where it has no compute capability. The C++ side asks the device."""
+    capability = capability_of(device)
+    if capability is None:
+        return None
+    limits = block_limits(device.capability)
+    shared = _LEAST_SHARED_BYTES if limits is None else limits.shared_bytes
+    return {"capability": capability, "shared_memory": shared, "multiprocessors": device.cores}
+
+
+def architecture(capability: int) -> str:
+    """nvcc's name of a target, such as "86" or "90a".
+
+    From 9.0 on with the features of that architecture alone: what is built is for one device, and wgmma needs them.
+    """
+    return f"{capability}a" if capability >= 90 else str(capability)
+
+
+def parse_architecture(text: str) -> int:
+    """The compute capability times ten of "90a", "90", "sm_90a" or "9.0".
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "", 1)
+    if not (digits.isascii() and digits.isdigit() and 50 <= int(digits) < 1000):
+        raise ValueError(f"{text!r} is no CUDA architecture such as 80 or 90a")
+    return int(digits)

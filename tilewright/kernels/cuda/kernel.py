@@ -1,0 +1,255 @@
+"""A kernel in CUDA C++: selects the variant for a problem, has it built on first need, and calls it."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.errors import BuildError
+from tilewright.kernels.cuda import library, toolchain
+from tilewright.kernels.cuda.build import Group, build
+from tilewright.kernels.cuda.cache import BuildCache
+from tilewright.kernels.cuda.devices import capability_of, device_values
+from tilewright.kernels.cuda.library import Library
+from tilewright.kernels.cuda.requirements import Values
+from tilewright.kernels.cuda.table import Variant, VariantTable
+from tilewright.ops.types import Device
+from tilewright.ops.utils.memory import forget_all
+
+logger = logging.getLogger(__name__)
+
+type Problem = Mapping[str, int]
+
+_NOTED: ContextVar[dict[Group, None] | None] = ContextVar("noted groups", default=None)
+
+
+@contextlib.contextmanager
+def noting_groups() -> Iterator[dict[Group, None]]:
+    """Has calls in this context note the groups that they come to, and compile none of them.
+
+    What is lowered meanwhile is there to be read and must not run: a group that is not there is taken to serve whatever
+    is known of it, and its results are zeros.
+    """
+    noted: dict[Group, None] = {}
+    forget_all()  # what was traced before would not be traced again, and so note nothing
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+        forget_all()  # and what was traced here must not run
+
+
+class CudaKernel:
+    """The kernel of one table.
+
+    A problem is a mapping from the table's fields to integers.
+
+    Args:
+      cache: another build cache than the user's.
+    """
+
+    def __init__(self, table: VariantTable, cache: BuildCache | None = None) -> None:
+        self.table = table
+        self._cache = cache
+
+    @property
+    def cache(self) -> BuildCache:
+        """The build cache; the user's is looked up at each use, as the environment may change."""
+        return self._cache or BuildCache()
+
+    def reasons(self, problem: Problem, device: Device) -> list[str]:
+        """Why no variant can serve a problem on a device, as far as that is known without compiling anything.
+
+        It is said of the variants that come nearest: against them least stands. Empty is no promise: what needs a
+        compiled kernel's facts is told by `select`.
+        """
+        values = self._values(problem, device)
+        if values is None:
+            return [_no_capability(device)]
+        capability = values.device["capability"]
+        mine = self.table.for_capability(capability)
+        if not mine:
+            return [f"no variant of {self.table.name} is for compute capability {capability / 10}"]
+        said: dict[int, list[str]] = {}  # by how many requirements are not met
+        for variant in mine:
+            unmet = _against(variant, values)
+            against = unmet or self._reasons_so_far(variant, values)
+            if not against:
+                return []
+            said.setdefault(len(unmet), []).extend(against)
+        return list(dict.fromkeys(said[min(said)]))
+
+    def select(self, problem: Problem, device: Device) -> tuple[Variant | None, dict[str, list[str]]]:
+        """The first variant that can serve a problem, and of every one before it the reasons why it cannot.
+
+        Builds the groups of those variants whose requirements of problem and device are met, until one is accepted.
+
+        Raises:
+          BuildError: a group cannot be compiled, though there is a compiler.
+        """
+        values = self._values(problem, device)
+        if values is None:
+            return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
+        reasons: dict[str, list[str]] = {}
+        for variant in self.table.variants:
+            against = _against(variant, values) or self._reasons_compiled(variant, values)
+            if not against:
+                return variant, reasons
+            reasons[variant.name] = against
+        return None, reasons
+
+    def needed(self, problem: Problem, device: Device, variants: Sequence[Variant] | None = None) -> Group | None:
+        """The group that holds the first variant that can serve a problem, made or not; ``None`` if none can.
+
+        Where a variant's facts are not known, for it is not compiled, it is taken to be the one.
+
+        Args:
+          variants: those that are asked, in their order; all of the table's by default.
+        """
+        values = self._values(problem, device)
+        if values is None:
+            return None
+        for variant in self.table.variants if variants is None else variants:
+            if not _against(variant, values) and not self._reasons_so_far(variant, values):
+                return self._group(variant, values)
+        return None
+
+    def variant_reasons(
+        self, variant: Variant, problem: Problem, device: Device, *, compiled: bool = False
+    ) -> list[str]:
+        """Every reason why one variant cannot serve a problem.
+
+        Args:
+          compiled: whether to compile it where that is needed to tell.
+
+        Raises:
+          BuildError: its group cannot be compiled, though there is a compiler.
+        """
+        values = self._values(problem, device)
+        if values is None:
+            return [_no_capability(device)]
+        further = self._reasons_compiled if compiled else self._reasons_so_far
+        return _against(variant, values) or further(variant, values)
+
+    def facts(self, variant: Variant, device: Device) -> Mapping[str, int]:
+        """Shared memory, threads and alignment of a variant that was selected for a device."""
+        return self._library(variant, device).facts[variant.name]
+
+    def workspace(self, variant: Variant, problem: Problem, device: Device) -> int:
+        """Bytes of scratch memory that a variant takes for a problem."""
+        return self._library(variant, device).workspace(variant.name, self._field_values(problem))
+
+    def call(
+        self,
+        variant: Variant,
+        problem: Problem,
+        device: Device,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        attributes: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Arrays like ``outputs`` that a variant makes of ``inputs``.
+
+        Args:
+          variant: what `select` returned for the same problem and device.
+          inputs: arrays in row-major layout.
+          outputs: ``jax.ShapeDtypeStruct`` of each result.
+          attributes: strings, and numpy scalars and arrays whose dtypes are those that the kernel asks for.
+        """
+        values = self._field_values(problem)
+        noted = _NOTED.get()
+        if noted is not None:
+            group = self._group_on(variant, device)
+            noted[group] = None
+            if library.loaded(group, self.cache) is None:
+                return [jnp.zeros(each.shape, each.dtype) for each in outputs]
+        compiled = self._library(variant, device)
+        workspace = jax.ShapeDtypeStruct((compiled.workspace(variant.name, values),), np.uint8)
+        call = jax.ffi.ffi_call(compiled.registered, [*outputs, workspace], vmap_method="sequential")
+        given = dict(attributes or {}) | {"variant": variant.name, "problem": np.array(values, np.int64)}
+        *results, _ = call(*inputs, **given)
+        return results
+
+    def _values(self, problem: Problem, device: Device) -> Values | None:
+        """What predicates read; ``None`` for a device without a compute capability."""
+        fields = dict(zip(self.table.fields, self._field_values(problem), strict=True))
+        known = device_values(device)
+        return None if known is None else Values(fields, known)
+
+    def _field_values(self, problem: Problem) -> list[int]:
+        if problem.keys() != set(self.table.fields):
+            raise ValueError(
+                f"a problem of {self.table.name} has the fields {self.table.fields}, got {sorted(problem)}"
+            )
+        return [int(problem[name]) for name in self.table.fields]
+
+    def _reasons_so_far(self, variant: Variant, values: Values) -> list[str]:
+        """What is known without compiling against a variant that meets all that needs no facts."""
+        try:
+            compiled = library.loaded(self._group(variant, values), self.cache)
+        except BuildError as error:
+            return [str(error)]
+        return self._missing(values) if compiled is None else _unmet(variant, values, compiled)
+
+    def _reasons_compiled(self, variant: Variant, values: Values) -> list[str]:
+        """What is said, once it is compiled, against a variant that meets all that needs no facts."""
+        group = self._group(variant, values)
+        compiled = library.loaded(group, self.cache)
+        if compiled is None:
+            missing = self._missing(values)
+            if missing:
+                return missing
+            if _NOTED.get() is not None:
+                return []
+            logger.warning("building %s into %s, once; this may take some minutes", group, self.cache.path)
+            compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
+        return _unmet(variant, values, compiled)
+
+    def _group(self, variant: Variant, values: Values) -> Group:
+        return Group(self.table, variant.group, values.device["capability"])
+
+    def _missing(self, values: Values) -> list[str]:
+        return toolchain.missing(values.device["capability"], self.table.packages)
+
+    def _group_on(self, variant: Variant, device: Device) -> Group:
+        capability = capability_of(device)
+        if capability is None:
+            raise ValueError(f"{variant.name} cannot run on {device.name}, which has no CUDA compute capability")
+        return Group(self.table, variant.group, capability)
+
+    def _library(self, variant: Variant, device: Device) -> Library:
+        group = self._group_on(variant, device)
+        compiled = library.loaded(group, self.cache)
+        if compiled is None:
+            compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
+        if variant.name not in compiled.facts:
+            raise ValueError(
+                f"{variant.name} is for the architectures {variant.arch_range}, not for {group.capability}"
+            )
+        return compiled
+
+
+def _no_capability(device: Device) -> str:
+    return f"{device.name} has no CUDA compute capability that is known here"
+
+
+def _against(variant: Variant, values: Values) -> list[str]:
+    """What is said against a variant by requirements that need no facts."""
+    reasons = []
+    if not variant.runs_on(values.device["capability"]):
+        low, high = variant.arch_range
+        reasons.append(f"capability must be in [{low}, {high}), got capability={values.device['capability']}")
+    asked = [requirement for requirement in variant.requirements if not requirement.needs_facts]
+    return reasons + [requirement.reason(values) for requirement in asked if not requirement.holds(values)]
+
+
+def _unmet(variant: Variant, values: Values, compiled: Library) -> list[str]:
+    known = Values(values.problem, values.device, compiled.facts[variant.name])
+    asked = [requirement for requirement in variant.requirements if requirement.needs_facts]
+    return [requirement.reason(known) for requirement in asked if not requirement.holds(known)]

@@ -1,0 +1,210 @@
+"""Compiled groups that a wheel brings: found without importing anything, and used only where they are what is wanted.
+
+A wheel has each in a folder ``tilewright_kernels/cu13/<name>``, for CUDA 13, with ``library.so`` and ``record.json``.
+It is used if it is of the same table, group, architecture, generated sources, headers of ours and flags, and if its
+bytes are those that were recorded, whichever nvcc and CUTLASS made it. Nothing is asked of the files' owner and mode:
+who may write beside Python's modules may change the modules, which run in any case. The hash is there for copies that
+were cut short and for what two versions left in one folder.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.machinery
+import logging
+import re
+import sys
+from pathlib import Path
+
+import jax
+import msgspec
+
+from tilewright.kernels.cuda.cache import LIBRARY, RECORD
+from tilewright.ops.utils.folders import read_file
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "tilewright_kernels"
+"""The package into which the wheels of every CUDA put their folders; it has no module of its own."""
+
+SCHEMA = 1
+
+FIRST_DRIVERS = {12: "525", 13: "580"}
+"""The first driver for each major version of CUDA, for people."""
+
+_CUDA = re.compile(r"cu(\d+)")
+_RECORD_LIMIT = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShippedKey:
+    """The key of a shipped group; nothing in it depends on a compiler, on jaxlib or on packages of headers.
+
+    Attributes:
+      target: nvcc's name of the architecture, such as "90a".
+      content: hash of generated sources, of headers of ours, and of flags.
+    """
+
+    table: str
+    group: str
+    target: str
+    content: str
+
+    @property
+    def beginning(self) -> str:
+        """The beginning of its folders' names, whatever the architecture and the content."""
+        return f"{self.table}-{self.group}-sm_"
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of its folders' names, of which several may be there: they differ in their bytes."""
+        return f"{self.beginning}{self.target}-{self.content[:24]}-"
+
+
+class ShippedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The text beside a shipped object.
+
+    Attributes:
+      ffi: version of XLA's FFI with whose headers it was compiled.
+      cuda: version of the CUDA runtime that is linked into it.
+      compiler: what compiled it, for people.
+      packages: hashes of the packages of headers that were compiled into it, for people.
+      sha256: of the object.
+      seconds: that it took to compile.
+    """
+
+    schema: int
+    table: str
+    group: str
+    target: str
+    content: str
+    ffi: tuple[int, int]
+    cuda: tuple[int, int]
+    compiler: str
+    packages: dict[str, str]
+    sha256: str
+    seconds: float
+
+    @property
+    def key(self) -> ShippedKey:
+        return ShippedKey(self.table, self.group, self.target, self.content)
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder, of which the name of its FFI target is made: no other object has it."""
+        return f"{self.key.prefix}{self.sha256[:12]}"
+
+
+def find_shipped(key: ShippedKey) -> Path | None:
+    """The shared object of a group that an installed wheel brings and that can be used here, of the newest CUDA.
+
+    One that cannot be used is a miss, and the log says why, once; it is looked for once in a process.
+    """
+    return _find(key, shipped_folders())
+
+
+def shipped_folders() -> tuple[Path, ...]:
+    """The folders of the wheels that are installed, those of the newest CUDA first."""
+    return _folders(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _folders(path: tuple[str, ...]) -> tuple[Path, ...]:
+    # Paths alone are searched: other finders, such as those of editable installations, may run anything.
+    spec = importlib.machinery.PathFinder.find_spec(NAMESPACE, list(path))
+    places = () if spec is None else spec.submodule_search_locations or ()
+    entries = (entry for place in places for entry in _entries(Path(place)))
+    found = [(int(match[1]), entry) for entry in entries if (match := _CUDA.fullmatch(entry.name))]
+    return tuple(entry for _, entry in sorted(found, key=lambda each: -each[0]))
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(folder: Path) -> tuple[Path, ...]:
+    try:
+        return tuple(sorted(folder.iterdir()))
+    except OSError:
+        return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
+    for folder in folders:
+        group = [entry for entry in _entries(folder) if entry.name.startswith(key.beginning)]
+        of_target = [entry for entry in group if entry.name.startswith(f"{key.beginning}{key.target}-")]
+        right = [entry for entry in of_target if entry.name.startswith(key.prefix)]
+        for entry in right:
+            reason = _reason_against(entry, key)
+            if not reason:
+                return entry / LIBRARY
+            logger.warning("the shipped kernel %s is not used: %s", entry, reason)
+        if of_target and not right:
+            reason = "it was compiled from other sources, those of another version of Tilewright"
+            logger.warning("the shipped kernel %s is not used: %s", of_target[0], reason)
+        if group and not of_target:
+            targets = {entry.name.removeprefix(key.beginning).partition("-")[0] for entry in group}
+            said = ", ".join(f"sm_{target}" for target in sorted(targets))
+            logger.warning("%s ships %s %s for %s, not for sm_%s", folder, key.table, key.group, said, key.target)
+    return None
+
+
+def _reason_against(folder: Path, key: ShippedKey) -> str:
+    """Why a shipped object cannot be used; empty if it can."""
+    try:
+        record = msgspec.json.decode(read_file(folder / RECORD, _RECORD_LIMIT), type=ShippedRecord)
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        return f"its record cannot be read: {error}"
+    if record.schema != SCHEMA or record.folder != folder.name or record.key != key:
+        return "its record is that of another object"
+    reason = _ffi_reason(record.ffi) or _driver_reason(record.cuda[0])
+    if reason:
+        return reason
+    library = folder / LIBRARY
+    try:
+        if hashlib.sha256(library.read_bytes()).hexdigest() != record.sha256:
+            return "its bytes are not those that were compiled"
+        ctypes.CDLL(str(library))  # for another kind of processor, or a newer C library
+    except OSError as error:
+        return f"it cannot be loaded: {error}"
+    return ""
+
+
+def _ffi_reason(compiled: tuple[int, int]) -> str:
+    """XLA's rule: it takes handlers of older versions of its interface, and refuses newer ones when they register."""
+    here = ffi_version()
+    if compiled[0] == here[0] and compiled[1] <= here[1]:
+        return ""
+    versions = [".".join(map(str, each)) for each in (compiled, here)]
+    return f"it needs version {versions[0]} of XLA's FFI, and jaxlib has {versions[1]}"
+
+
+@functools.cache
+def ffi_version() -> tuple[int, int]:
+    """The version of XLA's FFI in jaxlib, whose headers say it."""
+    text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
+    numbers = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text, re.MULTILINE))
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])
+
+
+def _driver_reason(cuda: int) -> str:
+    """Why the driver cannot run what is linked with the runtime of a CUDA, such as 13; empty where none is installed.
+
+    Drivers run what any release of their own CUDA or an older one compiled for their device.
+    """
+    driver = driver_version()
+    if driver is None or driver[0] >= cuda:
+        return ""
+    first = f", which comes with driver {FIRST_DRIVERS[cuda]}" if cuda in FIRST_DRIVERS else ""
+    return f"it needs a driver for CUDA {cuda}{first}; this machine's is for CUDA {driver[0]}.{driver[1]}"
+
+
+@functools.cache
+def driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that this machine's driver is for, such as (13, 0); ``None`` where there is none."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10

@@ -1,1 +1,0 @@
-"""Decoding over a dense or a paged cache."""

@@ -1,0 +1,307 @@
+"""The variants of attention in CUDA C++ for compute capability 8.0 and up that are all our own: two tables.
+
+They multiply by ``mma.sync`` (``cuda/ampere_forward.cuh``, ``cuda/ampere_backward.cuh``). Tiles come in sizes for what
+a block may have of shared memory: 227 KB on 9.0 and 10.x, 163 KB on 8.0 and 8.7, 99 KB on 8.6, 8.9 and 12.x.
+"""
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Field, MultipleOf, Predicate
+from tilewright.kernels.cuda.table import Variant, VariantTable, instance
+from tilewright.kernels.flash_attention.cuda.cutlass_variants import DTYPES, FIELDS, SOURCES, WITHOUT_MODIFIERS, Dtype
+
+type Features = Literal["plain", "modified", "dropout"]
+
+FEATURES: tuple[Features, ...] = ("plain", "modified", "dropout")
+"""What is done to logits, each with all that those before it do: a band and sinks; bias, soft cap, masks by arrays;
+dropout."""
+
+CPP_TYPES = {"f32": "float", "f16": "__half", "bf16": "__nv_bfloat16"}
+
+ARCHITECTURES = (80, 130)
+
+_NAMESPACE = "tilewright::attention"
+
+
+def _kinds(dtype: Dtype) -> Iterator[tuple[Features, bool]]:
+    """All that can be asked of a kernel; only float32 has products that are exact and ones that are not."""
+    return itertools.product(FEATURES, (False, True) if dtype == "f32" else (False,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AmpereVariant(Variant):
+    """What both directions have in common.
+
+    Attributes:
+      max_dim: greatest head dim of keys and of values, whose products are made whatever the call's are.
+      exact: float32 products of three tf32 products each, instead of rounded operands.
+      rank: the tile's place among those of its head dim.
+    """
+
+    dtype: Dtype
+    max_dim: int
+    features: Features
+    exact: bool
+    rank: int
+
+    @property
+    @abc.abstractmethod
+    def room(self) -> int:
+        """Bytes of shared memory from which on the tile is the better choice, which may be more than it needs."""
+
+    @property
+    def group(self) -> str:
+        return f"{self.dtype}_k{self.max_dim}_{self.features}{'_exact' if self.exact else ''}"
+
+    @property
+    def arch_range(self) -> tuple[int, int]:
+        return ARCHITECTURES
+
+    @property
+    def sort_key(self) -> tuple[int, ...]:
+        """The smallest head dim, then what does least, then the largest tile that there is room for."""
+        return (self.max_dim, FEATURES.index(self.features), int(self.exact), self.rank)
+
+    @property
+    def requirements(self) -> tuple[Predicate, ...]:
+        vector = 4 if self.dtype == "f32" else 8
+        dims = (Field("head_dim"), Field("value_dim"))
+        return (
+            Compare(Field("dtype"), "==", DTYPES.index(self.dtype)),
+            *(Compare(dim, "<=", self.max_dim) for dim in dims),
+            # Not the fact: a head dim that does not fit is to be told without compiling first.
+            *(MultipleOf(dim, vector) for dim in dims),
+            *(WITHOUT_MODIFIERS if self.features == "plain" else ()),
+            # One that drops reads the keys of its generator, which other calls do not have.
+            Compare(Field("dropout"), "==", int(self.features == "dropout")),
+            *(() if self.exact or self.dtype != "f32" else (Compare(Field("exact"), "==", 0),)),
+            *((Compare(DeviceField("shared_memory"), ">=", self.room),) if self.room else ()),
+            Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
+        )
+
+    @property
+    def flags(self) -> tuple[bool, bool, bool]:
+        """The last template arguments: exact products, what modifies logits, and dropout."""
+        return (self.exact, self.features != "plain", self.features == "dropout")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardTile:
+    """How a forward kernel cuts its work.
+
+    Attributes:
+      queries: of a block.
+      keys: of a step.
+      row_warps, column_warps: the warps of a block. Those of a row share its keys and its output's columns.
+      stages: tiles of keys and values that are in shared memory at a time.
+      blocks: that a multiprocessor is to hold at a time, which bounds registers.
+      room: bytes of shared memory from which on the tile is the better choice, which may be more than it needs.
+    """
+
+    queries: int
+    keys: int
+    row_warps: int
+    column_warps: int
+    stages: int
+    blocks: int
+    room: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys}_w{self.row_warps}x{self.column_warps}_s{self.stages}"
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Template arguments, without the head dim, which stands after the first two."""
+        return (self.queries, self.keys, self.row_warps, self.column_warps, self.stages, self.blocks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """How a pass of a backward kernel cuts its work.
+
+    Attributes:
+      queries, keys: of a tile of logits. One of them is what a block owns.
+      query_warps, key_warps: the warps that make a tile of logits.
+      warps: all warps of a block.
+      stages: tiles of what it walks over that are in shared memory at a time.
+      blocks: that a multiprocessor is to hold at a time, which bounds registers.
+    """
+
+    queries: int
+    keys: int
+    query_warps: int
+    key_warps: int
+    warps: int
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys}_w{self.warps}_s{self.stages}"
+
+    @property
+    def cpp(self) -> str:
+        return instance(f"{_NAMESPACE}::AmpereWalk", *dataclasses.astuple(self))
+
+
+_KB = 1 << 10
+
+# The first one that there is room for is taken. Where a multiprocessor cannot hold two blocks of a tile, a smaller one
+# that it can hold twice comes next.
+FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
+    (False, 64): (ForwardTile(128, 64, 4, 1, 2, 2),),
+    (False, 96): (ForwardTile(128, 64, 4, 1, 2, 2, room=144 * _KB), ForwardTile(128, 64, 4, 1, 1, 2)),
+    (False, 128): (
+        ForwardTile(128, 64, 4, 1, 2, 2, room=192 * _KB),
+        ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB),
+        ForwardTile(128, 32, 4, 1, 1, 2),
+    ),
+    (False, 256): (ForwardTile(128, 64, 4, 2, 1, 1), ForwardTile(64, 64, 4, 1, 1, 1)),
+    (False, 512): (
+        ForwardTile(64, 64, 2, 4, 1, 1),
+        ForwardTile(64, 32, 2, 4, 1, 1),
+        ForwardTile(32, 32, 2, 4, 1, 1),
+    ),
+    (True, 64): (ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB), ForwardTile(128, 32, 4, 1, 1, 2)),
+    (True, 128): (ForwardTile(128, 32, 4, 1, 1, 2),),
+    (True, 256): (
+        ForwardTile(128, 32, 4, 2, 1, 1),
+        ForwardTile(64, 32, 2, 2, 1, 1),
+        ForwardTile(32, 16, 2, 2, 1, 1),
+    ),
+    (True, 512): (
+        ForwardTile(64, 16, 2, 4, 1, 1),
+        ForwardTile(32, 16, 2, 2, 1, 1),
+        ForwardTile(16, 16, 1, 2, 1, 1),
+    ),
+}
+"""By whether numbers are float32, and the greatest head dim."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AmpereForwardVariant(AmpereVariant):
+    """One instance of ``AmpereForward``."""
+
+    tile: ForwardTile
+
+    @property
+    def room(self) -> int:
+        return self.tile.room
+
+    @property
+    def name(self) -> str:
+        return f"fmha_ampereF_{self.group}_{self.tile}"
+
+    @property
+    def cpp_class(self) -> str:
+        queries, keys, *rest = self.tile.arguments
+        template = f"{_NAMESPACE}::AmpereForward"
+        return instance(template, CPP_TYPES[self.dtype], queries, keys, self.max_dim, *rest, *self.flags)
+
+    @classmethod
+    def get_all(cls) -> list["AmpereForwardVariant"]:
+        """Every dtype and head dim with every tile, features and exactness."""
+        return [
+            cls(dtype, max_dim, features, exact, rank, tile)
+            for dtype in DTYPES
+            for (is_float, max_dim), tiles in FORWARD_TILES.items()
+            if is_float == (dtype == "f32")
+            for rank, tile in enumerate(tiles)
+            for features, exact in _kinds(dtype)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackwardTiles:
+    """The tiles of the pass whose blocks own keys, and of the one whose blocks own queries, for calls that must repeat.
+
+    Attributes:
+      room: bytes of shared memory from which on these tiles are the better choice, which may be more than they need.
+    """
+
+    by_keys: BackwardTile
+    by_queries: BackwardTile
+    room: int = 0
+
+
+# The first one that there is room for is taken. Where even the last one does not fit every device, rooms say so, or the
+# groups of all features would be compiled to find that out.
+BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
+    (False, 64): (
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), room=196 * _KB),
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 1, 2), BackwardTile(64, 64, 2, 2, 4, 1, 2)),
+    ),
+    (False, 128): (
+        BackwardTiles(BackwardTile(64, 128, 2, 4, 8, 2, 1), BackwardTile(128, 64, 4, 2, 8, 2, 1)),
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 1, 1), BackwardTile(64, 64, 2, 2, 4, 1, 1)),
+    ),
+    (False, 256): (
+        BackwardTiles(BackwardTile(64, 64, 4, 2, 8, 1, 1), BackwardTile(64, 64, 4, 2, 8, 1, 1)),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1)),
+    ),
+    (False, 512): (
+        BackwardTiles(BackwardTile(64, 32, 4, 2, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1)),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1)),
+        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1)),
+    ),
+    (True, 64): (
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 1, 2), BackwardTile(64, 64, 2, 2, 4, 1, 2)),
+        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 1), BackwardTile(64, 32, 2, 2, 4, 1, 1)),
+    ),
+    (True, 128): (
+        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 2), BackwardTile(64, 32, 2, 2, 4, 1, 2), room=226 * _KB),
+        BackwardTiles(BackwardTile(64, 64, 2, 4, 8, 1, 1), BackwardTile(64, 64, 2, 4, 8, 1, 1)),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1)),
+    ),
+    (True, 256): (
+        BackwardTiles(BackwardTile(32, 64, 2, 4, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1), room=208 * _KB),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1), room=136 * _KB),
+    ),
+    (True, 512): (
+        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1), room=212 * _KB),
+    ),
+}
+"""By whether numbers are float32, and the greatest head dim."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AmpereBackwardVariant(AmpereVariant):
+    """One instance of ``AmpereBackward``."""
+
+    tiles: BackwardTiles
+
+    @property
+    def room(self) -> int:
+        return self.tiles.room
+
+    @property
+    def name(self) -> str:
+        return f"fmha_ampereB_{self.group}_{self.tiles.by_keys}"
+
+    @property
+    def cpp_class(self) -> str:
+        walks = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
+        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *walks, *self.flags)
+
+    @classmethod
+    def get_all(cls) -> list["AmpereBackwardVariant"]:
+        """Every dtype and head dim with every pair of tiles, features and exactness."""
+        return [
+            cls(dtype, max_dim, features, exact, rank, tiles)
+            for dtype in DTYPES
+            for (is_float, max_dim), all_tiles in BACKWARD_TILES.items()
+            if is_float == (dtype == "f32")
+            for rank, tiles in enumerate(all_tiles)
+            for features, exact in _kinds(dtype)
+        ]
+
+
+def _table(name: str, header: str, variants: tuple[Variant, ...]) -> VariantTable:
+    return VariantTable(name, SOURCES / header, FIELDS, variants, memory_per_job=2 << 30)
+
+
+FORWARD = _table("flash_attention_ampere_forward", "ampere_forward.cuh", tuple(AmpereForwardVariant.get_all()))
+BACKWARD = _table("flash_attention_ampere_backward", "ampere_backward.cuh", tuple(AmpereBackwardVariant.get_all()))

@@ -1,0 +1,325 @@
+"""Flash attention by cuDNN, as JAX calls it: what it serves, and the way from our residuals to its own and back."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from tilewright.kernels.flash_attention.cudnn import jax_calls
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.mask_terms import MaskParts
+from tilewright.kernels.flash_attention.operands import (
+    bias_gradient,
+    by_row,
+    least_lengths,
+    over_batch,
+    widened,
+    with_blind_rows,
+    with_positive_scale,
+    without_blind_rows,
+    without_hidden,
+)
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.xla.backward import empty_backward
+from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.types import Device, Direction
+
+LEAST_VERSION = 91002
+"""cuDNN 9.10.2: the two releases before it are known to be wrong, and older ones serve less, each its own share."""
+
+LEAST_VERSIONS = {(10, 3): 91100}
+"""On a compute capability that wants a later one, as JAX has it."""
+
+LEAST_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -float(1 << 15)}
+"""What stands for a bias of −∞, as in JAX: cuDNN subtracts it from itself in a row without any other."""
+
+VECTOR = 8
+"""Elements of which a head has a whole number; others are padded with zeros."""
+
+WIDEST, WIDEST_HOPPER = 128, 256
+"""Head dims, elsewhere and on compute capability 9.x, where both directions take them."""
+
+PART_SCALES = (1024.0, 1.0, 2.0**-10)
+"""Of the columns that carry the gradient to lse, so that float16 holds what it may be: up to 6e7, down to 3e-11."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudnnForwardParams:
+    """Nothing: cuDNN chooses for itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudnnBackwardParams:
+    """Nothing: cuDNN chooses for itself.
+
+    Whether it repeats bit for bit is not up to a call but to ``XLA_FLAGS=--xla_gpu_deterministic_ops=true``.
+    """
+
+    deterministic: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudnnMask:
+    """A mask in cuDNN's terms.
+
+    Attributes:
+      window: the keys that a query sees, its own the last of them; None is all.
+    """
+
+    causal: bool
+    window: int | None
+    parts: MaskParts
+
+    @classmethod
+    def of(cls, mask: Any, q_length: int, kv_length: int) -> "CudnnMask":
+        """The terms for a mask that ``reasons`` says nothing against."""
+        parts = MaskParts.of(mask)
+        lowest, highest = parts.band.lowest, parts.band.highest
+        return cls(highest < kv_length - 1, None if lowest <= 1 - q_length else 1 - lowest, parts)
+
+    def reasons(self, q_length: int, kv_length: int) -> list[str]:
+        """What of the mask has no such terms."""
+        reasons, parts = [], self.parts
+        if parts.segments is not None:
+            reasons.append("has no segments, of which packed sequences are made as well")
+        if parts.positions is not None:
+            reasons.append("takes a query's index for its position, got positions of their own")
+        if parts.matrix is not None:
+            reasons.append("masks by causality, windows and lengths, got a mask that is none of them")
+        if parts.positions is not None:
+            return reasons
+        if self.causal and parts.band.highest != 0:
+            reasons.append(f"is causal from the top left, got keys up to {parts.band.highest} after a query's index")
+        if self.window is not None and (not self.causal or parts.band.lowest > 0):
+            reasons.append(f"has only windows that end at the query's own key, got {parts.band}")
+        if self.window is not None and q_length > kv_length:
+            reasons.append(
+                f"has windows only where keys are at least as many as queries, got {q_length=}, {kv_length=}"
+            )
+        return reasons
+
+    def lengths(self, batch: int, q_length: int, kv_length: int) -> tuple[Any, Any] | None:
+        """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
+        if not self.parts.lengths:
+            return None
+        queries = least_lengths([part.q_lengths for part in self.parts.lengths], batch, q_length)
+        return queries, least_lengths([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
+
+
+def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
+    """The head dim that cuDNN gets, one for keys and values."""
+    values = problem.value_dim + (len(PART_SCALES) if carries_d_lse else 0)
+    return math.ceil(max(problem.head_dim, values) / VECTOR) * VECTOR
+
+
+class CudnnFlashAttention(Implementation):
+    """Serves float16 and bfloat16 with causal masks, windows, lengths and a bias, on compute capability 8.0 and up."""
+
+    platform: ClassVar[Platform] = Platform.CUDA
+    algorithm: ClassVar[str | None] = "cudnn"
+    forward_params: ClassVar[type] = CudnnForwardParams
+    backward_params: ClassVar[type] = CudnnBackwardParams
+
+    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+        if device.kind != "gpu" or device.capability is None or device.capability < (8, 0):
+            return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.name} ({device.capability=})"]
+        reasons, options = _version_reasons(device.capability), problem.options
+        if problem.dtype not in LEAST_LOGIT:
+            reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
+        if options.logits_soft_cap is not None:
+            reasons.append("has no soft cap")
+        if problem.sinks:
+            reasons.append("has no sinks")
+        if problem.dropout:
+            reasons.append("drops by a generator of its own, not by that of dropout_seed")
+        if options.softmax_scale == 0:
+            reasons.append("a scale of 0 leaves no logit to be masked")
+        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+            return reasons
+        carried = direction == "backward" and problem.lse_wanted
+        dim, widest = computed_dim(problem, carried), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
+        if dim > widest:
+            more = f", {len(PART_SCALES)} of it for the gradient to lse" if carried else ""
+            reasons.append(f"a head has up to {widest} elements on {device.name}, got {dim} after padding{more}")
+        mask = CudnnMask.of(problem.mask, problem.q_length, problem.kv_length)
+        return reasons + mask.reasons(problem.q_length, problem.kv_length) + _bias_reasons(problem)
+
+    def heuristic(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> CudnnForwardParams | CudnnBackwardParams:
+        return CudnnForwardParams() if direction == "forward" else CudnnBackwardParams()
+
+    def candidates(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> list[CudnnForwardParams | CudnnBackwardParams]:
+        return [self.heuristic(problem, device, direction)]
+
+    def forward(self, inputs: AttentionInputs, params: CudnnForwardParams) -> Results:
+        """``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_forward(inputs)
+        call = _Call.of(with_positive_scale(inputs))
+        dim, bias = computed_dim(call.problem, False), call.bias(apart=False)
+        out, lse = call.run(jax_calls.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
+        out = out[..., : call.problem.value_dim]
+        return with_blind_rows(out, lse, call.rows_that_see())
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        results: Results,
+        cotangents: tuple[Array, Array | None],
+        params: CudnnBackwardParams,
+    ) -> dict[str, Any]:
+        """Gradients for query, key, value and bias, from any backend's ``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_backward(inputs, *results, *cotangents)
+        turned = inputs.options.softmax_scale < 0
+        call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
+        out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
+        lse, d_lse = results[1].astype(jnp.float32), cotangents[1]
+        blind = jnp.isneginf(lse) if call.may_hide_rows else None
+        out, d_out, lse, d_lse = without_blind_rows(out, d_out, lse, d_lse, blind)
+        dim = computed_dim(call.problem, d_lse is not None)
+        if d_lse is not None:
+            out, d_out = carrying(out, d_out, d_lse)
+        arrays = {**call.operands(dim), "bias": call.bias(apart=True), "lse": lse}
+        arrays |= {"out": widened(out, dim), "d_out": widened(d_out, dim)}
+        d_query, d_key, d_value, *d_bias = call.run(jax_calls.backward, arrays)
+        kv_lengths = None if call.lengths is None else call.lengths[1]
+        d_query, d_key, d_value = without_hidden(d_query, d_key, d_value, blind, kv_lengths)
+        head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
+        return {
+            "query": (-d_query if turned else d_query)[..., :head_dim],
+            "key": d_key[..., :head_dim],
+            "value": d_value[..., :value_dim],
+            "bias": call.bias_gradient(d_bias[0]) if d_bias else None,
+            "softmax_aux": None,
+        }
+
+
+def _version_reasons(capability: tuple[int, int]) -> list[str]:
+    version, least = jax_calls.cudnn_version(), LEAST_VERSIONS.get(capability, LEAST_VERSION)
+    if version is None:
+        return ["JAX finds no cuDNN here"]
+    if version < least:
+        return [f"needs cuDNN {_dotted(least)} or later, got {_dotted(version)}"]
+    return []
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _bias_reasons(problem: AttentionProblem) -> list[str]:
+    if problem.bias is None:
+        return []
+    reasons = []
+    if problem.bias.dtype != problem.dtype:
+        reasons.append(f"adds a bias only of the query's dtype, got {problem.bias.dtype=}, {problem.dtype=}")
+    if problem.q_length % 2 or problem.kv_length % 2:
+        reasons.append(f"adds a bias only where both lengths are even, got {problem.q_length=}, {problem.kv_length=}")
+    return reasons
+
+
+def carrying(out: Any, d_out: Any, d_lse: Any) -> tuple[Any, Any]:
+    """``out`` and ``d_out`` with columns more, by which cuDNN's sum of their products is less by ``d_lse``.
+
+    That sum is the one place where the gradient to lse goes. The values have zeros there, so nothing else changes.
+    """
+    info, dtype = jnp.finfo(out.dtype), out.dtype
+    rest, columns = -d_lse.astype(jnp.float32), []
+    for scale in PART_SCALES:
+        # A conversion there and back is no rounding for XLA, which may leave out both.
+        part = lax.reduce_precision(rest / scale, info.nexp, info.nmant)
+        rest = rest - part * scale
+        columns.append(by_row(part))
+    ones = jnp.broadcast_to(jnp.asarray(PART_SCALES, dtype), (*d_out.shape[:-1], len(PART_SCALES)))
+    return jnp.concatenate([out, *(each.astype(dtype) for each in columns)], -1), jnp.concatenate([d_out, ones], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call, its sizes and its mask in cuDNN's terms."""
+
+    inputs: AttentionInputs
+    problem: AttentionProblem
+    mask: CudnnMask
+    lengths: tuple[Any, Any] | None
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "_Call":
+        problem = AttentionProblem.of(inputs)
+        sizes = problem.q_length, problem.kv_length
+        mask = CudnnMask.of(inputs.mask, *sizes)
+        return cls(inputs, problem, mask, mask.lengths(problem.batch, *sizes))
+
+    @property
+    def may_hide_rows(self) -> bool:
+        """Whether a query may see nothing: every other mask leaves it a key."""
+        return self.lengths is not None or self.inputs.bias is not None
+
+    def operands(self, dim: int) -> dict[str, Any]:
+        """What both directions take, but for the bias."""
+        arrays = {name: widened(getattr(self.inputs, name), dim) for name in ("query", "key", "value")}
+        if self.lengths is not None:
+            # Nothing is what cuDNN was not always made for; the rows of such an element are set right later.
+            arrays |= {name: jnp.maximum(x, 1) for name, x in zip(_LENGTHS, self.lengths, strict=True)}
+        return arrays
+
+    def bias(self, apart: bool) -> Any:
+        """The bias over all queries and keys, and if ``apart`` over batch and heads too: cuDNN's sums are narrow."""
+        bias = self.inputs.bias
+        if bias is None:
+            return None
+        least = jnp.asarray(LEAST_LOGIT[self.problem.dtype], bias.dtype)
+        lead = self.problem.score_shape[:2] if apart else bias.shape[:2]
+        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), least, bias), (*lead, *self.problem.score_shape[2:]))
+
+    def bias_gradient(self, d_bias: Any) -> Any:
+        """What cuDNN computed, summed over what shares the bias; 0 for what is masked, which cuDNN may leave out."""
+        bias, (_, _, q_length, kv_length) = self.inputs.bias, self.problem.score_shape
+        assert bias is not None
+        if self.inputs.mask is not None:
+            d_bias = jnp.where(self.inputs.mask.tile(0, q_length, 0, kv_length), d_bias, jnp.zeros((), d_bias.dtype))
+        return bias_gradient(d_bias, bias)
+
+    def rows_that_see(self) -> Any:
+        """``[batch|1, heads|1, q_length]``: whether a query sees any key; None where each does."""
+        _, _, q_length, kv_length = self.problem.score_shape
+        if self.inputs.bias is not None:
+            visible = self.inputs.bias > -jnp.inf
+            if self.inputs.mask is not None:
+                visible = visible & self.inputs.mask.tile(0, q_length, 0, kv_length)
+            seen = jnp.any(visible, axis=-1)
+            return jnp.broadcast_to(seen, (*seen.shape[:2], q_length))
+        if self.lengths is None:
+            return None
+        rows, (q_lengths, kv_lengths) = jnp.arange(q_length, dtype=jnp.int32), self.lengths
+        first = jnp.maximum(rows + 1 - (self.mask.window or q_length), 0)
+        return ((rows < q_lengths[:, None]) & (first < kv_lengths[:, None]))[:, None, :]
+
+    def run(
+        self, function: Callable[..., tuple[Any, ...]], arrays: dict[str, Any], shared: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
+        """``function`` of arrays that lead with the batch, of which those that are ``shared`` may have only one."""
+        options = {
+            "scale": float(self.inputs.options.softmax_scale), "causal": self.mask.causal, "window": self.mask.window,
+        }  # fmt: skip
+
+        def call(given: dict[str, Any]) -> tuple[Any, ...]:
+            lengths = tuple(given[name] for name in _LENGTHS) if _LENGTHS[0] in given else None
+            others = {name: array for name, array in given.items() if name not in _LENGTHS}
+            return tuple(function(**{"bias": None, **others}, lengths=lengths, **options))
+
+        given = {name: array for name, array in arrays.items() if array is not None}
+        return over_batch(call, self.problem.batch, given, frozenset(shared))
+
+
+_LENGTHS = ("q_lengths", "kv_lengths")

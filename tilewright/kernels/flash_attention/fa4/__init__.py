@@ -1,0 +1,1 @@
+"""Flash attention by FlashAttention-4's kernels."""

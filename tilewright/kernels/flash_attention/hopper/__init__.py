@@ -1,0 +1,1 @@
+"""Flash attention in Pallas Mosaic GPU, for Hopper."""

@@ -1,0 +1,408 @@
+"""Flash attention for Hopper GPUs in Pallas Mosaic GPU: what it serves, its configs, and the way to its kernels."""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tilewright.kernels.flash_attention.hopper.backward import (
+    BackwardPlan,
+    HopperBackwardParams,
+    key_value_kernel,
+    query_kernel,
+)
+from tilewright.kernels.flash_attention.hopper.backward_wide import (
+    WideBackwardParams,
+    WideBackwardPlan,
+    wide_key_value_kernel,
+    wide_query_kernel,
+)
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.d_query import (
+    EarlyConversions,
+    convert_kernel,
+    d_query_shape,
+)
+from tilewright.kernels.flash_attention.hopper.delta import BackwardParams, row_sums_kernel
+from tilewright.kernels.flash_attention.hopper.forward import (
+    SHARED_MEMORY,
+    ForwardPlan,
+    HopperForwardParams,
+    forward_kernel,
+    heads_at_once,
+)
+from tilewright.kernels.flash_attention.hopper.schedule import (
+    Extent,
+    plan_walk,
+    program_lists,
+    program_order,
+    visits,
+)
+from tilewright.kernels.flash_attention.hopper.scores import (
+    LOG2E,
+    ScoreArrays,
+    ScoreOptions,
+    prepare_scores,
+    transposed,
+)
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import split_mask
+from tilewright.kernels.flash_attention.operands import sinks_lse
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.xla.backward import empty_backward, of_rows_that_see, sinks_gradient
+from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.masks import AndMask, Mask
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.sharding import unvarying
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Head dims that kernels are built for; others are padded to the next."""
+
+ALIGNED_ROWS = 8
+"""Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
+
+CACHED_QUERIES = 16 << 20
+"""Bytes of queries, their output gradients and the sums of dQ that the backward pass works on at a time."""
+
+FUSED_LENGTH = 2048
+"""Keys from which on it pays to add dQ up in global memory: the sums are cleared, read and converted once."""
+
+NARROW_DIM = 128
+"""Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
+
+SEPARATE_BYTES = 256 << 20
+"""Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, where the device does not say."""
+
+
+def padded_dim(dim: int) -> int:
+    """The head dim that kernels compute with."""
+    return next(size for size in HEAD_DIMS if size >= dim)
+
+
+def aligned(array: Any, dim: int) -> Any:
+    """``[batch, length, heads, ...]`` with zeros to a whole number of ``ALIGNED_ROWS`` and ``dim`` at the end."""
+    widths = [(0, 0), (0, -array.shape[1] % ALIGNED_ROWS), (0, 0), (0, dim - array.shape[3])]
+    return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
+
+
+def processors() -> int:
+    """Multiprocessors of the device that is compiled for."""
+    return current_device().cores or PROCESSORS
+
+
+type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
+
+
+def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradient: BiasGradient | None = None) -> Plan:
+    """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
+    wide = max(head_dim, value_dim) > NARROW_DIM
+    plan: Plan
+    if isinstance(params, HopperForwardParams):
+        plan = ForwardPlan(params, head_dim, value_dim, dtype)
+    elif isinstance(params, WideBackwardParams) and wide:
+        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
+        if plan.reason:
+            raise ValueError(f"{params} at {head_dim=} {plan.reason}")
+    elif isinstance(params, HopperBackwardParams) and not wide:
+        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
+    else:
+        raise ValueError(
+            f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
+        )
+    if plan.shared_bytes > SHARED_MEMORY:
+        raise ValueError(
+            f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}"
+            f"{' with the gradient of a bias' if bias_gradient else ''}; "
+            f"a block has {SHARED_MEMORY}"
+        )
+    return plan
+
+
+def bias_gradient_of(bias: Any, scores: tuple[int, int, int, int], params: Any) -> BiasGradient | None:
+    """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
+    if bias is None or not isinstance(params, BackwardParams):
+        return None
+    return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
+
+
+class PallasGpuFlashAttention(Implementation):
+    """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
+
+    platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
+    algorithm: ClassVar[str | None] = None
+    forward_params: ClassVar[type] = HopperForwardParams
+    backward_params: ClassVar[type] = BackwardParams
+
+    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+        reasons = []
+        if device.kind != "gpu" or device.capability != (9, 0):
+            reasons.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
+        if problem.dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
+            reasons.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+        if max(problem.head_dim, problem.value_dim) > HEAD_DIMS[-1]:
+            reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
+        if problem.bias is not None and problem.bias.dtype == np.float64:
+            reasons.append("a bias is added in float32, got float64")
+        return reasons
+
+    def heuristic(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> HopperForwardParams | BackwardParams:
+        return next(iter(self.candidates(problem, device, direction)))
+
+    def candidates(
+        self, problem: AttentionProblem, device: Device, direction: Direction
+    ) -> list[HopperForwardParams | BackwardParams]:
+        """Best first by the sweeps in ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json``.
+
+        That of masks with arrays is by ``attention_tuned.json`` beside it, and on an H200.
+        """
+        widest = max(padded_dim(problem.head_dim), padded_dim(problem.value_dim))
+        banded = problem.mask is not None
+        if direction == "backward":
+            if widest > NARROW_DIM:
+                wide = [
+                    WideBackwardParams(),
+                    WideBackwardParams(False, 2, 2, 16, 1),
+                    WideBackwardParams(False, 2, 1, 32, 2),
+                    WideBackwardParams(False, 2, 2, 32, 2),
+                ]
+                # Beside the gradient of a bias at head_dim 256, none of the others that add up dQ fits.
+                if problem.bias is not None and not problem.dropout:
+                    wide.append(WideBackwardParams(False, 2, 1, 32, 1))
+                if _adds_bias(problem):
+                    wide = sorted(wide, key=lambda params: params.deterministic)
+                return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
+            # Where the gradient of a bias is added up, 128 queries do not fit; the rest is spilled with so many.
+            heavy = problem.bias is not None or problem.dropout or problem.options.logits_soft_cap is not None
+            block = 128 if widest <= 64 and not heavy else 64
+            short = problem.kv_length < FUSED_LENGTH and not _adds_bias(problem)
+            forms = [short, not short]
+            if problem.dropout and widest > 64 and not _adds_bias(problem):  # the generator's registers
+                forms = [True]
+            return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
+        # (block_q, block_k, persistent, ping_pong)
+        if widest <= 64:
+            tiles = [(192, 128, True, True), (192, 128, True, False), (128, 128, True, True), (128, 128, False, True)]
+            if problem.options.logits_soft_cap is not None:
+                tiles = tiles[2:]
+        elif widest <= 128:
+            tiles = [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
+            if not banded:
+                long = problem.kv_length >= 8192
+                tiles = [tiles[3], tiles[0], tiles[2]] if long else [tiles[2], tiles[0], tiles[3]]
+        else:
+            tiles = [(128, 80, False, False), (128, 64, False, False)]
+            tiles = tiles if banded else tiles[::-1]
+        of_arrays = split_mask(problem.mask)[1]
+        if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
+            tiles = sorted(tiles, key=lambda tile: (tile[2], not tile[3] and not problem.dropout))
+        plain = problem.bias is None and problem.options.logits_soft_cap is None
+        if of_arrays is not None and widest > 128:
+            # As many keys as leave the registers that masks and the generator take.
+            few = 64 if plain else 32
+            if problem.dropout:
+                few = 32 if plain and not isinstance(of_arrays, AndMask) else 16
+            tiles = [(128, few, False, False)]
+        elif problem.dropout:  # the generator's registers
+            tiles = [
+                (block_q, 64, persistent, ping_pong)
+                for block_q, _, persistent, ping_pong in tiles
+                if of_arrays is None or not persistent
+            ]
+        return [
+            HopperForwardParams(block_q, block_k, 2, persistent, ping_pong)
+            for block_q, block_k, persistent, ping_pong in tiles
+        ]
+
+    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+        try:
+            plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def footprints(
+        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+    ) -> list[Footprint]:
+        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+        plan = plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
+        by_queries = functools.partial(_tiles, problem.q_length, matrices=problem.batch * problem.heads)
+        by_keys = functools.partial(_tiles, problem.kv_length, matrices=problem.batch * problem.kv_heads)
+        persistent = device.cores or PROCESSORS
+        if isinstance(params, HopperForwardParams):
+            blocks = by_queries(params.block_q)
+            blocks = min(blocks, persistent) if params.persistent else blocks
+            return [Footprint(blocks, (params.consumers + 1) * WARPGROUP, plan.shared_bytes)]
+        if isinstance(params, HopperBackwardParams):
+            fused = not params.deterministic
+            key_value = Footprint(min(by_keys(params.block_k), persistent), (3 + fused) * WARPGROUP, plan.shared_bytes)
+            return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), 3 * WARPGROUP)]
+        key_value = Footprint(by_keys(params.block_k), 3 * WARPGROUP, plan.shared_bytes)
+        if not params.deterministic:
+            return [key_value]
+        return [key_value, Footprint(by_queries(params.query_rows), 3 * WARPGROUP, plan.shared_bytes)]
+
+    def forward(self, inputs: AttentionInputs, params: HopperForwardParams) -> Results:
+        """``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_forward(inputs)
+        q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
+        kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
+        dims = padded_dim(head_dim), padded_dim(value_dim)
+        plan_of(params, *dims, inputs.query.dtype)
+        extent = Extent(q_length, kv_length, params.block_q, params.block_k)
+        walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+        options, arrays = prepare_scores(
+            inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
+        )
+        out, lse = forward_kernel(
+            aligned(inputs.query, dims[0]),
+            aligned(inputs.key, dims[0]),
+            aligned(inputs.value, dims[1]),
+            sinks_lse(inputs.softmax_aux),
+            tables,
+            arrays,
+            options=options,
+            walk=walk,
+            params=params,
+            processors=processors(),
+        )
+        return out[:, :q_length, :, :value_dim], lse[..., :q_length]
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        results: Results,
+        cotangents: tuple[Array, Array | None],
+        params: BackwardParams,
+    ) -> dict[str, Any]:
+        """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
+        if 0 in (*inputs.query.shape, *inputs.value.shape):
+            return empty_backward(inputs, *results, *cotangents)
+        batch, q_length, heads, head_dim = inputs.query.shape
+        kv_length, kv_heads, value_dim = inputs.value.shape[1:]
+        dims = padded_dim(head_dim), padded_dim(value_dim)
+        bias_gradient = bias_gradient_of(inputs.bias, (batch, heads, q_length, kv_length), params)
+        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient)
+        query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
+        value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
+        q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
+        options, arrays = prepare_scores(inputs, q_padded, kv_padded)
+        out = aligned(results[0], dims[1])
+        lse = results[1].astype(jnp.float32)
+        d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
+        d_lse, exponent = of_rows_that_see(d_lse, lse)
+        rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
+        shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
+        # Short of the row sums, which the first kernel subtracts.
+        statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
+        operands = query, key, value, d_out
+        d_query: Any = None
+        sums_ref: Any = None
+        if params.deterministic:
+            d_query = _query_gradient(operands, out, statistics, arrays, inputs.mask, options, params)
+        else:
+            shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
+            zeros, counters = row_sums_kernel(out, d_out, statistics, shape)
+            sums_ref = jax.new_ref(zeros)
+        extent = Extent(kv_length, q_length, params.block_k, params.block_q)
+        walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+        group = heads // kv_heads
+        queue = visits(walk) * group
+        worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
+        worked_on += 0 if params.deterministic else q_length * dims[0] * 4
+        # Only unlike rows of tiles gain by being sorted over several heads; a group's heads are walked one by one.
+        at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
+        order = program_order(queue, batch * kv_heads, at_once)
+        bias_ref: Any = None
+        if bias_gradient is not None:
+            bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
+        early: Any = None
+        kernel: Any
+        if isinstance(params, HopperBackwardParams):
+            lists = program_lists(order, queue, min(processors(), len(order)))
+            if isinstance(plan, BackwardPlan) and plan.converts and q_padded == kv_padded:
+                early = EarlyConversions.plan(lists, queue, q_length // params.block_k)
+            kernel = functools.partial(
+                key_value_kernel, lists=lists, early=early, counters=None if early is None else jax.new_ref(counters)
+            )
+        else:
+            kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
+        d_key, d_value, *converted = kernel(
+            *operands, statistics, sums_ref, tables=tables, arrays=transposed(arrays),
+            options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
+        )  # fmt: skip
+        if sums_ref is not None:
+            d_query = convert_kernel(
+                jax.freeze(sums_ref), query.shape, query.dtype, None if early is None else (early, *converted),
+                block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
+            )  # fmt: skip
+        delta = -jax.freeze(statistics)[:, :, 1, :q_length]
+        return {
+            "query": d_query[:, :q_length, :, :head_dim],
+            "key": d_key[:, :kv_length, :, :head_dim],
+            "value": d_value[:, :kv_length, :, :value_dim],
+            "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
+            "softmax_aux": sinks_gradient(inputs, delta, exponent),
+        }
+
+
+def _query_gradient(
+    operands: tuple[Any, Any, Any, Any],
+    out: Any,
+    statistics: Any,
+    arrays: ScoreArrays,
+    mask: Mask | None,
+    options: ScoreOptions,
+    params: BackwardParams,
+) -> Any:
+    """dQ by a kernel of its own, which completes the statistics for the one for dK and dV."""
+    query, key, value, _ = operands
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads, value_dim = value.shape[1:]
+    kernel: Any
+    if isinstance(params, HopperBackwardParams):
+        query_rows, block_k = 128, 64
+        if max(head_dim, value_dim) <= 64 and options.soft_cap is None and not options.dropout_prob:
+            block_k = 128
+        kernel = functools.partial(query_kernel, block_k=block_k)
+    else:
+        assert isinstance(params, WideBackwardParams)
+        query_rows, block_k = params.query_rows, params.block_k
+        kernel = functools.partial(wide_query_kernel, params=params)
+    extent = Extent(q_length, kv_length, query_rows, block_k)
+    walk, tables = plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+    queue = visits(walk)
+    at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
+    order = program_order(queue, batch * heads, at_once)
+    work: Any = jnp.asarray(order)
+    if isinstance(params, HopperBackwardParams):
+        work = program_lists(order, queue, min(processors(), len(order)))
+    return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
+
+
+def _tiles(length: int, block: int, matrices: int) -> int:
+    return -(-length // block) * matrices
+
+
+def _adds_bias(problem: AttentionProblem) -> bool:
+    """Whether gradients of a bias, one for each batch element and head that share it, are too many to be kept."""
+    if problem.bias is None:
+        return False
+    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
+    return apart.shared and apart.bytes > SEPARATE_BYTES

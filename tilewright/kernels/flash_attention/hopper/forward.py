@@ -1,0 +1,473 @@
+"""The forward pass on Hopper: warp-specialised, two matrix products in flight while a warpgroup computes its softmax.
+
+One producer warpgroup brings queries, keys and values by TMA through rings of shared-memory stages; each of the other
+warpgroups owns 64 query rows. Inside a warpgroup the product QKᵀ of the next tile and PV of this one run while the
+exponentials of the next are computed (Shah et al., "FlashAttention-3", 2024, section 3.2); between warpgroups
+``ping_pong`` makes them take turns at the tensor cores (section 3.1).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tilewright.kernels.flash_attention.hopper.schedule import (
+    BandWalk,
+    Walk,
+    item_by_arithmetic,
+    place_of,
+    program_lists,
+    program_order,
+    visits,
+)
+from tilewright.kernels.flash_attention.hopper.scores import (
+    LOG2E,
+    ROWS,
+    Place,
+    ScoreArrays,
+    ScoreOptions,
+    biased_and_capped,
+    compiler_params,
+    kept,
+    masked_logits,
+    tile_layout,
+)
+from tilewright.kernels.footprint import SHARED_KB
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.ring import RingPlan
+
+SHARED_MEMORY = SHARED_KB[90] << 10
+"""Shared memory that one block may have on compute capability 9.0, in bytes."""
+
+RESERVED = 2048
+"""Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
+
+CACHED_KEYS_AND_VALUES = 24 << 20
+"""Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
+
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""Registers per thread of a consumer and of the producer, by the number of consumer warpgroups."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperForwardParams:
+    """How the forward kernel is cut and scheduled.
+
+    Attributes:
+      block_q: query rows per program, 64 for each consumer warpgroup.
+      block_k: keys per tile.
+      num_stages: tiles of keys, and of values, in shared memory at once.
+      persistent: one program per multiprocessor, which goes on to its next tile of queries while the last one's
+        output is on its way; otherwise one program per tile.
+      ping_pong: whether the consumers take turns at the tensor cores.
+    """
+
+    block_q: int = 128
+    block_k: int = 128
+    num_stages: int = 2
+    persistent: bool = True
+    ping_pong: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (128, 192):
+            raise ValueError(f"two or three warpgroups of 64 rows each, got {self.block_q=}")
+        if self.block_k % 16 or not 16 <= self.block_k <= 256:
+            raise ValueError(f"a tile has a multiple of 16 keys, 256 at most, got {self.block_k=}")
+        if self.num_stages < 2:
+            raise ValueError(f"the producer needs a stage ahead of the consumers, got {self.num_stages=}")
+
+    @property
+    def consumers(self) -> int:
+        return self.block_q // ROWS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """The shared memory of one forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
+
+    params: HopperForwardParams
+    head_dim: int
+    value_dim: int
+    dtype: Any
+
+    @property
+    def queries(self) -> RingPlan:
+        return self._queries(2 if self.ahead else 1)
+
+    @property
+    def keys(self) -> RingPlan:
+        params = self.params
+        return RingPlan((params.block_k, self.head_dim), self.dtype, params.num_stages, params.consumers)
+
+    @property
+    def values(self) -> RingPlan:
+        params = self.params
+        # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
+        width = math.gcd(params.block_k, self.value_dim, 64)
+        return RingPlan(
+            (params.block_k, self.value_dim), self.dtype, params.num_stages, params.consumers, swizzle=2 * width
+        )
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
+        return self.params.persistent and self._bytes(2, True) <= SHARED_MEMORY
+
+    @property
+    def own_output(self) -> bool:
+        """Whether the output has shared memory of its own; else it goes where the queries were."""
+        return self._bytes(1, True) <= SHARED_MEMORY or self.head_dim != self.value_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._bytes(2 if self.ahead else 1, self.own_output)
+
+    def _queries(self, stages: int) -> RingPlan:
+        return RingPlan((self.params.block_q, self.head_dim), self.dtype, stages, self.params.consumers)
+
+    def _bytes(self, query_stages: int, own_output: bool) -> int:
+        rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
+        output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
+        return rings + RESERVED + (output if own_output else 0)
+
+
+def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
+    """Whether an item's first visit and whether the later ones need the mask; None where it depends on the visit.
+
+    Causal tiles as wide as they are high need it in the first alone, and a loop without the branch is faster.
+    """
+    if not isinstance(walk, BandWalk):
+        return None, None
+    most = int(walk.counts()[0].max())
+    return most > 0, None if most > 1 else False
+
+
+def heads_at_once(kv_length: int, dims: int, dtype: Any, group: int) -> int:
+    """Query heads that are worked on at a time: ``group`` for each one whose keys and values, ``dims`` wide together,
+    find room in the cache."""
+    per_head = kv_length * dims * np.dtype(dtype).itemsize
+    return max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+
+
+def forward_kernel(
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    tables: Any,
+    arrays: ScoreArrays,
+    *,
+    options: ScoreOptions,
+    walk: Walk,
+    params: HopperForwardParams,
+    processors: int,
+) -> tuple[Any, Any]:
+    """``(out, lse)``: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
+
+    Args:
+      sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
+      tables: of ``walk``.
+      processors: multiprocessors of the device.
+    """
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads, value_dim = value.shape[1:]
+    group = heads // kv_heads
+    dtype, block_q, block_k, consumers = query.dtype, params.block_q, params.block_k, params.consumers
+    plan = ForwardPlan(params, head_dim, value_dim, dtype)
+    q_tiles = walk.extent.row_tiles
+    items = batch * heads * q_tiles
+    programs = min(processors, items) if params.persistent else items
+    ahead, own_output = plan.ahead, plan.own_output
+    first_masked, later_masked = masked_visits(walk)
+    guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
+    statistics = tile_layout().reduce(1)
+    # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
+    in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
+
+    queue = visits(walk), batch * heads, heads_at_once(kv_length, head_dim + value_dim, dtype, group)
+    item_at: Any = None
+    starts: Any = None
+    order: Any = None
+    if params.persistent:
+        starts, order = program_lists(program_order(*queue), queue[0], programs)
+    else:
+        item_at = item_by_arithmetic(*queue)
+        order = None if item_at else program_order(*queue)
+    operands = (query, key, value, sinks, starts, order, tables, arrays)
+    leaves, structure = jax.tree.flatten(operands)
+
+    def body(*refs: Any) -> None:
+        q_ref, k_ref, v_ref, sinks_ref, starts_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
+            structure, refs[: len(leaves)]
+        )
+        out_ref, lse_ref, scratch = refs[len(leaves)], refs[len(leaves) + 1], refs[len(leaves) + 2 :]
+        q_ring, k_ring, v_ring = (
+            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate((plan.queries, plan.keys, plan.values))
+        )
+        lse_smem, turns, *rest = scratch[9:]
+        out_smem = rest[0] if own_output else None
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+
+        def work(item: Any) -> tuple[Any, Any, Any, Any]:
+            b, h, q_tile = place_of(item, q_tiles, heads)
+            return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
+
+        def over_items(one: Any, first: Any) -> None:
+            """``carry = one(turn, item, next item or -1, carry)`` from ``first(item)`` over the program's items."""
+            if starts_ref is None:
+                item = item_at(program) if item_at else order_ref[program]
+                one(jnp.int32(0), item, jnp.int32(-1), first(item))
+                return
+            start, stop = starts_ref[program], starts_ref[program + 1]
+
+            def turn(index: Any, carry: Any) -> Any:
+                item, rest = carry
+                after = index + 1
+                following = jnp.where(after < stop, order_ref[lax.min(after, stop - 1)], -1)
+                return following, one(index - start, item, following, rest)
+
+            item = order_ref[start]
+            lax.fori_loop(start, stop, turn, (item, first(item)))
+
+        def produce(turn: Any, item: Any, following: Any, first: Any) -> Any:
+            b, h, q_tile, steps = work(item)
+            kv_head = lax.div(h, jnp.int32(group))
+
+            def load(ring: Any, ref: Any, visit: Any) -> None:
+                rows = pl.ds(steps.tile(visit) * block_k, block_k)
+                ring.load_from_dram(first + visit, ref.at[b, rows, kv_head])
+
+            def load_both(visit: Any, _: Any) -> None:
+                # In the order in which the consumers hand slots back.
+                load(k_ring, k_ref, visit)
+                load(v_ring, v_ref, visit - 1)
+
+            # Not a constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+            load(k_ring, k_ref, program * 0)
+            q_ring.load_from_dram(turn, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
+            lax.fori_loop(1, steps.total, load_both, None)
+            load(v_ring, v_ref, program * 0 + (steps.total - 1))
+            return first + steps.total
+
+        my_rows = pl.ds(warpgroup * ROWS, ROWS)
+
+        def across(vector: Any, columns: int) -> Any:
+            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
+
+        def softmax(products: Any, item: Any, visit: Any, m: Any, total: Any, masked: bool | None) -> Any:
+            """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
+            b, h, q_tile, steps = work(item)
+            place = Place(b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0)
+            logits = products
+            if not options.plain:
+                logits, _ = biased_and_capped(products, options, array_refs, place)
+            # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
+            needs_mask = visit < steps.masked if masked is None else masked
+            logits = masked_logits(logits, needs_mask, options, array_refs, place)
+            largest = jnp.maximum(m, logits.max(axis=1) * options.multiplier)
+            # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
+            shift = jnp.where(largest == -jnp.inf, 0.0, largest) if guarded else largest
+            scale = jnp.exp2(m - shift)
+            p = jnp.exp2(logits * options.multiplier - across(shift, block_k))
+            total = total * scale + p.sum(axis=1)
+            if options.dropout_prob:
+                # Nothing may run beside it: ptxas would serialise the matrix products (C7513).
+                plgpu.wgmma_wait(0)
+                p = jnp.where(kept(options, array_refs, place), p, 0.0)
+            return p.astype(dtype), scale, largest, total
+
+        def nothing_seen() -> tuple[Any, Any]:
+            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
+            return m, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+
+        def take_turn() -> None:
+            if params.ping_pong:
+                plgpu.barrier_wait(turns.at[warpgroup])
+
+        def pass_turn() -> None:
+            if params.ping_pong:
+                plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
+
+        def scores_of(q_smem: Any, step: Any, scores: Any) -> None:
+            plgpu.wgmma(scores, q_smem.at[my_rows], k_ring.get_mma_tile(step, transposed=True))
+
+        def first_scores(turn: Any, item: Any, step: Any) -> tuple[Any, Any, Any]:
+            """Probabilities of an item's first tile, with no product of values to run beside."""
+
+            def alone(scores: Any) -> Any:
+                take_turn()
+                q_ring.load_from_shared(turn)
+                k_ring.load_from_shared(step)
+                scores_of(q_ring.get_mma_tile(turn), step, scores)
+                pass_turn()
+                return scores[...]
+
+            products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
+            k_ring.release(step)
+            p, _, m, total = softmax(products, item, jnp.int32(0), *nothing_seen(), first_masked)
+            return p, m, total
+
+        def values_of(acc: Any, p: Any, step: Any) -> None:
+            v_ring.load_from_shared(step)
+            plgpu.wgmma(acc, p, v_ring.get_mma_tile(step))
+
+        def visit_rest(acc: Any, turn: Any, item: Any, first: Any, carry: Any) -> tuple[Any, Any, Any]:
+            """All visits of an item but the first, whose probabilities ``carry`` has, and but the last product."""
+            q_smem = q_ring.get_mma_tile(turn)
+
+            def visit_one(visit: Any, carry: Any) -> Any:
+                p, m, total = carry
+                step = first + visit
+
+                def overlapped(scores: Any) -> Any:
+                    take_turn()
+                    k_ring.load_from_shared(step)
+                    scores_of(q_smem, step, scores)
+                    values_of(acc, p, step - 1)
+                    pass_turn()
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=0 if in_turn else 1)
+                    k_ring.release(step)
+                    after = softmax(products, item, visit, m, total, later_masked)
+                    plgpu.wgmma_wait(0)
+                    v_ring.release(step - 1)
+                    acc[...] = acc[...] * across(after[1], value_dim)
+                    return after[0], after[2], after[3]
+
+                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
+
+            return lax.fori_loop(1, work(item)[3].total, visit_one, carry)
+
+        def store(item: Any, out: Any, m: Any, total: Any, out_smem: Any) -> None:
+            b, h, q_tile, _ = work(item)
+            q_start = q_tile * block_q + warpgroup * ROWS
+            if sinks_ref is not None:
+                sink = sinks_ref[h] * LOG2E
+                largest = jnp.maximum(m, sink)
+                largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+                scale = jnp.exp2(m - largest)
+                total = total * scale + jnp.exp2(sink - largest)
+                m = largest
+            else:
+                scale = None
+            weight = jnp.where(total == 0.0, 0.0, 1 / (total * (1 - options.dropout_prob)))
+            weight = weight if scale is None else weight * scale
+            lse = (m + jnp.log2(total)) * (1 / LOG2E)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+            target = out_smem.at[my_rows]
+            target[...] = (out * across(weight, value_dim)).astype(dtype)
+            lse_smem[warpgroup, :] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(q_start, ROWS), h])
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, h, pl.ds(q_start, ROWS)])
+
+        def consume(turn: Any, item: Any, following: Any, first: Any) -> Any:
+            after = first + work(item)[3].total
+
+            def attend(acc: Any) -> tuple[Any, Any, Any]:
+                p, m, total = visit_rest(acc, turn, item, first, first_scores(turn, item, first))
+                if own_output:
+                    q_ring.release(turn)
+                values_of(acc, p, after - 1)
+                out = acc[...]
+                v_ring.release(after - 1)
+                return out, m, total
+
+            out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
+            store(item, out, m, total, out_smem if own_output else q_ring.get_mma_tile(turn))
+            if not own_output:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                q_ring.release(turn)
+            return after
+
+        def consume_ahead(acc: Any) -> Any:
+            """As ``consume``, but an item's first scores run beside the last product of the item before."""
+
+            def one(turn: Any, item: Any, following: Any, carry: Any) -> Any:
+                first, *rest = carry
+                p, m, total = visit_rest(acc, turn, item, first, tuple(rest))
+                q_ring.release(turn)
+                after = first + work(item)[3].total
+                more = following >= 0
+                # Behind the last item run scores of what is in shared memory; they are thrown away.
+                next_turn, step = turn + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
+                next_item = lax.max(following, jnp.int32(0))
+
+                def overlapped(scores: Any) -> Any:
+                    take_turn()
+
+                    @pl.when(more)
+                    def _() -> None:
+                        q_ring.load_from_shared(next_turn)
+                        k_ring.load_from_shared(step)
+
+                    scores_of(q_ring.get_mma_tile(next_turn), step, scores)
+                    values_of(acc, p, after - 1)
+                    pass_turn()
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+
+                    @pl.when(more)
+                    def _() -> None:
+                        k_ring.release(step)
+
+                    ahead = softmax(products, next_item, jnp.int32(0), *nothing_seen(), first_masked)
+                    plgpu.wgmma_wait(0)
+                    v_ring.release(after - 1)
+                    return ahead[0], ahead[2], ahead[3]
+
+                ahead = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
+                store(item, acc[...], m, total, out_smem)
+                acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), tile_layout())
+                return after, *ahead
+
+            def start(item: Any) -> Any:
+                return jnp.int32(0), *first_scores(jnp.int32(0), item, jnp.int32(0))
+
+            over_items(one, start)
+
+        @pl.when(warpgroup < consumers)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[consumers][0], action="increase")
+            if ahead:
+                pl.run_scoped(consume_ahead, plgpu.ACC((ROWS, value_dim), jnp.float32))
+            else:
+                over_items(consume, lambda _: jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if params.ping_pong:
+                # What the last turn passed on.
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    plgpu.barrier_wait(turns.at[0])
+
+        @pl.when(warpgroup == consumers)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[consumers][1], action="decrease")
+            if params.ping_pong:
+                plgpu.barrier_arrive(turns.at[0])
+            over_items(produce, lambda _: jnp.int32(0))
+
+    scratch: list[Any] = [part for ring in (plan.queries, plan.keys, plan.values) for part in ring.scratch()]
+    scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
+    scratch.append(plgpu.Barrier(num_barriers=consumers))
+    if own_output:
+        output = RingPlan((block_q, value_dim), dtype, 1, 1)
+        scratch.append(plgpu.SMEM((block_q, value_dim), dtype, transforms=output.transforms))
+    out_type = (
+        jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=compiler_params(),
+    )
+    return kernel(*leaves)

@@ -1,0 +1,223 @@
+"""The backward pass in plain XLA: probabilities recomputed from lse, over the tiles that the mask leaves."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.xla.tiles import (
+    Scores,
+    Tiling,
+    accumulation_dtype,
+    is_unrolled,
+    over_steps,
+    pad_scores,
+    read,
+    schedule,
+    visit,
+    write,
+)
+from tilewright.kernels.masks import Index
+from tilewright.kernels.sharding import vary_over, varying_axes
+
+
+def attention_backward(
+    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None, tiling: Tiling
+) -> dict[str, Array | None]:
+    """Gradients by argument name; None for an absent bias or absent sinks."""
+    given = inputs
+    axes = varying_axes((inputs, d_out))
+    inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
+    delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
+    dtype = accumulation_dtype(inputs.query.dtype)
+    d_bias = None if inputs.bias is None else vary_over(axes, jnp.zeros(inputs.bias.shape, dtype))
+
+    def one(step, d_bias):
+        return _step(inputs, d_out, exponent, delta, tiling, step, d_bias)
+
+    d_bias, (d_query, d_key, d_value) = over_steps(tiling, one, pad_scores(d_bias, tiling))
+    batch, q_length, heads, _ = inputs.query.shape
+    if inputs.bias is not None:
+        d_bias = d_bias[tuple(slice(0, size) for size in inputs.bias.shape)].astype(inputs.bias.dtype)
+    gradients = {
+        "query": jnp.moveaxis(d_query, 3, 1).reshape(batch, q_length, heads, -1),
+        "key": jnp.moveaxis(d_key, 2, 1),
+        "value": jnp.moveaxis(d_value, 2, 1),
+        "bias": d_bias,
+        "softmax_aux": sinks_gradient(inputs, delta, exponent),
+    }
+    return {name: _summed_as(getattr(given, name), gradient) for name, gradient in gradients.items()}
+
+
+def empty_backward(
+    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
+) -> dict[str, Array | None]:
+    """The gradients where there is no key, or nothing at all."""
+    delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
+    return {
+        "query": jnp.zeros_like(inputs.query),
+        "key": jnp.zeros_like(inputs.key),
+        "value": jnp.zeros_like(inputs.value),
+        "bias": None if inputs.bias is None else jnp.zeros_like(inputs.bias),
+        "softmax_aux": sinks_gradient(inputs, delta, exponent),
+    }
+
+
+def _summed_as(argument: Any, gradient: Any) -> Any:
+    """Inside ``shard_map``, the sum over the devices that share an argument."""
+    if argument is None:
+        return None
+    shared = tuple(sorted(varying_axes(gradient) - varying_axes(argument)))
+    return lax.psum(gradient, shared) if shared else gradient
+
+
+def row_terms(
+    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
+) -> tuple[Array, Array]:
+    """``[batch, heads, q_length]`` each: what every logit's gradient subtracts, and lse with −inf turned to +inf.
+
+    A fully masked row then has the probability exp(x − inf) = 0 everywhere.
+    """
+    dtype = accumulation_dtype(inputs.query.dtype)
+    delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
+    if d_lse is not None:
+        delta = delta - d_lse.astype(dtype)
+    return of_rows_that_see(delta, lse)
+
+
+def of_rows_that_see(term: Array, lse: Array) -> tuple[Array, Array]:
+    """What a row's gradients want, with 0 and lse = +inf for rows that see nothing, whose lse is −inf."""
+    masked = lse == -jnp.inf
+    return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
+
+
+def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Array | None:
+    """``[heads, sinks]``: a sink is a key whose value is zero."""
+    if inputs.softmax_aux is None:
+        return None
+    sinks = inputs.softmax_aux.astype(delta.dtype)
+    probabilities = jnp.exp(sinks[None, :, None, :] - exponent[..., None])
+    return -jnp.sum(probabilities * delta[..., None], axis=(0, 2)).astype(inputs.softmax_aux.dtype)
+
+
+def _step(
+    inputs: AttentionInputs, d_out: Array, exponent: Array, delta: Array, tiling: Tiling, step: Index, d_bias: Any
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    scores = Scores.of(inputs, tiling, step)
+    value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
+    d_out_tiles = tiling.q_tiles(tiling.take(d_out, step, batch_axis=0, head_axis=2))
+    rows = [tiling.take(part, step, batch_axis=0, head_axis=1).transpose(0, 2, 1) for part in (exponent, delta)]
+    exponent_tiles, delta_tiles = tiling.q_tiles(rows[0], fill=jnp.inf), tiling.q_tiles(rows[1])
+    visits = schedule(tiling, tiling.take_mask(inputs.mask, step))
+
+    def body(row, column, masked, carry):
+        d_query, d_key, d_value, d_bias = carry
+        terms = (read(d_out_tiles, row), read(value, column), read(exponent_tiles, row), read(delta_tiles, row))
+        d_logits, *parts = _tile(scores, *terms, row, column, masked)
+        if d_bias is not None:
+            d_bias = _add_bias(d_bias, d_logits, tiling, step, row, column)
+        return _add(d_query, row, parts[0]), _add(d_key, column, parts[1]), _add(d_value, column, parts[2]), d_bias
+
+    carry = _visit(visits, body, tiling, scores, value, d_bias)
+    d_query, d_key, d_value, d_bias = carry
+    d_query = tiling.q_rows(d_query) * inputs.options.softmax_scale
+    d_key = _kv_columns(tiling, d_key)
+    if scores.factor != 1.0:
+        d_key = d_key * scores.factor
+    gradients = (
+        d_query.astype(inputs.query.dtype),
+        d_key.astype(inputs.key.dtype),
+        _kv_columns(tiling, d_value).astype(inputs.value.dtype),
+    )
+    return d_bias, gradients
+
+
+def _visit(visits: Any, body: Any, tiling: Tiling, scores: Scores, value: Any, d_bias: Any) -> Any:
+    """The accumulated gradients as arrays of tiles; key's and value's with the depth before the position."""
+    grid = tiling.grid
+    dtype = accumulation_dtype(scores.query.dtype)
+    q_tile, k_tile, v_tile = scores.query.shape[1:], scores.key.shape[1:], value.shape[1:]
+    tiles = (
+        (grid.q_tiles, q_tile),
+        (grid.kv_tiles, (*k_tile[:2], k_tile[3], k_tile[2])),
+        (grid.kv_tiles, (*v_tile[:2], v_tile[3], v_tile[2])),
+    )
+    axes = varying_axes(scores.query)
+    if not is_unrolled(visits):
+        zeros = vary_over(axes, tuple(jnp.zeros((count, *shape), dtype) for count, shape in tiles))
+        return visit(visits, body, (*zeros, d_bias))
+    *lists, d_bias = visit(visits, body, (*([None] * count for count, _ in tiles), d_bias))
+    filled = [
+        jnp.stack([vary_over(axes, jnp.zeros(shape, dtype)) if part is None else part for part in parts])
+        for parts, (_, shape) in zip(lists, tiles, strict=True)
+    ]
+    return (*filled, d_bias)
+
+
+def _tile(
+    scores: Scores,
+    d_out: Any,
+    value: Any,
+    exponent: Any,
+    delta: Any,
+    row: Index,
+    column: Index,
+    masked: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """``(d_logits, d_query, d_key, d_value)`` of one tile."""
+    options = scores.inputs.options
+    query, key = read(scores.query, row), read(scores.key, column)
+
+    def product(subscripts: str, left: Any, right: Any) -> Any:
+        dtype = accumulation_dtype(query.dtype)
+        return jnp.einsum(subscripts, left, right, precision=options.precision, preferred_element_type=dtype)
+
+    logits, factor, slope = scores.logits(row, column, masked)
+    if factor != 1.0:
+        logits = logits * factor
+    probabilities = jnp.exp(logits - exponent[..., None])
+    d_weights = product("bhgqv,bhkv->bhgqk", d_out, value)
+    weights = probabilities
+    if scores.dropout_keys is not None:
+        kept = jnp.where(scores.keep(row, column), 1.0 / (1.0 - options.dropout_prob), 0.0).astype(weights.dtype)
+        weights, d_weights = weights * kept, d_weights * kept
+    d_logits = probabilities * (d_weights - delta[..., None])
+    if slope is not None:
+        d_logits = d_logits * slope
+    low = d_logits.astype(query.dtype)
+    # The transposed operand is the small one: contracting the rows of a whole tile of scores is twice as slow on CPU.
+    return (
+        d_logits,
+        product("bhgqk,bhkd->bhgqd", low, key),
+        product("bhgqd,bhgqk->bhdk", query, low),
+        product("bhgqv,bhgqk->bhvk", d_out, weights.astype(d_out.dtype)),
+    )
+
+
+def _add(store: Any, index: Index, part: Any) -> Any:
+    old = read(store, index)
+    return write(store, index, part if old is None else old + part)
+
+
+def _kv_columns(tiling: Tiling, tiles: Any) -> Any:
+    """``[kv_tiles, b, kv_heads, d, block_k]`` to ``[b, kv_heads, kv_length, d]``."""
+    columns = tiles.transpose(1, 2, 0, 4, 3)
+    columns = columns.reshape(*columns.shape[:2], -1, columns.shape[4])
+    return columns[:, :, : tiling.grid.kv_length]
+
+
+def _add_bias(d_bias: Any, d_logits: Any, tiling: Tiling, step: Index, row: Index, column: Index) -> Any:
+    """Adds a tile's gradient to the whole bias's, summed over the dimensions that the bias broadcasts."""
+    batch, kv_heads, group, block_q, block_k = d_logits.shape
+    tile = d_logits.reshape(batch, kv_heads * group, block_q, block_k)
+    summed = tuple(axis for axis in range(4) if d_bias.shape[axis] == 1 and tile.shape[axis] != 1)
+    tile = jnp.sum(tile, axis=summed, keepdims=True)
+    batch_start, head_start = tiling.starts(step)
+    corner = (batch_start, head_start * tiling.group, row * block_q, column * block_k)
+    starts = [0 if size == 1 else start for start, size in zip(corner, d_bias.shape, strict=True)]
+    starts = [np.int32(start) if isinstance(start, int) else start for start in starts]  # one type, also in x64 mode
+    old = lax.dynamic_slice(d_bias, starts, tile.shape)
+    return lax.dynamic_update_slice(d_bias, old + tile, starts)

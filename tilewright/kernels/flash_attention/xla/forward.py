@@ -1,0 +1,134 @@
+"""The forward pass in plain XLA: online softmax over the tiles that the mask leaves.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.xla.tiles import (
+    Scores,
+    Tiling,
+    accumulation_dtype,
+    is_unrolled,
+    over_steps,
+    read,
+    schedule,
+    visit,
+    write,
+)
+from tilewright.kernels.masks import Index
+from tilewright.kernels.sharding import vary_over, varying_axes
+
+type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
+type RowState = tuple[Any, Any, Any]
+
+
+def attention_forward(inputs: AttentionInputs, tiling: Tiling) -> Results:
+    """``(out, lse)``; lse is float32, or float64 for float64 inputs."""
+    inputs = vary_over(varying_axes(inputs), inputs)
+    _, (out, lse) = over_steps(tiling, lambda step, carry: (carry, _step(inputs, tiling, step)), ())
+    batch, _, heads, _ = inputs.query.shape
+    out = jnp.moveaxis(out, 3, 1).reshape(batch, tiling.grid.q_length, heads, -1)
+    return out, lse.reshape(batch, heads, tiling.grid.q_length)
+
+
+def empty_forward(inputs: AttentionInputs) -> Results:
+    """The results where there is no key, or nothing at all."""
+    batch, q_length, heads, _ = inputs.query.shape
+    dtype = accumulation_dtype(inputs.query.dtype)
+    out = jnp.zeros((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
+    if inputs.softmax_aux is None:
+        return out, jnp.full((batch, heads, q_length), -jnp.inf, dtype)
+    greatest, total = _sinks(inputs.softmax_aux.astype(dtype))
+    return out, jnp.broadcast_to((greatest + jnp.log(total))[None, :, None], (batch, heads, q_length))
+
+
+def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, Any]:
+    scores = Scores.of(inputs, tiling, step)
+    value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
+    visits = schedule(tiling, tiling.take_mask(inputs.mask, step))
+    initial = _initial(inputs, tiling, step, scores.query, value)
+    grid = tiling.grid
+
+    if is_unrolled(visits):
+        fresh = None if inputs.softmax_aux is None else initial
+        states: Any = [fresh] * grid.q_tiles
+
+        def body(row, column, masked, states):
+            return write(states, row, _tile(scores, value, row, column, masked, read(states, row)))
+
+        states = visit(visits, body, states)
+        states = [initial if state is None else state for state in states]
+        rows = tuple(jnp.stack([state[part] for state in states]) for part in range(3))
+    else:
+        stores = tuple(jnp.broadcast_to(part, (grid.q_tiles, *part.shape)) for part in initial)
+
+        def body(row, column, masked, stores):
+            state = tuple(read(store, row) for store in stores)
+            state = _tile(scores, value, row, column, masked, state)
+            return tuple(write(store, row, part) for store, part in zip(stores, state, strict=True))
+
+        rows = visit(visits, body, stores)
+    return _finish(inputs, tiling, rows)
+
+
+def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: Any, value: Any) -> RowState:
+    """Greatest logit, normaliser and weighted sum of a row tile before its first key: the sinks' alone."""
+    dtype = accumulation_dtype(inputs.query.dtype)
+    shape = query.shape[1:-1]
+    axes = varying_axes(inputs)
+    weighted = vary_over(axes, jnp.zeros((*shape, value.shape[-1]), dtype))
+    if inputs.softmax_aux is None:
+        return *vary_over(axes, (jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))), weighted
+    sinks = tiling.take(inputs.softmax_aux[None].astype(dtype), step, batch_axis=0, head_axis=1)
+    parts = _sinks(sinks.reshape(tiling.head_size, tiling.group, 1, -1))
+    greatest, total = (jnp.broadcast_to(part, shape) for part in parts)
+    return greatest, total, weighted
+
+
+def _sinks(sinks: Any) -> tuple[Any, Any]:
+    greatest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
+    return greatest, jnp.sum(jnp.exp(sinks - _finite(greatest)[..., None]), axis=-1)
+
+
+def _tile(scores: Scores, value: Any, row: Index, column: Index, masked: bool, state: RowState | None) -> RowState:
+    logits, factor, _ = scores.logits(row, column, masked)
+    options = scores.inputs.options
+    greatest = jnp.max(logits, axis=-1)
+    if factor != 1.0:
+        greatest, logits = greatest * factor, logits * factor
+    if state is not None:
+        greatest = jnp.maximum(greatest, state[0])
+    shift = _finite(greatest)
+    weights = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if scores.dropout_keys is not None:
+        weights = jnp.where(scores.keep(row, column), weights, 0.0)
+    weighted = jnp.einsum(
+        "bhgqk,bhkv->bhgqv",
+        weights.astype(value.dtype),
+        read(value, column),
+        precision=options.precision,
+        preferred_element_type=weights.dtype,
+    )
+    if state is None:
+        return greatest, total, weighted
+    shrink = jnp.exp(state[0] - shift)
+    return greatest, state[1] * shrink + total, state[2] * shrink[..., None] + weighted
+
+
+def _finite(greatest: Any) -> Any:
+    """What to subtract from a row's logits: 0 where all of them are −inf, so that none becomes NaN."""
+    return jnp.where(greatest == -jnp.inf, 0.0, greatest)
+
+
+def _finish(inputs: AttentionInputs, tiling: Tiling, rows: tuple[Any, ...]) -> tuple[Any, Any]:
+    greatest, total, weighted = rows
+    share = (1.0 - inputs.options.dropout_prob) * total
+    out = weighted / jnp.where(total == 0.0, 1.0, share)[..., None]
+    lse = greatest + jnp.log(total)
+    return tiling.q_rows(out.astype(inputs.query.dtype)), tiling.q_rows(lse)

@@ -1,0 +1,220 @@
+"""A ring of shared-memory stages between one producer and the warpgroups that consume, as Mosaic GPU primitives.
+
+Slot ``step % num_stages`` passes through empty → filling → full → in use → empty. ``full`` is completed by the TMA copy
+(or by the writing warpgroups, where the values are converted on the way), ``empty`` by one arrival of every consumer.
+Kernels run without automatic barriers: every ordering is written here or in the kernel.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Integer
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.kv_spec import KVTileSpec
+from tilewright.kernels.hopper.transforms import aligned_bytes, mosaic_transforms, swizzle_of
+
+type Step = int | Integer[jax.Array, ""]
+type Ref = Any  # a Pallas reference or a view of one; jax exports no type for both
+
+BARRIER_BYTES = 8
+
+# The phases of a barrier array are the bits of one 32-bit word per thread.
+_MAX_STAGES = 32
+
+
+def _when(condition: bool | jax.Array, action: Callable[[], None]) -> None:
+    # pl.when on a Python bool still leaves a branch in the jaxpr.
+    if isinstance(condition, bool):
+        if condition:
+            action()
+    else:
+        pl.when(condition)(action)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingPlan:
+    """The static half of a ring: what it takes of the shared memory, and who arrives on its barriers.
+
+    ``tile`` is the shape of a stage. ``consumers`` is the number of warpgroups that release a slot, ``writers`` of
+    those that fill it from registers; with none, the TMA unit does, by ``copies`` of equally many rows each.
+    ``swizzle`` in bytes: None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
+    tile that is not a matrix.
+    """
+
+    tile: tuple[int, ...]
+    dtype: Any
+    num_stages: int
+    consumers: int
+    writers: int = 0
+    swizzle: int | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "tile", tuple(self.tile))
+        if not self.tile or min(self.tile) < 1:
+            raise ValueError(f"a tile needs positive dimensions, got {self.tile=}")
+        if not 1 <= self.num_stages <= _MAX_STAGES:
+            raise ValueError(f"a ring has 1 to {_MAX_STAGES} stages, got {self.num_stages=}")
+        if self.consumers < 1:
+            raise ValueError(f"somebody must release a slot, got {self.consumers=}")
+        if self.writers < 0:
+            raise ValueError(f"{self.writers=} must not be negative")
+        if self.copies < 1 or self.tile[0] % self.copies or (self.copies > 1 and self.writers):
+            raise ValueError(f"copies share the rows, and need TMA, got {self.copies=}, {self.tile=}, {self.writers=}")
+        if len(self.tile) != 2:
+            if self.swizzle:
+                raise ValueError(f"only matrices are swizzled, got {self.swizzle=} for {self.tile=}")
+            object.__setattr__(self, "swizzle", 0)
+        elif self.swizzle != 0:
+            object.__setattr__(self, "swizzle", swizzle_of(*self.tile, self.dtype, self.swizzle))
+
+    @classmethod
+    def of(cls, spec: KVTileSpec, consumers: int) -> "RingPlan":
+        """The ring of one operand's tiles."""
+        return cls(
+            tile=(spec.rows, spec.columns),
+            dtype=spec.dtype,
+            num_stages=spec.num_stages,
+            consumers=consumers,
+            writers=spec.writers,
+            swizzle=spec.swizzle,
+        )
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """The Mosaic transforms of the buffer; none where the tile stays row-major."""
+        if not self.swizzle:
+            return ()
+        rows, columns = self.tile
+        return mosaic_transforms(rows, columns, self.dtype, self.swizzle)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the stages, aligned as Mosaic does, and of both barrier arrays."""
+        return aligned_bytes((self.num_stages, *self.tile), self.dtype) + 2 * self.num_stages * BARRIER_BYTES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes that one load moves."""
+        return math.prod(self.tile) * self.dtype.itemsize
+
+    def scratch(self) -> "tuple[Any, plgpu.Barrier, plgpu.Barrier]":
+        """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
+        return (
+            plgpu.SMEM((self.num_stages, *self.tile), self.dtype, transforms=self.transforms),
+            plgpu.Barrier(num_arrivals=max(self.writers, self.copies), num_barriers=self.num_stages),
+            plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages),
+        )
+
+    def bind(self, smem: Ref, full: Ref, empty: Ref) -> "Ring":
+        """The ring over the references that the kernel got for ``scratch()``."""
+        return Ring(self, smem, full, empty)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """The verbs of a bound ring; each warpgroup calls only those of its side.
+
+    ``step`` counts loads over the whole life of the kernel, so a persistent kernel goes on counting from tile to tile:
+    the barriers' phases do, too. Every load must be consumed, and every consumer must release every step exactly once.
+    ``offset`` is the number of loads that went before step 0: of something else, through the same ring.
+    """
+
+    plan: RingPlan
+    smem: Ref
+    full: Ref
+    empty: Ref
+    offset: int = 0
+
+    def slot(self, step: Step) -> Step:
+        """Index of the stage that holds ``step``."""
+        if isinstance(step, int):
+            return (step + self.offset) % self.plan.num_stages
+        return lax.rem(step + self.offset, jnp.asarray(self.plan.num_stages, step.dtype))
+
+    def _wait_released(self, step: Step) -> None:
+        plgpu.barrier_wait(self.empty.at[self.slot(step)])
+
+    def _wait_empty(self, step: Step) -> None:
+        # The first round fills slots that nobody has to release.
+        _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
+
+    def load_from_dram(self, step: Step, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
+        """Producer: starts the load of a tile, an already sliced reference in device memory for each of its copies.
+
+        Under TMA it waits until the slot is free and starts the copies, one below the other. With ``writers`` it reads
+        this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is first needed in
+        ``copy_to_shared``.
+        """
+        if self.plan.writers:
+            (source_ref,) = source_refs
+            return plgpu.load(source_ref, layout=layout, optimized=False)
+        if layout is not None:
+            raise ValueError(f"a TMA copy passes no registers, got {layout=}")
+        self._wait_empty(step)
+        slot = self.slot(step)
+        rows = self.plan.tile[0] // self.plan.copies
+        for number, source_ref in zip(range(self.plan.copies), source_refs, strict=True):
+            part = () if self.plan.copies == 1 else (pl.ds(number * rows, rows),)
+            plgpu.copy_gmem_to_smem(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])
+        return None
+
+    def copy_to_shared(
+        self, step: Step, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: Any = None
+    ) -> None:
+        """Producer: makes the tile visible to the consumers.
+
+        Under TMA the copy's completion does that, and this is nothing. With ``writers`` it waits until the slot is
+        free, writes ``values`` (converted) to ``rows`` of it (a ``pl.ds``, by default all), and arrives on ``full``.
+        Several ``values`` stand side by side.
+        """
+        if not self.plan.writers:
+            if values is not None:
+                raise ValueError(f"TMA fills this ring, {self.plan.writers=} takes no values")
+            return
+        if values is None:
+            raise ValueError(f"{self.plan.writers=} warpgroups fill this ring from registers, got no values")
+        self._wait_empty(step)
+        slot = self.slot(step)
+        target = self.smem.at[slot] if rows is None else self.smem.at[slot, rows]
+        if isinstance(values, jax.Array):
+            target[...] = values
+        else:
+            begin = 0
+            for part in values:
+                target.at[:, pl.ds(begin, part.shape[1])][...] = part
+                begin += part.shape[1]
+        # wgmma reads shared memory through the async proxy, which sees the threads' writes only after a fence.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.full.at[slot])
+
+    def load_from_shared(self, step: Step) -> None:
+        """Consumer: waits until the slot is full; once per step."""
+        plgpu.barrier_wait(self.full.at[self.slot(step)])
+
+    def get_mma_tile(self, step: Step, transposed: bool = False) -> Ref:
+        """Consumer: the slot as an operand of wgmma; ``transposed`` is a view, nothing moves."""
+        tile = self.smem.at[self.slot(step)]
+        return tile.T if transposed else tile
+
+    def release(self, step: Step) -> None:
+        """Consumer: hands the slot back; only after the wgmma that read it has been waited for."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def drain(self, last_step: Step) -> None:
+        """Producer: waits until the consumers have released everything up to ``last_step``, the last load; -1 is none.
+
+        A block of a cluster must not leave while others may still write to it. Nothing may be loaded afterwards.
+        """
+        for behind in reversed(range(self.plan.num_stages)):
+            step = last_step - behind
+            _when(step + self.offset >= 0, functools.partial(self._wait_released, step))

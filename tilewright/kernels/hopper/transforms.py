@@ -1,0 +1,118 @@
+"""From the layout of a tile in shared memory to Mosaic GPU's transforms, or the reason why there are none."""
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
+
+SWIZZLES = (128, 64, 32)
+"""Widths in bytes, widest first: a wider one serves more columns with one TMA box and one wgmma descriptor."""
+
+SWIZZLE_ROWS = 8
+"""Rows of the block that a swizzle permutes, in TMA and in wgmma's descriptors alike."""
+
+SHARED_ALIGNMENT = 1024
+"""Bytes to which Mosaic GPU aligns each scratch buffer, the period of the 128-byte swizzle."""
+
+# The transforms of jax 0.12 count as abstract for a type checker, because one method of their base has no body.
+_mosaic: Any = plgpu
+
+# A swizzle permutes vectors of 16 bytes by the number of the 128-byte line they lie in.
+_VECTOR_BYTES = 16
+_LINE_SHIFT = 3
+
+
+def swizzle_of(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> int:
+    """The swizzle in bytes of a rows × columns tile: the one asked for, or the widest that divides the columns.
+
+    Raises:
+      ValueError: no width fits, with the reason.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    if rows < 1 or columns < 1:
+        raise ValueError(f"a tile must not be empty, got {rows=}, {columns=}")
+    if rows % SWIZZLE_ROWS:
+        raise ValueError(f"a swizzle permutes blocks of {SWIZZLE_ROWS} rows, which do not divide {rows=}")
+    if swizzle is not None:
+        if swizzle not in SWIZZLES:
+            raise ValueError(f"swizzles are {sorted(SWIZZLES)} bytes wide, got {swizzle=}")
+        if columns * itemsize % swizzle:
+            raise ValueError(
+                f"{columns=} of {itemsize} bytes are no multiple of the {swizzle}-byte swizzle "
+                f"({swizzle // itemsize} columns)"
+            )
+        return swizzle
+    for width in SWIZZLES:
+        if columns * itemsize % width == 0:
+            return width
+    raise ValueError(f"{columns=} of {itemsize} bytes are no multiple of any swizzle, the narrowest has 32 bytes")
+
+
+def hardware_swizzle(width: int, itemsize: int) -> Swizzle:
+    """The permutation of elements that TMA and wgmma apply at a width in bytes."""
+    if _VECTOR_BYTES % itemsize:
+        raise ValueError(f"{itemsize=} does not divide the {_VECTOR_BYTES} bytes that a swizzle moves")
+    base = (_VECTOR_BYTES // itemsize).bit_length() - 1
+    return Swizzle((width // _VECTOR_BYTES).bit_length() - 1, base, _LINE_SHIFT)
+
+
+def shared_layout(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> SwizzledLayout:
+    """How a rows × columns tile lies in shared memory: blocks of 8 rows × one swizzle width, row-major in both.
+
+    Raises:
+      ValueError: no swizzle fits, with the reason.
+    """
+    width = swizzle_of(rows, columns, dtype, swizzle)
+    itemsize = jnp.dtype(dtype).itemsize
+    block = (SWIZZLE_ROWS, width // itemsize)
+    tiled = blocked_product(row_major(*block), row_major(rows // block[0], columns // block[1]))
+    return SwizzledLayout(tiled, hardware_swizzle(width, itemsize))
+
+
+@functools.lru_cache(maxsize=256)
+def emit_transforms(layout: SwizzledLayout | Layout, dtype: Any) -> tuple[Any, ...]:
+    """``(TilingTransform, SwizzleTransform)`` for a tile that lies as ``layout`` says.
+
+    Raises:
+      ValueError: wgmma cannot read such a tile, with the reason.
+    """
+    if isinstance(layout, Layout):
+        layout = SwizzledLayout(layout)
+    if len(layout.layout.modes) != 2:
+        raise ValueError(f"a tile has rows and columns, got {layout.layout.shape=}")
+    itemsize = jnp.dtype(dtype).itemsize
+    rows, columns = (mode.size for mode in layout.layout.modes)
+    if layout.swizzle is None:
+        raise ValueError(f"wgmma's operands are swizzled by {sorted(SWIZZLES)} bytes, got no swizzle")
+    widths = [width for width in SWIZZLES if hardware_swizzle(width, itemsize) == layout.swizzle]
+    if not widths:
+        raise ValueError(f"{layout.swizzle} is none of the hardware's for {itemsize} bytes: {sorted(SWIZZLES)} wide")
+    (width,) = widths
+    expected = shared_layout(rows, columns, dtype, width)
+    # Compared as functions: different trees may say the same.
+    if not np.array_equal(layout.layout.matrix(), expected.layout.matrix()):
+        raise ValueError(
+            f"the {width}-byte swizzle needs blocks of {SWIZZLE_ROWS} × {width // itemsize} in row-major order, "
+            f"{expected.layout}, got {layout.layout}"
+        )
+    return _mosaic.TilingTransform((SWIZZLE_ROWS, width // itemsize)), _mosaic.SwizzleTransform(width)
+
+
+def mosaic_transforms(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> tuple[Any, ...]:
+    """The transforms of a rows × columns tile, and of any stack of such tiles.
+
+    Raises:
+      ValueError: no swizzle fits, with the reason.
+    """
+    return emit_transforms(shared_layout(rows, columns, dtype, swizzle), jnp.dtype(dtype))
+
+
+def aligned_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """What a buffer takes of the shared memory, alignment included."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT

@@ -1,1 +1,0 @@
-"""Absorbed multi-head latent attention."""

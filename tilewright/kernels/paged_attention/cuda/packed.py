@@ -1,0 +1,179 @@
+"""Attention of packed queries over pages in CUDA C++, on Hopper: its variants, what is served, and the launch."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda.build import groups_of
+from tilewright.kernels.cuda.devices import capability_of
+from tilewright.kernels.cuda.kernel import CudaKernel
+from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Field, Predicate
+from tilewright.kernels.cuda.table import Variant, VariantTable, instance
+from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.packed import DIMS, is_for_others, packed_reasons
+from tilewright.kernels.paged_attention.xla.forward import empty_forward
+from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+type Dtype = Literal["f16", "bf16"]
+
+DTYPES: tuple[Dtype, ...] = ("f16", "bf16")
+
+FIELDS = (
+    "tokens", "sequences", "heads", "kv_heads", "head_dim", "dtype", "num_pages", "page_size", "columns", "left",
+    "right",
+)  # fmt: skip
+"""What describes a call: ``columns`` of the page table, ``dtype`` an index into ``DTYPES``."""
+
+MOST_SEQUENCES = 4096
+"""As many as one block of threads sorts."""
+
+COUNT_LIMIT = 1 << 31
+"""Tokens of the cache and rows of the query are counted by 32 bits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedVariant(Variant):
+    """One instance of ``PackedHopper``."""
+
+    dtype: Dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"packed_hopper_{self.dtype}_k{self.head_dim}"
+
+    @property
+    def group(self) -> str:
+        return f"{self.dtype}_k{self.head_dim}"
+
+    @property
+    def cpp_class(self) -> str:
+        return instance("tilewright::paged::PackedHopper", CUTLASS_TYPES[self.dtype], self.head_dim)
+
+    @property
+    def arch_range(self) -> tuple[int, int]:
+        return 90, 91
+
+    @property
+    def sort_key(self) -> tuple[int, ...]:
+        return (self.head_dim,)
+
+    @property
+    def requirements(self) -> tuple[Predicate, ...]:
+        return (
+            Compare(Field("dtype"), "==", DTYPES.index(self.dtype)),
+            Compare(Field("head_dim"), "==", self.head_dim),
+            Compare(Field("sequences"), "<=", MOST_SEQUENCES),
+            Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
+        )
+
+
+TABLE = VariantTable(
+    "packed_attention_hopper",
+    Path(__file__).with_name("packed_hopper.cuh"),
+    FIELDS,
+    tuple(PackedVariant(dtype, dim) for dtype in DTYPES for dim in DIMS),
+    packages=(cutlass(),),
+    flags=("-DNDEBUG",),
+    memory_per_job=2000 << 20,
+)
+
+KERNEL = CudaKernel(TABLE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaPackedParams:
+    """None: sizes follow from what shared memory and registers hold."""
+
+
+class CudaPackedAttention(InferenceImplementation):
+    """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
+
+    platform: ClassVar[Platform] = Platform.CUDA
+    forward_params: ClassVar[type] = CudaPackedParams
+
+    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
+        why = packed_reasons(problem, device)
+        if not problem.options.softmax_scale > 0:
+            why.append(f"needs a positive scale, got {problem.options.softmax_scale=}")
+        if max(problem.num_pages * problem.page_size, problem.tokens * problem.heads) >= COUNT_LIMIT:
+            why.append(f"rows must be counted by 32 bits, got {problem.num_pages=}, {problem.page_size=}")
+        if why or 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
+            return why
+        return KERNEL.reasons(problem_fields(problem), device)
+
+    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> CudaPackedParams:
+        return CudaPackedParams()
+
+    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[CudaPackedParams]:
+        return [CudaPackedParams()]
+
+    def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
+        return is_for_others(problem, device)
+
+    def footprints(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
+    ) -> list[Footprint]:
+        """A block for each multiprocessor; shared memory is among the requirements."""
+        return [Footprint(device.cores)]
+
+    def builds(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
+    ) -> list[Build]:
+        if 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
+            return []
+        group = KERNEL.needed(problem_fields(problem), device)
+        return [] if group is None else [group]
+
+    def all_builds(self, device: Device) -> list[Build]:
+        return [*groups_of(TABLE, capability_of(device) or 0)]
+
+    def forward(self, inputs: PagedInputs, params: CudaPackedParams) -> Results:
+        """``(out, lse)``; lse is float32."""
+        if inputs.is_empty:
+            return empty_forward(inputs)
+        return one_after_the_other(_run, inputs)
+
+
+def problem_fields(problem: PagedProblem) -> dict[str, int]:
+    """A call as the table's fields."""
+    options = problem.options
+    return {
+        "tokens": problem.tokens,
+        "sequences": problem.sequences,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "dtype": DTYPES.index("f16" if problem.dtype == np.float16 else "bf16"),
+        "num_pages": problem.num_pages,
+        "page_size": problem.page_size,
+        "columns": problem.capacity // problem.page_size,
+        "left": FAR if options.left is None else options.left,
+        "right": FAR if options.right is None else options.right,
+    }
+
+
+def _run(inputs: PagedInputs) -> Results:
+    problem, device = PagedProblem.of(inputs), current_device()
+    fields = problem_fields(problem)
+    variant, reasons = KERNEL.select(fields, device)
+    if variant is None:
+        raise UnsupportedError("packed attention in CUDA C++", reasons)
+    outputs = [
+        jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
+        jax.ShapeDtypeStruct(inputs.query.shape[:2], jnp.float32),
+    ]
+    operands = [inputs.query, inputs.key, inputs.value, inputs.page_table, inputs.kv_lengths, inputs.cum_q_lens]
+    attributes = {"scale": np.float32(problem.options.softmax_scale)}
+    out, lse = KERNEL.call(variant, fields, device, operands, outputs, attributes)
+    return out, lse

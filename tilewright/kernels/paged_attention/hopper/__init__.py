@@ -1,0 +1,1 @@
+"""Paged attention in Pallas Mosaic GPU, for Hopper."""

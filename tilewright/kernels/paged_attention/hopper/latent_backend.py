@@ -1,0 +1,170 @@
+"""Multi-head latent attention on Hopper GPUs in Pallas Mosaic GPU: what it serves, its configs, and the way there."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from tilewright.kernels.flash_attention.hopper.scores import ROWS
+from tilewright.kernels.flash_attention.operands import sinks_lse
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.paged_attention.hopper.latent import (
+    KEYS,
+    LATENT_DIM,
+    VALUE_DIM,
+    WARPGROUPS,
+    LatentCall,
+    LatentPlan,
+    latent_kernel,
+)
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.xla.forward import empty_forward
+from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.types import Device, Direction
+
+ALIGNED_ROWS = 8
+"""Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
+
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, where the device does not say."""
+
+ITEM_OVERHEAD = 4
+"""What a program takes besides its tiles, in tiles: its first loads, for which nothing is computed, and its output."""
+
+COMBINE_OVERHEAD = 6
+"""What the launch that combines splits takes, in tiles."""
+
+LEAST_TILES = 2
+"""Tiles that a split should have, for its partial results are written and read again."""
+
+MOST_SPLITS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperLatentParams:
+    """How the kernel is cut and loads.
+
+    Attributes:
+      num_key_splits: programs that share the keys of 64 query rows; what each finds is combined afterwards.
+      prefetched: tiles ahead of its load that a latent is brought to the L2 cache, 0 for not at all.
+    """
+
+    num_key_splits: int = 1
+    prefetched: int = 2
+
+    def __post_init__(self) -> None:
+        if type(self.prefetched) is not int or not 0 <= self.prefetched <= 16:
+            raise ValueError(f"0 to 16 tiles are prefetched, got {self.prefetched=}")
+        if type(self.num_key_splits) is not int or not 1 <= self.num_key_splits <= MOST_SPLITS:
+            raise ValueError(f"there are 1 to {MOST_SPLITS} splits, got {self.num_key_splits=}")
+
+
+class PallasGpuPagedAttention(InferenceImplementation):
+    """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
+
+    platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
+    forward_params: ClassVar[type] = HopperLatentParams
+
+    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
+        why, options = [], problem.options
+        if device.kind != "gpu" or device.capability != (9, 0):
+            why.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
+        if options.latent_dim is None or (problem.head_dim, problem.value_dim) != (LATENT_DIM, VALUE_DIM):
+            why.append(
+                f"serves latents of {LATENT_DIM} whose first {VALUE_DIM} elements are the value, "
+                f"got {problem.head_dim=}, {problem.value_dim=}, {options.latent_dim=}"
+            )
+        if problem.dtype.name not in ("bfloat16", "float16"):
+            why.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+        if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
+            why.append(f"takes latents in the query's dtype and no scales, got {problem.kv_dtype=}")
+        if not problem.paged or problem.packed or problem.starts or problem.kv_heads != 1:
+            why.append("takes a page table, equally many query tokens of every sequence, and one latent for all heads")
+        if problem.page_size % KEYS:
+            why.append(f"a page must have a multiple of {KEYS} tokens, got {problem.page_size=}")
+        if options.left is not None or options.logits_soft_cap is not None or problem.alibi:
+            why.append("has no sliding window on the left, no soft cap and no ALiBi")
+        return why
+
+    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> HopperLatentParams:
+        return self.candidates(problem, device, direction)[0]
+
+    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperLatentParams]:
+        """By what sequences that fill their tables would take; lengths are not looked at."""
+        tiles = -(-problem.capacity // KEYS)
+        items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
+        cores = device.cores or PROCESSORS
+
+        def cost(splits: int) -> int:
+            rounds = -(-items * splits // cores)
+            return rounds * (-(-tiles // splits) + ITEM_OVERHEAD) + (splits > 1) * COMBINE_OVERHEAD
+
+        most = max(min(tiles // LEAST_TILES, MOST_SPLITS), 1)
+        numbers = sorted(range(1, most + 1), key=lambda splits: (cost(splits), splits))
+        others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
+        chosen = [*numbers[:3], *(number for number in others if number <= most)]
+        first, *rest = dict.fromkeys(chosen)
+        # Few query rows leave the tensor cores idle: memory alone counts, and what is brought to the cache comes twice.
+        prefetched = (0, 2) if problem.longest_q * problem.heads < ROWS else (2, 0)
+        made = [HopperLatentParams(first, each) for each in (*prefetched, 4)]
+        return [*made, *(HopperLatentParams(number, prefetched[0]) for number in rest)]
+
+    def footprints(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperLatentParams
+    ) -> list[Footprint]:
+        items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
+        blocks = items * params.num_key_splits
+        return [Footprint(blocks, 128 * WARPGROUPS, LatentPlan(problem.dtype).shared_bytes)]
+
+    def forward(self, inputs: PagedInputs, params: HopperLatentParams) -> Results:
+        """``(out, lse)``; lse is float32."""
+        if inputs.is_empty:
+            return empty_forward(inputs)
+        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+
+
+def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
+    options, tokens, heads = inputs.options, *inputs.query.shape[:2]
+    assert inputs.page_table is not None
+    assert options.q_length is not None
+    call = LatentCall(
+        sequences=inputs.sequences,
+        q_length=options.q_length,
+        heads=heads,
+        num_pages=inputs.key.shape[0],
+        page_size=inputs.page_size,
+        columns=inputs.page_table.shape[1],
+        softmax_scale=options.softmax_scale,
+        right=options.right,
+        splits=params.num_key_splits,
+        prefetched=params.prefetched,
+        parts=params.num_key_splits > 1 or inputs.softmax_aux is not None,
+    )
+    query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)
+    if call.rows % ALIGNED_ROWS:
+        query = jnp.pad(query, ((0, 0), (0, -call.rows % ALIGNED_ROWS), (0, 0)))
+    pages = inputs.key.reshape(call.num_pages, call.page_size, LATENT_DIM)
+    out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
+    out, lse = out[..., : call.rows, :], lse[..., : call.rows]
+    if call.parts:
+        sinks = sinks_lse(inputs.softmax_aux)
+        if sinks is not None:
+            sinks = jnp.tile(sinks, call.q_length)
+        out, lse = _combined(out, lse, sinks, query.dtype)
+    return out.reshape(tokens, heads, VALUE_DIM), lse.reshape(tokens, heads)
+
+
+def _combined(out: Any, lse: Any, sinks: Any, dtype: Any) -> tuple[Any, Any]:
+    """The results of all splits, the first axis, from those of each; ``sinks`` of the rows take part without values."""
+    largest = lse.max(axis=0)
+    if sinks is not None:
+        largest = jnp.maximum(largest, sinks)
+    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weights = jnp.exp(lse - shift)
+    total = weights.sum(axis=0)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - shift)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    combined = (out * weights[..., None]).sum(axis=0).astype(dtype)
+    return combined, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

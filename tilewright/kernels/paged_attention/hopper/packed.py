@@ -1,0 +1,513 @@
+"""Attention of packed queries over pages on Hopper: keys and values come by TMA, a page or a part of one at a time.
+
+A program has a tile of queries and a key head: up to 128 / group tokens of one sequence, each with all heads that
+share the key, so that it is loaded once for all of them. One producer warpgroup loads; the other two own 64 rows each,
+and run the product QKᵀ of the next block of keys beside PV of this one (Shah et al., "FlashAttention-3", 2024, section
+3.2). A tile of few rows, such as a token that is decoded, leaves the second one nothing to compute, and waits for
+memory where others wait for the tensor cores: so both kinds are begun side by side.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tilewright.kernels.flash_attention.hopper.scores import (
+    LOG2E,
+    ROWS,
+    compiler_params,
+    store_unoptimised,
+    tile_layout,
+)
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.paged_attention.hopper.softmax import online_softmax
+from tilewright.kernels.paged_attention.inputs import FAR
+from tilewright.kernels.paged_attention.token_layout import TilePlan
+
+CONSUMERS = 2
+
+BLOCK_ROWS = CONSUMERS * ROWS
+"""Query rows of a tile."""
+
+REGISTERS = {False: (240, 24), True: (232, 40)}
+"""Registers per thread of a consumer and of the producer, by whether consumers need few."""
+
+VISIT_BITS = 24
+"""Bits of the number of a tile's visit; lengths have 29."""
+
+CHUNK = 64
+"""Columns that are read and written at once where rows are cleared."""
+
+RESERVED = 2048
+"""Shared memory for the remaining barriers and alignment, in bytes."""
+
+TOGETHER = 48
+"""Tiles of a key head that are begun before those of the next one: they find its keys in the cache."""
+
+TILE_COST = 2
+"""What a tile takes besides its blocks of keys, in blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """The shared memory of the kernel; ``copies`` of pages make a block of keys, ``pieces`` a tile of queries."""
+
+    dtype: Any
+    dim: int
+    block_k: int
+    num_stages: int
+    copies: int
+    pieces: int
+
+    @property
+    def keys(self) -> RingPlan:
+        return RingPlan((self.block_k, self.dim), self.dtype, self.num_stages, CONSUMERS, copies=self.copies)
+
+    @property
+    def queries(self) -> RingPlan:
+        return RingPlan((BLOCK_ROWS, self.dim), self.dtype, 1, CONSUMERS)
+
+    def scratch(self) -> list[Any]:
+        """Rings of keys and values; queries as they come, and as the product wants them; barriers: all pieces have
+        come, and values have been cleared.
+
+        Queries come, and outputs go, row by row: TMA swizzles whole groups of 8 rows only, from every eighth row on.
+        """
+        return [
+            plgpu.SMEM(self.queries.tile, self.dtype),
+            *(2 * self.keys.scratch()),
+            plgpu.SMEM(self.queries.tile, self.dtype, transforms=self.queries.transforms),
+            plgpu.Barrier(num_arrivals=self.pieces),
+            plgpu.Barrier(num_arrivals=CONSUMERS),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.keys.shared_bytes + self.queries.shared_bytes) + RESERVED
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkCall:
+    """The static half of a call.
+
+    Attributes:
+      tiles: of queries, at most.
+      group: query heads of a key head.
+      page_size: a whole number of blocks of keys, or the other way round.
+      columns: of the page table, a whole number of blocks.
+      left, right: keys visible before and after a query's position, None for all.
+    """
+
+    tiles: int
+    kv_heads: int
+    group: int
+    page_size: int
+    columns: int
+    block_k: int
+    num_stages: int
+    softmax_scale: float
+    left: int | None
+    right: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Of a warpgroup's rows, in which those of a head lie side by side."""
+        return ROWS // self.group
+
+    @property
+    def width(self) -> int:
+        """Tiles of a key head that are begun side by side."""
+        return min(TOGETHER, self.tiles)
+
+    @property
+    def places(self) -> int:
+        """Of tiles in their order: a whole number of widths, of which the last ones may have none."""
+        return -(-self.tiles // self.width) * self.width
+
+    @property
+    def capacity(self) -> int:
+        return self.page_size * self.columns
+
+    @property
+    def copies(self) -> int:
+        """Pages of a block of keys."""
+        return max(self.block_k // self.page_size, 1)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys of a sequence."""
+        return self.capacity // self.block_k
+
+    def plan(self, dtype: Any, dim: int) -> ChunkPlan:
+        return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies, CONSUMERS * self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileWork:
+    """What there is to do for tiles, as arrays or, in the kernel, as scalars.
+
+    Some row sees keys from ``low`` on and before ``high``, every row those from ``all_low`` on and before ``all_high``.
+    ``tile`` is the number in the plan, and ``token`` the first of the packed ones.
+    """
+
+    tile: Any
+    sequence: Any
+    token: Any
+    tokens: Any
+    position: Any
+    low: Any
+    high: Any
+    all_low: Any
+    all_high: Any
+
+    def first(self, block_k: int) -> Any:
+        """The first block of keys."""
+        return lax.div(self.low, jnp.int32(block_k))
+
+    def total(self, block_k: int) -> Any:
+        """Blocks of keys, at least one."""
+        return jnp.maximum(lax.div(self.high + (block_k - 1), jnp.int32(block_k)) - self.first(block_k), 1)
+
+
+FIELDS = len(dataclasses.fields(TileWork))
+
+
+def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
+    """A `TileWork` of all places in the order in which tiles are best begun, flat; a place without a tile has no rows.
+
+    The costliest come first, those of one warpgroup and those of two each at a steady pace: as much of the one kind's
+    cost has been begun as of the other's.
+
+    Args:
+      lengths: of the sequences of the plan, ``[tiles]``.
+    """
+    length = jnp.clip(lengths, 0, min(call.capacity, FAR))
+    low, high, all_low, all_high = jnp.zeros_like(length), length, jnp.zeros_like(length), length
+    if call.right is not None:
+        high = jnp.clip(plan.position + plan.rows + call.right, 0, length)
+        all_high = jnp.clip(plan.position + (call.right + 1), 0, length)
+    if call.left is not None:
+        low = jnp.clip(plan.position - call.left, 0, length)
+        all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
+    nothing = high <= low
+    low, high = jnp.where(nothing, 0, low), jnp.where(nothing, 0, high)
+    number = jnp.arange(call.tiles, dtype=jnp.int32)
+    work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high)
+    cost = jnp.where(plan.rows > 0, work.total(call.block_k) + TILE_COST, 0)
+
+    def before(key: jax.Array) -> jax.Array:
+        """``[tiles, tiles]``: whether the second tile comes before the first, a smaller key first."""
+        return (key[None] < key[:, None]) | ((key[None] == key[:, None]) & (number[None] < number[:, None]))
+
+    # By comparison of all with all: sorting takes a GPU longer.
+    short = plan.rows <= call.tokens
+    alike = short[None] == short[:, None]
+    begun, all_alike = (jnp.where(which & alike, cost, 0).sum(axis=1) for which in (before(-cost), True))
+    share = jnp.where(plan.rows > 0, begun / jnp.maximum(all_alike, 1), 2.0)
+    place = before(share).sum(axis=1, dtype=jnp.int32)
+    fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
+    ordered = jnp.zeros((FIELDS, call.places), jnp.int32)
+    return ordered.at[:, place].set(fields, unique_indices=True).reshape(-1)
+
+
+def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
+    """The table without what is no page, and for each block of keys the bits of those of its pages that are there.
+
+    Args:
+      page_table: ``[sequences, columns]``, at most ``call.columns``.
+
+    Returns:
+      int32 ``[sequences · call.columns]`` and ``[sequences · call.blocks]``.
+    """
+    table = jnp.pad(page_table, ((0, 0), (0, call.columns - page_table.shape[1])), constant_values=-1)
+    there = (table >= 0) & (table < num_pages)
+    if call.page_size > call.block_k:
+        bits = jnp.repeat(there.astype(jnp.int32), call.page_size // call.block_k, axis=1)
+    else:
+        bit = jnp.asarray(1 << np.arange(call.copies), jnp.int32)
+        bits = (there.reshape(len(table), call.blocks, call.copies) * bit).sum(axis=2, dtype=jnp.int32)
+    return jnp.where(there, table, 0).reshape(-1), bits.reshape(-1)
+
+
+def chunk_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    bits: jax.Array,
+    work: jax.Array,
+    *,
+    call: ChunkCall,
+) -> tuple[jax.Array, jax.Array]:
+    """``(out, lse)`` of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles, kv_heads, 2, 64]``.
+
+    Tokens of no tile, and rows beyond a tile's tokens, have any results.
+
+    Args:
+      query: ``[tokens, heads, dim]``.
+      key, value: ``[num_pages, page_size, kv_heads, dim]``.
+      table, bits: of `present_pages`.
+      work: of `ordered_work`.
+    """
+    (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
+    plan, each, width = call.plan(dtype, dim), call.tokens, call.width
+    statistics = tile_layout().reduce(1)
+    every = (1 << call.copies) - 1
+    piece = block_k // call.copies
+    registers = REGISTERS[dim <= 64]
+    # Greater logits have to be greater multiples: a scale that is not positive goes first.
+    early, multiplier = call.softmax_scale * LOG2E, 1.0
+    if early > 0:
+        early, multiplier = 1.0, early
+
+    def body(
+        q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, bits_ref: Any, work_ref: Any, out_ref: Any, lse_ref: Any,
+        *scratch: Any,
+    ) -> None:  # fmt: skip
+        k_ring, v_ring = (plan.keys.bind(*scratch[3 * i + 1 : 3 * i + 4]) for i in range(2))
+        rows_smem, q_smem, queries_ready, cleared = scratch[0], *scratch[7:]
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        within = lax.rem(program, jnp.int32(width * call.kv_heads))
+        kv_head = lax.div(within, jnp.int32(width))
+        place = lax.div(program, jnp.int32(width * call.kv_heads)) * width + lax.rem(within, jnp.int32(width))
+
+        # What few blocks need is looked up again where they do: kept in registers it has others spilled.
+        def look_up() -> TileWork:
+            return TileWork(*(work_ref[field * call.places + place] for field in range(FIELDS)))
+
+        work = look_up()
+        there = work.tokens > 0
+        first, visits = work.first(block_k), work.total(block_k)
+        own_bits = work.sequence * call.blocks + first
+        # Of these visits every row sees all keys, and some row those of a wider range: whole blocks, from the first on.
+        plain_from = lax.div(work.all_low + (block_k - 1), jnp.int32(block_k)) - first
+        plain_until = lax.div(work.all_high, jnp.int32(block_k)) - first
+        zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
+        my_rows = pl.ds(warpgroup * ROWS, ROWS)
+
+        def start_of(work: TileWork, visit: Any) -> Any:
+            """The position of the first key of a visit."""
+            return (work.first(block_k) + visit) * block_k
+
+        def bits_of(visit: Any) -> Any:
+            return bits_ref[own_bits + lax.min(visit, visits - 1)]
+
+        def plain(visit: Any, bits: Any) -> Any:
+            """Whether every row sees all keys."""
+            return (visit >= plain_from) & (visit < plain_until) & (bits == every)
+
+        def produce() -> None:
+            def load(ring: Any, ref: Any, visit: Any) -> None:
+                start = start_of(work, visit)
+                column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
+                row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > block_k else zero
+                pages = [table_ref[column + number] for number in range(call.copies)]
+                ring.load_from_dram(visit, *(ref.at[page, pl.ds(row, piece), kv_head] for page in pages))
+
+            def load_both(visit: Any, _: Any) -> None:
+                # In the order in which the consumers hand slots back.
+                load(k_ring, k_ref, visit)
+                load(v_ring, v_ref, visit - 1)
+
+            def load_queries(number: Any, _: Any) -> None:
+                """Of one head and a warpgroup's tokens; those that a tile does not have are any others."""
+                half, head = lax.div(number, jnp.int32(group)), lax.rem(number, jnp.int32(group))
+                token = lax.min(work.token + half * each, jnp.int32(tokens - 1))
+                source = q_ref.at[pl.ds(token, each), kv_head * group + head]
+                target = rows_smem.at[pl.ds(half * ROWS + head * each, each)]
+                plgpu.copy_gmem_to_smem(source, target, queries_ready)
+
+            load(k_ring, k_ref, zero)
+            lax.fori_loop(0, plan.pieces, load_queries, None)
+            lax.fori_loop(1, visits, load_both, None)
+            load(v_ring, v_ref, zero + (visits - 1))
+
+        def across(vector: Any, columns: int) -> Any:
+            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
+
+        def iota(size: int, axis: int) -> Any:
+            return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
+
+        def present(place: Any, bits: Any) -> Any:
+            """Places of keys in the block, those of pages that are not there beyond every bound."""
+            if call.copies == 1:
+                return place
+            page = lax.shift_right_logical(place, jnp.int32(piece.bit_length() - 1))
+            return jnp.where((lax.shift_right_logical(bits, page) & 1) == 1, place, FAR)
+
+        def end_of(work: TileWork, visit: Any, bits: Any) -> Any:
+            """One past the last place that some row sees."""
+            end = work.high - start_of(work, visit)
+            return jnp.where(bits == 1, end, 0) if call.copies == 1 else end
+
+        def fill(visit: Any, bits: Any) -> None:
+            """Waits for values, with zeros for those that no row sees, which may be anything: 0 · NaN is NaN."""
+            v_ring.load_from_shared(visit)
+
+            @pl.when(jnp.logical_not(plain(visit, bits)))
+            def _() -> None:
+                # Each consumer has a half of the rows.
+                work = look_up()
+                half = block_k // CONSUMERS
+                rows = pl.ds(warpgroup * half, half)
+                for column in range(0, dim, CHUNK):
+                    chunk = v_ring.get_mma_tile(visit).at[rows, pl.ds(column, CHUNK)]
+                    held = plgpu.load(chunk, layout=tile_layout())
+                    place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=tile_layout()) + warpgroup * half
+                    place = present(place, bits)
+                    kept = (place < end_of(work, visit, bits)) & (place >= work.low - start_of(work, visit))
+                    chunk[...] = jnp.where(kept, held, jnp.zeros_like(held))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(cleared)
+                plgpu.barrier_wait(cleared)
+
+        def visible(visit: Any, bits: Any) -> Any:
+            # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
+            work = look_up()
+            end = end_of(work, visit, bits)
+            key = lax.broadcast_in_dim(present(iota(block_k, 1), bits), (ROWS, block_k), [1])
+            row = lax.rem(iota(ROWS, 0), jnp.int32(each)) + (warpgroup * each + (work.position - start_of(work, visit)))
+            right = FAR if call.right is None else call.right
+            seen = key < across(jnp.minimum(row + (right + 1), end), block_k)
+            if call.left is not None:
+                seen &= key >= across(jnp.maximum(row - call.left, work.low - start_of(work, visit)), block_k)
+            return seen
+
+        def softmax(products: Any, visit: Any, bits: Any, m: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+            """Probabilities, what scales earlier ones, and the new statistics."""
+            logits = products if early == 1.0 else products * early
+            logits = lax.cond(
+                plain(visit, bits), lambda x: x, lambda x: jnp.where(visible(visit, bits), x, -jnp.inf), logits
+            )
+            p, *statistics_after = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), *statistics_after
+
+        def swizzle_queries() -> None:
+            plgpu.barrier_wait(queries_ready)
+            q_smem.at[my_rows][...] = plgpu.load(rows_smem.at[my_rows], layout=tile_layout(), optimized=False)
+            plgpu.commit_smem()
+
+        def scores_of(scores: Any, visit: Any) -> None:
+            # Addresses that do not change from block to block would all be kept in registers, and others spilled. So
+            # they hang on the visit, of which there are not so many.
+            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
+            rows = pl.ds((warpgroup + none) * ROWS, ROWS)
+            plgpu.wgmma(scores, q_smem.at[rows], k_ring.get_mma_tile(visit, transposed=True))
+
+        def attend(acc: Any) -> None:
+            def alone(scores: Any) -> Any:
+                k_ring.load_from_shared(zero)
+                scores_of(scores, zero)
+                return scores[...]
+
+            def visit_one(visit: Any, carry: Any) -> Any:
+                p, m, total, bits = carry
+                bits_before, bits_after = bits_of(visit - 1), bits_of(visit + 1)
+
+                def overlapped(scores: Any) -> Any:
+                    k_ring.load_from_shared(visit)
+                    scores_of(scores, visit)
+                    fill(visit - 1, bits_before)
+                    plgpu.wgmma(acc, p, v_ring.get_mma_tile(visit - 1))
+                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                    k_ring.release(visit)
+                    p_after, scale, m_after, total_after = softmax(products, visit, bits, m, total)
+                    plgpu.wgmma_wait(0)
+                    v_ring.release(visit - 1)
+                    acc[...] = acc[...] * across(scale, dim)
+                    return p_after, m_after, total_after, bits_after
+
+                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
+
+            swizzle_queries()
+            products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
+            k_ring.release(zero)
+            bits = bits_of(zero)
+            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            p, _, m, total = softmax(products, zero, bits, m, total)
+            p, m, total, _ = lax.fori_loop(1, visits, visit_one, (p, m, total, bits_of(zero + 1)))
+            fill(visits - 1, bits_of(visits - 1))
+            plgpu.wgmma(acc, p, v_ring.get_mma_tile(visits - 1))
+            out = acc[...]
+            v_ring.release(visits - 1)
+            store(out, m, total)
+
+        def store(out: Any, m: Any, total: Any) -> None:
+            """Of the tokens that there are; rows lie where the warpgroup's queries came to."""
+            work = look_up()
+            weight = jnp.where(total == 0.0, 0.0, 1 / total)
+            held = rows_smem.at[my_rows]
+            store_unoptimised(held, (out * across(weight, dim)).astype(dtype))
+            plgpu.commit_smem()
+            token, head = work.token + warpgroup * each, kv_head * group
+            mine = lax.min(work.tokens - warpgroup * each, jnp.int32(each))
+
+            def copy(begin: Any, size: int) -> None:
+                def of_head(number: Any, _: Any) -> None:
+                    target = out_ref.at[pl.ds(token + begin, size), head + number]
+                    plgpu.copy_smem_to_gmem(held.at[pl.ds(number * each + begin, size)], target)
+
+                lax.fori_loop(0, group, of_head, None)
+
+            @pl.when(mine == each)
+            def _() -> None:
+                copy(zero, each)
+
+            @pl.when(mine < each)
+            def _() -> None:
+                lax.fori_loop(0, mine, lambda begin, _: copy(begin, 1), None)
+
+            lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+            lse_ref.at[work.tile, kv_head, warpgroup][...] = lse
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def attend_none() -> None:
+            """No row is this warpgroup's: it hands slots back, and has its half of the values to clear."""
+
+            def visit_one(visit: Any, bits: Any) -> Any:
+                after = bits_of(visit + 1)
+                k_ring.load_from_shared(visit)
+                k_ring.release(visit)
+                fill(visit, bits)
+                v_ring.release(visit)
+                return after
+
+            lax.fori_loop(0, visits, visit_one, bits_of(zero))
+
+        @pl.when(there & (warpgroup < CONSUMERS))
+        def _() -> None:
+            plgpu.set_max_registers(registers[0], action="increase")
+
+            @pl.when(work.tokens > warpgroup * each)
+            def _() -> None:
+                pl.run_scoped(attend, plgpu.ACC((ROWS, dim), jnp.float32))
+
+            @pl.when(work.tokens <= warpgroup * each)
+            def _() -> None:
+                attend_none()
+
+        @pl.when(there & (warpgroup == CONSUMERS))
+        def _() -> None:
+            plgpu.set_max_registers(registers[1], action="decrease")
+            produce()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(query.shape, dtype),
+            jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
+        ),
+        scratch_types=plan.scratch(),
+        grid=(call.places * call.kv_heads,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=compiler_params(),
+    )
+    return kernel(query, key, value, table, bits, work)

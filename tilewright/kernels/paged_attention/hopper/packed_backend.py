@@ -1,0 +1,124 @@
+"""Attention of packed queries over pages in Pallas Mosaic GPU, on Hopper: what is served, and how it is laid out."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from tilewright.kernels.footprint import SHARED_KB, Footprint
+from tilewright.kernels.paged_attention.hopper.packed import (
+    CONSUMERS,
+    ChunkCall,
+    chunk_kernel,
+    ordered_work,
+    present_pages,
+)
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
+from tilewright.kernels.paged_attention.token_layout import boundaries, most_tiles, packed_tiles, packed_tokens
+from tilewright.kernels.paged_attention.xla.forward import empty_forward
+from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.types import Device, Direction
+
+BLOCK_K = 128
+"""Keys of a tile; a page has a whole number of tiles, or a tile of pages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperChunkParams:
+    """How the kernel is cut.
+
+    Attributes:
+      num_stages: tiles of keys, and of values, in shared memory at once.
+    """
+
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if type(self.num_stages) is not int or not 2 <= self.num_stages <= 8:
+            raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
+
+
+class PallasGpuPackedAttention(InferenceImplementation):
+    """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
+
+    platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
+    forward_params: ClassVar[type] = HopperChunkParams
+
+    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
+        return packed_reasons(problem, device)
+
+    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> HopperChunkParams:
+        return self.candidates(problem, device, direction)[0]
+
+    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperChunkParams]:
+        # Of three stages the number takes a division, by which registers are spilled.
+        listed = [HopperChunkParams(2), HopperChunkParams(4)]
+        return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
+
+    def config_reasons(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
+    ) -> list[str]:
+        taken = _call(problem, params).plan(problem.dtype, problem.head_dim).shared_bytes
+        if taken > SHARED_KB[90] << 10:
+            return [f"{params} takes {taken} bytes of shared memory"]
+        return []
+
+    def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
+        return is_for_others(problem, device)
+
+    def footprints(
+        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
+    ) -> list[Footprint]:
+        call = _call(problem, params)
+        plan = call.plan(problem.dtype, problem.head_dim)
+        return [Footprint(call.tiles * call.kv_heads, 128 * (CONSUMERS + 1), plan.shared_bytes)]
+
+    def forward(self, inputs: PagedInputs, params: HopperChunkParams) -> Results:
+        """``(out, lse)``; lse is float32."""
+        if inputs.is_empty:
+            return empty_forward(inputs)
+        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+
+
+def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:
+    several = max(BLOCK_K // problem.page_size, 1)
+    call = ChunkCall(
+        tiles=0,
+        kv_heads=problem.kv_heads,
+        group=problem.groups,
+        page_size=problem.page_size,
+        columns=-(-(problem.capacity // problem.page_size) // several) * several,
+        block_k=BLOCK_K,
+        num_stages=params.num_stages,
+        softmax_scale=problem.options.softmax_scale,
+        left=problem.options.left,
+        right=problem.options.right,
+    )
+    tiles = most_tiles(problem.tokens, problem.sequences + 2, CONSUMERS * call.tokens)
+    return dataclasses.replace(call, tiles=tiles)
+
+
+def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
+    problem = PagedProblem.of(inputs)
+    call, tokens, sequences = _call(problem, params), problem.tokens, problem.sequences
+    assert inputs.page_table is not None
+    assert inputs.value is not None
+    # Tokens before and behind those of the sequences are as if of sequences without keys.
+    cum = jnp.pad(boundaries(inputs.cum_q_lens, tokens), (1, 1), constant_values=((0, tokens),))
+    lengths = jnp.pad(inputs.kv_lengths, 1)
+    each = CONSUMERS * call.tokens
+    plan, starts = packed_tiles(cum, lengths, tokens, each)
+    of_tiles = lengths[plan.sequence]
+    plan = plan._replace(sequence=jnp.clip(plan.sequence - 1, 0, sequences - 1))
+    table, bits = present_pages(inputs.page_table, problem.num_pages, call)
+    work = ordered_work(plan, of_tiles, call)
+    out, lse = chunk_kernel(inputs.query, inputs.key, inputs.value, table, bits, work, call=call)
+
+    # In a program that does not return lse, nothing is left of this.
+    owners = packed_tokens(cum, tokens, sequences + 2, None)
+    half, place = jnp.divmod(owners.offset % each, call.tokens)
+    lse = lse[..., : call.group * call.tokens].reshape(call.tiles, call.kv_heads, CONSUMERS, call.group, call.tokens)
+    lse = lse[starts[owners.sequence] + owners.offset // each, :, half, :, place]
+    return out, lse.reshape(tokens, problem.heads)

@@ -1,0 +1,152 @@
+"""Writing new keys and values into pages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from tilewright.kernels.flash_attention.arguments import PlatformLike, as_array, platforms, reshape
+from tilewright.kernels.paged_attention import arguments
+from tilewright.kernels.paged_attention.debugging import report
+from tilewright.kernels.paged_attention.op import Call
+from tilewright.kernels.paged_attention.reference import write_reference
+from tilewright.kernels.paged_attention.sampling import Draw
+from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
+from tilewright.kernels.portfolio import InferenceKernel, lazy
+from tilewright.kernels.roofline import Cost
+from tilewright.kernels.sharding import Partitioning
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.types import Direction
+
+
+class UpdatePages(InferenceKernel):
+    """Writes packed tokens into pages; see ``update_pages`` for the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "update_pages",
+            version="1",
+            implementations=(lazy("tilewright.kernels.paged_attention.xla.update_pages:XlaUpdatePages"),),
+        )
+
+    def prepare(
+        self,
+        key_pages: ArrayLike,
+        value_pages: ArrayLike | None,
+        key: ArrayLike,
+        value: ArrayLike | None,
+        page_table: ArrayLike,
+        kv_lengths: ArrayLike,
+        cum_q_lens: ArrayLike | None = None,
+        *,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        platform: PlatformLike | Sequence[PlatformLike] | None = None,
+    ) -> Call:
+        """Checks a call; pages without heads get one."""
+        pages, new = as_array("key_pages", key_pages), as_array("key", key)
+        headless = len(pages.shape) == 3
+        if headless:
+            if value_pages is not None:
+                raise ValueError(f"pages of latents, of rank 3, have no pages of values beside them: {pages.shape=}")
+            pages = reshape(pages, (*pages.shape[:2], 1, pages.shape[2]))
+            new = reshape(new, (new.shape[0], 1, *new.shape[1:])) if len(new.shape) == 2 else new
+        layout = "[num_pages, page_size, kv_heads, head_dim]"
+        keys, values = arguments.cache_arrays(pages, value_pages, layout, ("key_pages", "value_pages"))
+        lengths = arguments.lengths_array("kv_lengths", kv_lengths, None)
+        sequences = lengths.shape[0]
+        table = arguments.page_table_array(page_table, sequences)
+        new, new_value = arguments.new_tokens(new, value, keys, values, sequences if cum_q_lens is None else None)
+        if table.shape[1] == 0 and new.shape[0]:
+            raise ValueError(f"a page table without columns has no page to write to: {table.shape=}")
+        cum = None if cum_q_lens is None else arguments.boundaries_array("cum_q_lens", cum_q_lens, sequences)
+        report(
+            self.name,
+            table,
+            lengths,
+            cum,
+            num_pages=keys.shape[0],
+            page_size=keys.shape[1],
+            tokens=new.shape[0],
+            q_length=1,
+            writes=True,
+        )
+        scales = (
+            arguments.scale_array("key_scale", key_scale, keys),
+            arguments.scale_array("value_scale", value_scale, values),
+        )
+        args = (keys, values, *scales, new, new_value, table, lengths, cum)
+        return args, {"kv_dtype": keys.dtype.name, "headless": headless, "platform": platforms(platform)}
+
+    def inputs(
+        self,
+        key_pages: Any,
+        value_pages: Any,
+        key_scale: Any,
+        value_scale: Any,
+        key: Any,
+        value: Any,
+        page_table: Any,
+        kv_lengths: Any,
+        cum_q_lens: Any,
+        *,
+        kv_dtype: str,
+        **_: Any,
+    ) -> WriteInputs:
+        """Prepared arguments as the backends take them."""
+        return WriteInputs(
+            key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
+        )
+
+    def problem(self, *args: Any, **kwargs: Any) -> WriteInputs:
+        """The prepared arguments themselves, of which backends look at shapes and dtypes."""
+        return self.inputs(*args, **kwargs)
+
+    def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
+        """The arrays of the cache that there are, in the shapes in which they came."""
+        key, *others = results
+        if headless:
+            key = key.reshape(*key.shape[:2], key.shape[3])
+        found = (key, *(array for array in others if array is not None))
+        return found if len(found) > 1 else key
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The oracle on prepared arguments."""
+        inputs = self.inputs(*args, **kwargs)
+        return self.outputs(inputs, write_reference(inputs), **kwargs)
+
+    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
+        """Normal arrays, a table of distinct pages as far as there are any, lengths of at least half."""
+        pages, value_pages, key_scale, value_scale, new, value, table, lengths, cum = invocation.abstract_args
+        draw = Draw(key)
+        counts = draw.counts(new.shape[0], lengths.shape[0])
+        capacity = table.shape[1] * pages.shape[1]
+        with jax.ensure_compile_time_eval():
+            args = (
+                draw.cache(pages),
+                draw.cache(value_pages),
+                draw.scale(key_scale, pages),
+                draw.scale(value_scale, value_pages),
+                draw.floats(new),
+                draw.floats(value),
+                draw.table(table, pages.shape[0]),
+                jnp.maximum(draw.lengths(capacity, lengths.shape[0]), counts).astype(jnp.int32),
+                None if cum is None else jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32),
+            )
+        return args, dict(invocation.abstract_kwargs)
+
+    def partitioning(self, inputs: WriteInputs) -> Partitioning | None:
+        """None: a scatter follows the types of the pages, and what is written is split as they are."""
+        return None
+
+    def cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+        """Bytes of the new tokens, read once and written once."""
+        tokens = [new for new in (problem.key, problem.value) if new is not None]
+        stored = problem.key_pages.dtype.itemsize
+        return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
+
+    def least_cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+        """Nothing, where all tokens are dropped and the pages are donated."""
+        return Cost(0.0, 0.0)

@@ -1,0 +1,67 @@
+"""Paged attention in plain XLA: the backend that runs anywhere."""
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results
+from tilewright.kernels.paged_attention.xla.forward import empty_forward, paged_forward
+from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.kernel.arrays import at_most, is_symbolic
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.datacarrier import FwdParams
+
+CPU_BYTES = 4 << 20
+"""Of gathered keys and values, and of logits, that are in work at once: about what caches hold."""
+
+ACCELERATOR_BYTES = 1 << 29
+"""There a step of a loop costs more than memory does."""
+
+LARGEST_BLOCK_Q = 128
+
+SYMBOLIC_BLOCK_Q = 16
+"""Where the number of tokens is a symbolic dimension: decoded tokens waste little of a tile, chunks fill several."""
+
+
+class XlaPagedAttention(InferenceImplementation):
+    """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
+
+    ``blocksize_heads`` counts the score matrices (query tiles × heads) in work at once.
+    """
+
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_params: ClassVar[type] = FwdParams
+    symbolic_dimensions = True
+
+    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
+        return []
+
+    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> FwdParams:
+        return _params(problem, device, 256 if device.kind == "cpu" else 1024)
+
+    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
+        sizes = (128, 256, 512, 1024) if device.kind == "cpu" else (256, 512, 1024, 2048, 4096)
+        made = [_params(problem, device, size) for size in sizes]
+        return [params for params in dict.fromkeys(made) if params != self.heuristic(problem, device, direction)]
+
+    def forward(self, inputs: PagedInputs, params: FwdParams) -> Results:
+        """``(out, lse)``; lse is float32, or float64 for float64 queries."""
+        if inputs.is_empty:
+            return empty_forward(inputs)
+        longest = inputs.options.q_length or inputs.query.shape[0]
+        block_q = at_most(longest, params.q_blocksize or 1)
+        block_k = at_most(inputs.capacity, params.kv_blocksize or 256)
+        return paged_forward(inputs, block_q, block_k, max((params.blocksize_heads or 1) // inputs.query.shape[1], 1))
+
+
+def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
+    if is_symbolic(problem.tokens, problem.sequences, problem.capacity):
+        block_q = at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
+        return FwdParams(q_blocksize=block_q, kv_blocksize=at_most(problem.capacity, block_k), blocksize_heads=1)
+    mean = math.ceil(problem.tokens / max(problem.sequences, 1))
+    block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, LARGEST_BLOCK_Q, max(problem.longest_q, 1))
+    block_k = max(min(block_k, problem.capacity), 1)
+    tile = block_k * (problem.kv_heads * (problem.head_dim + problem.value_dim) + problem.heads * block_q) * 4
+    budget = CPU_BYTES if device.kind == "cpu" else ACCELERATOR_BYTES
+    tiles = max(budget // max(tile, 1), 1)
+    return FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=tiles * problem.heads)

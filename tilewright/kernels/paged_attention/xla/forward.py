@@ -1,0 +1,275 @@
+"""Paged attention in plain XLA: pages are gathered in blocks into an online softmax, some query tiles at once.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Kwon et al., "Efficient Memory Management
+for Large Language Model Serving with PagedAttention" (2023).
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.core import min_dim  # also of symbolic dimensions
+from jaxtyping import Array, Bool, Float, Int
+
+from tilewright.kernels.paged_attention.inputs import PagedInputs, Results
+from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tiles, packed_tokens
+from tilewright.kernels.sharding import vary_over, varying_axes
+
+
+class Tiles(NamedTuple):
+    """Query tiles, each of one sequence: ``first`` is the position of a tile's first row, ``rows`` how many it has."""
+
+    query: Float[Array, "tiles block_q kv_heads groups head_dim"]
+    sequence: Int[Array, " tiles"]
+    first: Int[Array, " tiles"]
+    rows: Int[Array, " tiles"]
+
+
+class Block(NamedTuple):
+    """Keys and values of one block of positions of each tile."""
+
+    key: Float[Array, "tiles block_k kv_heads head_dim"]
+    value: Float[Array, "tiles block_k kv_heads value_dim"]
+    key_scale: Any
+    value_scale: Any
+    position: Int[Array, "tiles block_k"]
+    present: Bool[Array, "tiles block_k"]
+
+
+def paged_forward(inputs: PagedInputs, block_q: int, block_k: int, tiles_at_once: int) -> Results:
+    """``(out, lse)``; lse is float32, or float64 for float64 queries."""
+    inputs = vary_over(varying_axes(inputs), inputs)
+    tiles, back = _tiles(inputs, block_q)
+    count = tiles.rows.shape[0]
+    at_once = min(tiles_at_once, count) if isinstance(count, int) else count
+    if at_once == count:
+        out, lse = _attend(inputs, tiles, block_k)
+    else:
+        # What fills the last step up has no rows, and so no keys to look at.
+        padded = jax.tree.map(lambda x: _padded(x, -count % at_once), tiles)
+        steps = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), padded)
+        stacked = lax.map(lambda step: _attend(inputs, step, block_k), steps)
+        out, lse = (x.reshape(-1, *x.shape[2:])[:count] for x in stacked)
+    tokens, heads, _ = inputs.query.shape
+    if back is None:
+        return out.reshape(tokens, heads, -1), lse.reshape(tokens, heads)
+    place, owned = back
+    out, lse = (x.reshape(-1, heads, *x.shape[4:])[place] for x in (out, lse))
+    nothing, nothing_lse = empty_forward(inputs)
+    return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
+
+
+def empty_forward(inputs: PagedInputs) -> Results:
+    """The results of queries that see nothing."""
+    tokens, heads, _ = inputs.query.shape
+    greatest, total = _sinks(inputs)
+    lse = jnp.broadcast_to((greatest + jnp.log(total)).reshape(heads), (tokens, heads))
+    return jnp.zeros((tokens, heads, inputs.value_dim), inputs.query.dtype), lse
+
+
+def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
+    """The tiles, and for each token the row of all tiles' rows that is its; ``None`` where rows are tokens."""
+    tokens, heads, head_dim = inputs.query.shape
+    kv_heads, q_length = inputs.key.shape[2], inputs.options.q_length
+    sequences, lengths = inputs.sequences, bounded(inputs.kv_lengths)
+    shape = (block_q, kv_heads, heads // kv_heads, head_dim)
+    if q_length is not None and q_length % block_q == 0:
+        per = q_length // block_q
+        tile = jnp.arange(sequences * per, dtype=jnp.int32)
+        first = lengths[tile // per] - q_length + tile % per * block_q
+        return Tiles(inputs.query.reshape(-1, *shape), tile // per, first, jnp.full_like(tile, block_q)), None
+
+    cum = inputs.cum_q_lens
+    if cum is None:
+        cum = jnp.arange(sequences + 1, dtype=jnp.int32) * (q_length or 0)
+    cum = boundaries(cum, tokens)
+    plan, starts = packed_tiles(cum, inputs.kv_lengths, tokens, block_q)
+    token = plan.token[:, None] + jnp.arange(block_q)
+    query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(-1, *shape)
+    at = packed_tokens(cum, tokens, sequences, None)
+    place = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
+    place = jnp.clip(place, 0, query.shape[0] * block_q - 1)
+    return Tiles(query, plan.sequence, plan.position, plan.rows), (place, at.owned)
+
+
+def _padded(x: Any, count: int) -> Any:
+    return jnp.pad(x, ((0, count), *((0, 0),) * (x.ndim - 1)))
+
+
+def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
+    """``(out [tiles, block_q, kv_heads, groups, value_dim], lse [...])`` of some tiles."""
+    options = inputs.options
+    # Of the positions that any row sees, the first and the one after the last.
+    low = jnp.zeros_like(tiles.first)
+    if inputs.kv_starts is not None:
+        low = bounded(inputs.kv_starts)[tiles.sequence]
+    if options.left is not None:
+        low = jnp.maximum(low, tiles.first - options.left)
+    end = jnp.minimum(bounded(inputs.kv_lengths)[tiles.sequence], inputs.capacity)
+    if options.right is not None:
+        end = jnp.minimum(end, tiles.first + tiles.rows + options.right)
+    end = jnp.where(tiles.rows > 0, end, 0)
+    start = low // block_k * block_k
+    steps = jnp.max(-(-(end - start) // block_k), initial=0)
+    source = Source.of(inputs, block_k)
+
+    def step(index: Any, state: Any) -> Any:
+        position = start[:, None] + index * block_k + jnp.arange(source.block_k, dtype=jnp.int32)
+        return _step(inputs, tiles, source.read(tiles.sequence, position, low, end), state)
+
+    greatest, total, weighted = lax.fori_loop(0, steps, step, _initial(inputs, tiles))
+    out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
+    lse = greatest + jnp.log(total)
+    # [tiles, kv_heads, groups, block_q] to the order of the tokens.
+    return jnp.moveaxis(out, 3, 1).astype(inputs.query.dtype), jnp.moveaxis(lse, 3, 1)
+
+
+def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
+    """Greatest logit, normaliser and weighted sum before the first key: the sinks' alone."""
+    count, block_q, kv_heads, groups, _ = tiles.query.shape
+    shape = (count, kv_heads, groups, block_q)
+    parts = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in _sinks(inputs))
+    weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs))
+    return vary_over(varying_axes(inputs), (*parts, weighted))
+
+
+def _sinks(inputs: PagedInputs) -> tuple[Any, Any]:
+    """Of each head's sinks the greatest logit and the normaliser; −inf and 0 without any."""
+    dtype = accumulation_dtype(inputs)
+    heads = inputs.query.shape[1]
+    if inputs.softmax_aux is None:
+        return jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype)
+    sinks = inputs.softmax_aux.astype(dtype)
+    greatest = jnp.max(sinks, axis=1, initial=-jnp.inf)
+    return greatest, jnp.sum(jnp.exp(sinks - _finite(greatest)[:, None]), axis=1)
+
+
+def accumulation_dtype(inputs: PagedInputs) -> Any:
+    return jnp.promote_types(inputs.query.dtype, jnp.float32)
+
+
+def _finite(greatest: Any) -> Any:
+    """What to subtract from a row's logits: 0 where all of them are −inf, so that none becomes NaN."""
+    return jnp.where(greatest == -jnp.inf, 0.0, greatest)
+
+
+def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: Any) -> Any:
+    options, dtype = inputs.options, accumulation_dtype(inputs)
+    block_q = tiles.query.shape[1]
+    logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
+    logits = logits * jnp.asarray(options.softmax_scale, dtype)
+    if block.key_scale is not None:
+        logits = logits * _by_head(block.key_scale)
+    row = tiles.first[:, None] + jnp.arange(block_q)
+    distance = block.position[:, None, :] - row[:, :, None]
+    if inputs.alibi_slopes is not None:
+        slopes = inputs.alibi_slopes.astype(dtype).reshape(1, *logits.shape[1:3], 1, 1)
+        logits = logits + slopes * distance[:, None, None].astype(dtype)
+    if options.logits_soft_cap is not None:
+        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    seen = block.present[:, None, :] & (jnp.arange(block_q)[:, None] < tiles.rows[:, None, None])
+    if options.left is not None:
+        seen &= distance >= -options.left
+    if options.right is not None:
+        seen &= distance <= options.right
+    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+
+    greatest = jnp.maximum(state[0], jnp.max(logits, axis=-1))
+    shift = _finite(greatest)
+    weights, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
+    total = state[1] * shrink + jnp.sum(weights, axis=-1)
+    if block.value_scale is not None:
+        weights = weights * _by_head(block.value_scale)
+    product = jnp.einsum(
+        "thgqk,tkhv->thgqv", weights.astype(block.value.dtype), block.value, preferred_element_type=dtype
+    )
+    return greatest, total, state[2] * shrink[..., None] + product
+
+
+def _by_head(scale: Any) -> Any:
+    """``[tiles, block_k, kv_heads | 1]`` to where it multiplies logits."""
+    return jnp.swapaxes(scale, 1, 2)[:, :, None, None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Reads blocks of a cache: pieces of pages, or slices of rows where there is no table.
+
+    Attributes:
+      block_k: positions of a block.
+      piece: positions that lie side by side in a page, of which a block is made.
+    """
+
+    inputs: PagedInputs
+    block_k: int
+    piece: int
+
+    @classmethod
+    def of(cls, inputs: PagedInputs, block_k: int) -> "Source":
+        return cls(inputs, block_k, block_k if inputs.page_table is None else math.gcd(block_k, inputs.page_size))
+
+    def read(self, sequence: Any, position: Any, low: Any, end: Any) -> Block:
+        """The block of these positions; only those from ``low`` to ``end`` that have a page are present."""
+        inputs = self.inputs
+        present = (position >= low[:, None]) & (position < end[:, None])
+        if inputs.page_table is None:
+            # A slice that would pass the row's end is moved back by JAX: so are its positions.
+            size = min_dim(self.block_k, inputs.page_size)
+            begin = jnp.clip(position[:, 0], 0, jnp.asarray(inputs.page_size - size, jnp.int32))
+            moved = begin[:, None] + jnp.arange(size, dtype=jnp.int32)
+            last = position[:, 0]
+            present = (moved >= jnp.maximum(low, last)[:, None]) & (moved < end[:, None])
+            position, take = moved, lambda array: _slices(array, sequence, begin, size)
+        else:
+            page, row, there = self._pieces(inputs.page_table, sequence, position)
+            present = present & jnp.repeat(there, self.piece, axis=1)
+            take = lambda array: self._gathered(array, page, row)  # noqa: E731
+        key_scale, value_scale = (self._scale(scale, take, present) for scale in (inputs.key_scale, inputs.value_scale))
+        key, value = self._widened(take(inputs.key)), None
+        if inputs.value is None:
+            value, value_scale = key[..., : inputs.value_dim], key_scale
+        else:
+            value = self._widened(take(inputs.value))
+        # What nothing wrote may be NaN, and 0 · NaN is NaN.
+        value = jnp.where(present[..., None, None], value, 0)
+        return Block(key, value, key_scale, value_scale, position, present)
+
+    def _pieces(self, table: Any, sequence: Any, position: Any) -> tuple[Any, Any, Any]:
+        """Page, first row and presence of each piece, ``[tiles, pieces]``."""
+        inputs = self.inputs
+        columns, num_pages = table.shape[1], inputs.key.shape[0]
+        first = position[:, :: self.piece]
+        column = jnp.clip(first // inputs.page_size, 0, columns - 1)
+        page = table[sequence[:, None], column]
+        there = (page >= 0) & (page < num_pages)
+        return jnp.where(there, page, 0), first % inputs.page_size, there
+
+    def _gathered(self, array: Any, page: Any, row: Any) -> Any:
+        """Pieces of ``[num_pages, page_size, ...]``, side by side in each tile."""
+        num_pages, page_size = array.shape[:2]
+        pieces = page_size // self.piece
+        split = array.reshape(num_pages, pieces, self.piece, *array.shape[2:])
+        found = split[page, row // self.piece]
+        return found.reshape(page.shape[0], -1, *array.shape[2:])
+
+    def _scale(self, scale: Any, take: Any, present: Any) -> Any:
+        if scale is None:
+            return None
+        if scale.shape[:2] == (1, 1):
+            return jnp.broadcast_to(scale[0], (present.shape[0], present.shape[1], scale.shape[2]))
+        taken = take(jnp.broadcast_to(scale, (*self.inputs.key.shape[:2], scale.shape[2])))
+        return jnp.where(present[..., None], taken, 0.0)
+
+    def _widened(self, array: Any) -> Any:
+        return array if array.dtype == self.inputs.query.dtype else array.astype(self.inputs.query.dtype)
+
+
+def _slices(array: Any, sequence: Any, begin: Any, size: int) -> Any:
+    def one(sequence: Any, begin: Any) -> Any:
+        start = (sequence, begin, *(0,) * (array.ndim - 2))
+        return lax.dynamic_slice(array, start, (1, size, *array.shape[2:]))[0]
+
+    return jax.vmap(one)(sequence, begin)

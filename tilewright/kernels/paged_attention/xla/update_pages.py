@@ -1,0 +1,30 @@
+"""Writing into pages by XLA's scatter, which writes in place where the pages are donated."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
+from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.datacarrier import FwdParams
+
+
+class XlaUpdatePages(InferenceImplementation):
+    """Serves every problem; it has nothing to tune, so its params are empty."""
+
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_params: ClassVar[type] = FwdParams
+    symbolic_dimensions = True
+
+    def forward_reasons(self, problem: WriteInputs, device: Device) -> list[str]:
+        return []
+
+    def heuristic(self, problem: WriteInputs, device: Device, direction: Direction) -> FwdParams:
+        return FwdParams()
+
+    def candidates(self, problem: WriteInputs, device: Device, direction: Direction) -> Iterable[Any]:
+        return []
+
+    def forward(self, inputs: WriteInputs, params: FwdParams) -> Cache:
+        """The pages with the tokens in them, and their scales."""
+        return write_pages(inputs)

@@ -1,1 +1,0 @@
-"""Decoding over ranges of a dense cache."""

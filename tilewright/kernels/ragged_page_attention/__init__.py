@@ -1,1 +1,0 @@
-"""Packed queries over pages."""

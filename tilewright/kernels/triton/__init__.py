@@ -1,0 +1,10 @@
+"""The `triton` platform: kernels written with ``@triton.jit``, compiled by Triton, launched inside JAX programs.
+
+Nothing here imports Triton before a kernel is launched, so a backend can be asked for its reasons without it. A
+backend keeps its ``@triton.jit`` functions in a module of their own, which it imports when it runs.
+"""
+
+from tilewright.kernels.triton.launch import Launch, launch, recorded_launches
+from tilewright.kernels.triton.requirements import LEAST_CAPABILITY, unavailable
+
+__all__ = ["LEAST_CAPABILITY", "Launch", "launch", "recorded_launches", "unavailable"]

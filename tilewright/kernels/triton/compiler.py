@@ -1,0 +1,127 @@
+"""Compiling Triton kernels, with or without a GPU, and what ptxas says of them."""
+
+import dataclasses
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import BuildError
+from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.triton.interpreter import type_name
+from tilewright.kernels.triton.launch import ALIGNMENT, Launch
+
+PTX_VERSION = 87
+"""Of CUDA 12.8: the assembler that XLA finds, which compiles what the GPU runs, may be older than Triton's own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """A kernel for one compute capability.
+
+    Attributes:
+      registers: per thread.
+      spill_stores, spill_loads, stack: bytes per thread.
+      shared_bytes: per block.
+      serialised: whether ptxas made every wgmma wait for the one before.
+      texts: what Triton made on the way, by name: "ttir", "ttgir", "llir", "ptx".
+    """
+
+    name: str
+    capability: tuple[int, int]
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared_bytes: int
+    serialised: bool
+    texts: dict[str, str] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the kernel must not ship; empty if it may."""
+        found = []
+        if self.spill_stores or self.spill_loads:
+            found.append(f"{self.name} spills: {self.spill_stores=}, {self.spill_loads=}, {self.registers=}")
+        if self.serialised:
+            found.append(f"{self.name}: its wgmmas are serialised")
+        limits = block_limits(self.capability)
+        if limits is not None and self.shared_bytes > limits.shared_bytes:
+            found.append(f"{self.name} takes {self.shared_bytes} bytes, more than a block of {self.capability} has")
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(launch: Launch, capability: tuple[int, int]) -> Any:
+    """What ``triton.compile`` makes of a launch: from Triton's cache on disk, if any process made it before."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(launch.kernel, *_signature(launch))
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": True,  # as always, which is to be no more the default
+        "ptx_version": PTX_VERSION,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", _number(capability), 32), options=options)
+
+
+def report(launch: Launch, capability: tuple[int, int]) -> Report:
+    """Compiles what a launch runs on a GPU of a compute capability, with the ptxas that Triton brings.
+
+    Raises:
+      BuildError: ptxas failed.
+    """
+    kernel = compiled(launch, capability)
+    said = _assembled(kernel.asm["ptx"], _number(capability))
+    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    used = re.search(r"Used (\d+) registers", said)
+    if frame is None or used is None:
+        raise BuildError(f"ptxas says nothing of the registers or spills of {launch.name}", said)
+    stack, stores, loads = map(int, frame.groups())
+    texts = {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
+    serialised = "C7510" in said or "serializ" in said
+    shared = int(kernel.metadata.shared)
+    return Report(launch.name, capability, int(used[1]), stores, loads, stack, shared, serialised, texts)
+
+
+def _number(capability: tuple[int, int]) -> int:
+    return 10 * capability[0] + capability[1]
+
+
+def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """The types of the parameters, the constants, and what is known of the others."""
+    names = [parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr]
+    types = [f"*{type_name(x.dtype)}" for x in launch.inputs] + ["i32"] * len(launch.scalars)
+    types += [f"*{type_name(x.dtype)}" for x in launch.fresh]
+    defaults = {p.name: p.default for p in launch.kernel.params if p.is_constexpr and p.has_default}
+    ones = {name: value for name, value in launch.scalars if value == 1}
+    constants = defaults | dict(launch.constants) | ones
+    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    ordered = {parameter.name: signature[parameter.name] for parameter in launch.kernel.params}
+    pointers = [index for index, kind in enumerate(ordered.values()) if kind.startswith("*")]
+    return ordered, constants, {(index,): [["tt.divisibility", ALIGNMENT]] for index in pointers}
+
+
+@functools.cache
+def _assembler(number: int) -> str:
+    from triton.backends.nvidia import compiler
+
+    return compiler.get_ptxas(number).path
+
+
+def _assembled(ptx: str, number: int) -> str:
+    """What ptxas says of a program."""
+    architecture = f"sm_{number}{'a' if number >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        command = [_assembler(number), "-v", f"--gpu-name={architecture}", str(file), "-o", str(Path(folder, "cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"ptxas failed for {architecture}", done.stderr)
+    return done.stderr

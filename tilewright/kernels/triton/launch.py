@@ -1,0 +1,258 @@
+"""One launch of a Triton kernel inside a JAX program.
+
+jaxlib's custom call, which jax-triton launches by as well, gets the kernel as ``triton.compile`` leaves it: found in
+Triton's cache on disk by the next process. Not jax-triton itself: it has no such cache, the last version before 0.4 has
+every output in place twice among a kernel's parameters, and 0.4.1 does not lower under JAX 0.12.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from tilewright.errors import TargetDeviceError
+from tilewright.ops.utils.device import current_device
+
+ALIGNMENT = 16
+"""Bytes by which the address of every array is divisible."""
+
+SCRATCH_ALIGNMENT = 128
+"""The same of an array that XLA allocates itself."""
+
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+"""What CUDA allows along each axis of a grid."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Everything about a launch but the values in its arrays.
+
+    Attributes:
+      kernel: a ``@triton.jit`` function, whose parameters are pointers to the inputs, the scalars, pointers to the
+        outputs that are not in place, and the constants.
+      inputs, outputs: shapes and dtypes; the outputs in place come last.
+      scalars: integers by parameter, in the parameters' order; the kernel is compiled for any value but 1.
+      constants: values of the ``tl.constexpr`` parameters; the kernel is compiled for each set of them.
+      grid: programs along three axes.
+      in_place: for each output that is an input, updated, the input's index.
+    """
+
+    kernel: Any
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    scalars: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, Any], ...]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    in_place: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        name, given = self.name, dict(self.constants)
+        parameters = [parameter.name for parameter in self.kernel.params if not parameter.is_constexpr]
+        constants = {
+            parameter.name: parameter.has_default for parameter in self.kernel.params if parameter.is_constexpr
+        }
+        if not given.keys() <= constants.keys() or not all(constants[each] for each in constants.keys() - given.keys()):
+            raise TypeError(f"{name} takes the constants {sorted(constants)}, got {sorted(given)}")
+        if len(parameters) != len(self.inputs) + len(self.scalars) + len(self.fresh):
+            raise TypeError(
+                f"{name} has the parameters {parameters}, got {len(self.inputs)} inputs, {len(self.scalars)} scalars "
+                f"and {len(self.fresh)} outputs that are not in place"
+            )
+        first, scalars = len(self.inputs), [each for each, _ in self.scalars]
+        if parameters[first : first + len(scalars)] != scalars:
+            raise TypeError(f"after {first} inputs {name} takes {parameters[first:]}, got the {scalars=}")
+        if not all(0 <= programs <= most for programs, most in zip(self.grid, MOST_PROGRAMS, strict=True)):
+            raise ValueError(f"{name}: a grid has up to {MOST_PROGRAMS} programs, got {self.grid=}")
+        for source, output in zip(self.in_place, self.outputs[len(self.fresh) :], strict=True):
+            was = self.inputs[source]
+            if (was.shape, was.dtype) != (output.shape, output.dtype):
+                raise ValueError(f"{name} updates input {source} in place, but it is {was} and the output {output}")
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def fresh(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The outputs that are not in place."""
+        return self.outputs[: len(self.outputs) - len(self.in_place)]
+
+
+def launch(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: Sequence[int],
+    constants: Mapping[str, Any],
+    scalars: Mapping[str, int] = MappingProxyType({}),
+    num_warps: int = 4,
+    num_stages: int = 2,
+    in_place: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[jax.Array, ...]:
+    """Arrays like ``outputs`` that a ``@triton.jit`` kernel makes of ``inputs``.
+
+    The kernel's parameters are, in order: a pointer for each input, the scalars, a pointer for each output, and the
+    ``tl.constexpr`` parameters. Pointers are divisible by 16 bytes; every array is whole and in row-major order. What a
+    kernel leaves unwritten of an output is undefined. Without any program, or any element to write, nothing runs, and
+    the outputs that are not in place are zeros.
+
+    Differentiation and ``vmap`` are the caller's to define; either raises.
+
+    Args:
+      kernel: the ``@triton.jit`` function.
+      inputs: arrays; something has to stand in the place of an absent one, such as ``jnp.zeros((0,), dtype)``.
+      outputs: shape and dtype of each result.
+      grid: programs along one to three axes.
+      constants: values of the ``tl.constexpr`` parameters, for each set of which the kernel is compiled.
+      scalars: integers by parameter, for all of which it is compiled once (but for 1, which is a constant).
+      num_warps: warps of a program.
+      num_stages: stages of the pipelines that Triton makes of loops.
+      in_place: the index of an input by the index of the output that is the same memory, updated; these outputs are
+        the last. The kernel has no further parameter for them: it reads and writes by the input's pointer. A caller
+        who donates the input saves a copy.
+
+    Raises:
+      TypeError, ValueError: the arguments are not what the kernel takes.
+      RuntimeError: when a program is lowered for something that is no GPU, or one of unknown compute capability.
+    """
+    if not 1 <= len(grid) <= 3:
+        raise ValueError(f"a grid has one to three axes, got {grid=}")
+    if sorted(in_place) != list(range(len(outputs) - len(in_place), len(outputs))):
+        raise ValueError(f"outputs in place come last, got {len(outputs)} outputs and {dict(in_place)=}")
+    x, y, z = (*(int(count) for count in grid), 1, 1)[:3]
+    described = Launch(
+        kernel,
+        tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs),
+        tuple(jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs),
+        tuple(scalars.items()),
+        tuple(constants.items()),
+        (x, y, z),
+        num_warps,
+        num_stages,
+        tuple(in_place[index] for index in sorted(in_place)),
+    )
+    record = _records.get()
+    if record is not None:
+        record.append(described)
+    if 0 in described.grid or all(0 in output.shape for output in described.outputs):
+        fresh = (jnp.zeros(output.shape, output.dtype) for output in described.fresh)
+        return (*fresh, *(inputs[source] for source in described.in_place))
+    run = _runner.get() or _on_gpu
+    return tuple(run(described, tuple(jnp.asarray(array) for array in inputs)))
+
+
+type Runner = Callable[[Launch, tuple[Any, ...]], Sequence[Any]]
+
+_runner: contextvars.ContextVar[Runner | None] = contextvars.ContextVar("triton_runner", default=None)
+_records: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("triton_records", default=None)
+
+
+@contextlib.contextmanager
+def run_by(runner: Runner) -> Iterator[None]:
+    """Has launches that are traced in the context run by something else than a GPU."""
+    token = _runner.set(runner)
+    try:
+        yield
+    finally:
+        _runner.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Collects what is launched by programs that are traced in the context."""
+    record: list[Launch] = []
+    token = _records.set(record)
+    try:
+        yield record
+    finally:
+        _records.reset(token)
+
+
+def _on_gpu(launch: Launch, inputs: tuple[Any, ...]) -> Sequence[Any]:
+    return _triton_p.bind(*inputs, launch=launch, capability=current_device().capability)
+
+
+_TARGET = "triton_kernel_call_ffi"
+
+_triton_p = Primitive("tilewright_triton")
+_triton_p.multiple_results = True
+_triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.bind(*inputs, **params))(*inputs))
+
+
+@_triton_p.def_abstract_eval
+def _(*_: Any, launch: Launch, capability: Any) -> list[Any]:
+    return [jax.core.ShapedArray(output.shape, output.dtype) for output in launch.outputs]
+
+
+def _lower(ctx: Any, *operands: Any, launch: Launch, capability: tuple[int, int] | None) -> Any:
+    from tilewright.kernels.triton.compiler import compiled
+
+    if capability is None:
+        raise RuntimeError(f"{launch.name} is compiled for a compute capability, and that of the device is unknown")
+    kernel = compiled(launch, capability)
+    scratch = _scratch(launch, kernel.metadata)
+    call = _call_of(launch, kernel, capability, len(scratch))
+    fresh, first = ctx.avals_out[: len(launch.fresh)], len(launch.fresh) + len(scratch)
+    lower = jax.ffi.ffi_lowering(
+        _TARGET,
+        operand_output_aliases={source: first + i for i, source in enumerate(launch.in_place)},
+    )
+    ctx = ctx.replace(avals_out=[*fresh, *scratch, *ctx.avals_out[len(fresh) :]])
+    results = list(lower(ctx, *operands, opaque=zlib.compress(call.to_proto(launch.name, b""))))
+    return [*results[: len(fresh)], *results[first:]]
+
+
+def _scratch(launch: Launch, metadata: Any) -> list[jax.core.ShapedArray]:
+    """The memory in which a kernel that makes descriptors for TMA keeps them: a result that nobody reads, if any.
+
+    The custom call could allocate it by itself, but only as it runs, and CUDA cannot put that into a graph.
+    """
+    if not metadata.global_scratch_size:
+        return []
+    assert metadata.global_scratch_align <= SCRATCH_ALIGNMENT, metadata.global_scratch_align
+    return [jax.core.ShapedArray((math.prod(launch.grid) * metadata.global_scratch_size,), jnp.uint8)]
+
+
+def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: int) -> Any:
+    from jax._src.lib import gpu_triton  # without a public name; registers the custom call
+
+    if not callable(getattr(gpu_triton, "TritonKernelCall", None)):  # what stands there where no plugin is installed
+        raise TargetDeviceError(
+            f"{launch.name} is a Triton kernel, which JAX lowers only where its CUDA plugin is installed "
+            "(pip install 'jax[cuda13]'; it wants no GPU); tilewright.explain needs none"
+        )
+    metadata, ptx = kernel.metadata, kernel.asm["ptx"]
+    number = 10 * capability[0] + capability[1]
+    clusters = 1
+    program = gpu_triton.TritonKernel(metadata.name, launch.num_warps, clusters, metadata.shared, ptx, "", number)
+    array = gpu_triton.create_array_parameter(0, ALIGNMENT)
+    scalars = [gpu_triton.create_scalar_parameter(value, "i32") for _, value in launch.scalars if value != 1]
+    # Pointers are taken from the operands and then the results; those of the outputs in place, at the end, are left.
+    # The pointer to scratch memory is what every compiled kernel takes after its own parameters.
+    parameters = [*[array] * len(launch.inputs), *scalars, *[array] * (len(launch.fresh) + scratch)]
+    return gpu_triton.TritonKernelCall(program, *launch.grid, parameters)
+
+
+def _lower_elsewhere(ctx: Any, *_: Any, launch: Launch, capability: Any) -> Any:
+    raise RuntimeError(f"{launch.name} is a Triton kernel: it runs on CUDA GPUs, not on {ctx.module_context.platforms}")
+
+
+def _batch(*_: Any, launch: Launch, **__: Any) -> Any:
+    raise NotImplementedError(f"{launch.name} has no rule for vmap: say by jax.custom_batching.custom_vmap what it is")
+
+
+mlir.register_lowering(_triton_p, _lower, platform="cuda")
+mlir.register_lowering(_triton_p, _lower_elsewhere)
+batching.primitive_batchers[_triton_p] = _batch

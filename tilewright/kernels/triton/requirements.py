@@ -1,0 +1,50 @@
+"""What Triton kernels need of a machine."""
+
+import functools
+import importlib.metadata
+import re
+
+from tilewright.ops.types import Device
+
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: before it there is neither bfloat16 nor an asynchronous copy to shared memory."""
+
+LEAST_VERSION = (3, 6)
+"""The oldest Triton that was run with."""
+
+INSTALL = "pip install 'tilewright[triton]'"
+
+
+def unavailable(device: Device) -> list[str]:
+    """Every reason why no Triton kernel can run on a device; empty if one can."""
+    reasons = list(_package_reasons())
+    if device.kind != "gpu" or device.capability is None or device.capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        reasons.append(
+            f"needs a CUDA GPU of compute capability {least} or up, got {device.name} ({device.capability=})"
+        )
+    return reasons
+
+
+@functools.cache
+def _version() -> tuple[int, ...] | None:
+    """Triton's, as far as it is made of numbers; None if it is not there."""
+    try:
+        text = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def _package_reasons() -> list[str]:
+    have = _version()
+    if have is None:
+        return [f"needs the package triton: {INSTALL}"]
+    if have < LEAST_VERSION:
+        return [f"needs triton {_dotted(LEAST_VERSION)} or later, got {_dotted(have)}: {INSTALL}"]
+    return []
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -1,0 +1,115 @@
+"""Mapping a kernel over a batch or over devices with one selection, made for one element."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tilewright.ops.config.context import Overrides, current_overrides, synchronise
+from tilewright.ops.config.selection import ConfigChooser, Selection
+from tilewright.ops.executor import Executor, default_executor
+from tilewright.ops.kernel.arrays import split
+from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel
+from tilewright.ops.lowering.programs import Programs
+
+
+class ElementChooser(ConfigChooser):
+    """Chooses for one element of a mapped call, whatever is mapped around it."""
+
+    def __init__(self, chooser: ConfigChooser):
+        self._chooser = chooser
+
+    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        return self._chooser.choose(_element(inv), cfg=cfg, overrides=overrides)
+
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+        return self._chooser.lookup(_element(inv), cfg=cfg, overrides=overrides)
+
+    @property
+    def version(self) -> int:
+        return self._chooser.version
+
+
+def _element(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    return Invocation(inv.kernel, inv.args, inv.kwargs, inv.metadata, inv.direction, (), inv.device)
+
+
+def _element_executor(kernel: Kernel[Any, Any], executor: Executor[Any, Any] | None) -> Executor[Any, Any]:
+    check_kernel(kernel)
+    if executor is not None and not isinstance(executor, Executor):
+        raise TypeError(f"{executor=} must be an Executor or None")
+    return Executor(ElementChooser((executor or default_executor()).chooser))
+
+
+def vmap_with_config(
+    kernel: Kernel[Any, Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    executor: Executor[Any, Any] | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """``jax.vmap`` of a kernel with the config that one element would run with.
+
+    Args:
+      in_axes: as for ``jax.vmap``, for the positional arguments; keyword arguments are not mapped.
+      out_axes: as for ``jax.vmap``.
+      executor: gives the chooser; the default executor's by default.
+      cfg: an explicit config.
+    """
+    element = _element_executor(kernel, executor)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return jax.vmap(lambda *each: element(kernel, *each, cfg=cfg, **kwargs), in_axes, out_axes)(*args)
+
+    return mapped
+
+
+def pmap_with_config(
+    kernel: Kernel[Any, Any],
+    axis_name: str = "devices",
+    *,
+    executor: Executor[Any, Any] | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all.
+
+    Positional arrays have a leading axis of the number of local devices, and so have the results; everything else,
+    keyword arrays too, is the same on each device.
+
+    Args:
+      axis_name: the mesh axis, for collectives inside the kernel.
+
+    Raises:
+      ValueError: a leading axis has another size.
+    """
+    element = _element_executor(kernel, executor)
+
+    programs = Programs()
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        sliced, arguments = split(args)
+        shared, options = split(kwargs)
+        devices = jax.local_devices()
+        for array in sliced:
+            if array.ndim == 0 or array.shape[0] != len(devices):
+                raise ValueError(f"the leading axis of {array.shape=} must have the size of {len(devices)=}")
+
+        def spread() -> Callable[..., Any]:
+            def on_each(slices: list[Any], whole: list[Any]) -> Any:
+                mine = arguments.join([array[0] for array in slices])
+                out = element(kernel, *mine, cfg=cfg, **options.join(whole))
+                return jax.tree.map(lambda x: x[None], out)
+
+            mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))
+            specs = (PartitionSpec(axis_name), PartitionSpec())
+            return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+        overrides = current_overrides()
+        synchronise()
+        program = programs.get((arguments, options, overrides), element.chooser, overrides, spread)
+        return program.run(sliced, shared)
+
+    return mapped

@@ -1,0 +1,262 @@
+"""The executor: from a user's call to the chosen code, eagerly or under any transformation."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
+
+import jax
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import AutotunePolicy, current_overrides, synchronise
+from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
+from tilewright.ops.kernel.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
+from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, gradient_form, naming, optional_method
+from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
+from tilewright.ops.lowering.call import Selector, apply
+from tilewright.ops.lowering.programs import Program, Programs
+from tilewright.ops.types import Cfg, Out
+from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.target import check_runs_here
+
+__all__ = ["ConfigChooser", "Executor", "Explanation", "default_executor"]
+
+
+class Executor(Generic[Cfg, Out]):
+    """Runs kernels with configs from a chooser.
+
+    Eager calls are compiled once for each structure and set of shapes; a call under a trace becomes one equation of
+    the caller's program, whose config is chosen when that is lowered.
+    """
+
+    def __init__(self, chooser: ConfigChooser):
+        if not isinstance(chooser, ConfigChooser):
+            raise TypeError(f"an Executor needs a ConfigChooser, got {chooser!r} of type {type(chooser).__name__}")
+        self.chooser = chooser
+        self._programs = Programs()
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        arrays, structure = split((args, kwargs))
+        overrides = current_overrides()
+        synchronise()
+        selector = Selector(self.chooser, _static(cfg), overrides)
+        for array in arrays:
+            if isinstance(array, jax.core.Tracer):
+                return call_kernel(kernel, selector, args, kwargs, {})
+        check_runs_here()
+        return self._program(kernel, selector, structure, arrays).run(arrays)
+
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
+        """The forward config that a call would run with, tuning it if the policy lets it."""
+        inv, _ = prepared(kernel, args, kwargs, concrete=False)
+        return self.chooser.choose(inv, cfg=cfg).config
+
+    def compile(
+        self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **kwargs: Any
+    ) -> Callable[..., Out]:
+        """A function of arguments like the examples (arrays or ``ShapeDtypeStruct``), compiled now.
+
+        It has the semantics of calling the kernel with the same keywords: other shapes compile anew, and gradients,
+        ``jit`` and ``vmap`` work.
+        """
+        arrays, structure = split((example_args, kwargs))
+        selector = Selector(self.chooser, _static(cfg), current_overrides())
+        self._program(kernel, selector, structure, arrays).compile([abstract(a) for a in arrays])
+
+        @functools.wraps(kernel.run)
+        def compiled(*args: Any, **more: Any) -> Out:
+            return self(kernel, *args, cfg=cfg, **(kwargs | more))
+
+        return compiled
+
+    def explain(
+        self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, quiet: bool = False, **kwargs: Any
+    ) -> "Explanation":
+        """Says which config a call would run with, where it comes from, and why nothing else; measures nothing.
+
+        Args:
+          quiet: return the explanation without printing it.
+        """
+        inv, _ = prepared(kernel, args, kwargs, concrete=False)
+        directions = [inv] if gradient_form(kernel) is None else [inv, inv.backward()]
+        choices = tuple(self.explain_choice(each, cfg) for each in directions)
+        explanation = Explanation(kernel.name, choices)
+        if not quiet:
+            print(explanation)
+        return explanation
+
+    def explain_choice(self, inv: Invocation[Any, Any], cfg: Any) -> "ExplainedChoice":
+        selection = self.chooser.lookup(inv, cfg=cfg)
+        rejected = optional_method(inv.kernel, "not_taken")
+        time_ms, step = selection.time_ms, selection.step
+        measured: Sequence[Any] = ()
+        if isinstance(self.chooser, ConfigSelectorChain):
+            stored = self.chooser.measurements(inv)
+            measured = () if stored is None else stored[2]
+            if stored is None and (shipped := self.chooser.shipped(inv)) is not None:
+                measured = shipped.candidates
+            time_ms = self.chooser.measured_ms(inv, selection.config)
+            policy = self.chooser.effective_policy()
+            if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
+                step += ", until the call is tuned, which the policy allows"
+            unbuilt = self.chooser.not_built(inv, selection)
+            if unbuilt is not None:
+                step += f", until {', '.join(map(str, unbuilt[1]))} is built, for {describe_config(unbuilt[0])}"
+            refused = "" if step in ("explicit", "overlay", "lock") else self.chooser.lock_refusal(inv)
+            if refused:
+                step += f", but the call is an error: {refused}"
+        return ExplainedChoice(
+            inv.direction,
+            selection.config,
+            step,
+            time_ms,
+            inv.key,
+            {} if rejected is None else rejected(inv, selection.config, measured),
+            selection.detail,
+        )
+
+    def _program(self, kernel: Any, selector: Selector, structure: Structure, arrays: list[Any]) -> Program:
+        shardings = tuple(meaningful_sharding(array) for array in arrays)
+
+        def whole_call() -> Callable[..., Any]:
+            check_kernel(kernel)
+
+            def eager(arrays: list[Any]) -> Any:
+                args, kwargs = structure.join(arrays)
+                known = {id(a): s for a, s in zip(arrays, shardings, strict=True) if s is not None}
+                return call_kernel(kernel, selector, args, kwargs, known)
+
+            eager.__name__ = eager.__qualname__ = kernel.name
+            return eager
+
+        key = (kernel, selector, structure, shardings)
+        return self._programs.get(key, self.chooser, selector.overrides, whole_call)
+
+
+def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
+    """Prepares a call and binds it."""
+    check_kernel(kernel)
+    args, kwargs = prepare(kernel, args, kwargs)
+    return apply(kernel, selector, tuple(args), dict(kwargs), known_shardings)
+
+
+def prepare(kernel: Kernel[Any, Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
+    with naming(kernel):
+        return kernel.prepare(*args, **kwargs)
+
+
+def _static(cfg: Any) -> StaticLeaf | None:
+    if cfg is None:
+        return None
+    if not is_hashable(cfg):
+        raise TypeError(f"{cfg=} must be hashable, such as a frozen dataclass, not of type {type(cfg).__name__}")
+    return StaticLeaf(cfg)
+
+
+def prepared(
+    kernel: Kernel[Any, Any], args: Any, kwargs: Any, *, concrete: bool = True
+) -> tuple[Invocation[Any, Any], tuple[tuple[Any, ...], dict[str, Any]] | None]:
+    """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
+    check_kernel(kernel)
+    arrays, structure = split((tuple(args), dict(kwargs)))
+    shardings = [meaningful_sharding(array) for array in arrays]
+    seen: list[Any] = []
+
+    def look(traced: list[Any]) -> None:
+        known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
+        again = prepare(kernel, *structure.join(traced))
+        seen.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), again))
+
+    jax.eval_shape(look, [abstract(a) for a in arrays])
+    abstract_args, abstract_kwargs = seen[0]
+    inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))
+    if not concrete:
+        return inv, None
+    real_args, real_kwargs = prepare(kernel, args, kwargs)
+    return inv, (tuple(real_args), dict(real_kwargs))
+
+
+def default_key_builder_with_sharding(
+    kernel: Kernel[Any, Any], args: Any, kwargs: Mapping[str, Any] | None = None, direction: str = "forward"
+) -> str:
+    """The key under which the chain looks a call up."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{args=} must be a tuple of the call's positional arguments")
+    inv, _ = prepared(kernel, tuple(args), dict(kwargs or {}), concrete=False)
+    return dataclasses.replace(inv, direction=direction).key  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExplainedChoice:
+    """One direction of an explained call.
+
+    Attributes:
+      step: the step of the selection chain that the config comes from.
+      time_ms: its measured time, if there is one.
+      rejected: for every other implementation why it was not taken.
+      detail: of the step: the lock, or the shapes that the config was measured for and how far they are.
+    """
+
+    direction: str
+    config: Any
+    step: str
+    time_ms: float | None
+    key: str
+    rejected: Mapping[str, tuple[str, ...]]
+    detail: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The step with its detail."""
+        return f"{self.step}, {self.detail}" if self.detail else self.step
+
+    def __str__(self) -> str:
+        time = "not measured" if self.time_ms is None else f"{self.time_ms:.3f} ms"
+        lines = [f"{self.direction}: {self.config}", f"  from: {self.origin} ({time})"]
+        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which configs a call would run with, one choice for each direction that has its own."""
+
+    op: str
+    choices: tuple[ExplainedChoice, ...]
+
+    @property
+    def forward(self) -> ExplainedChoice:
+        return self.choices[0]
+
+    @property
+    def config(self) -> Any:
+        return self.forward.config
+
+    @property
+    def step(self) -> str:
+        return self.forward.step
+
+    @property
+    def time_ms(self) -> float | None:
+        return self.forward.time_ms
+
+    @property
+    def rejected(self) -> Mapping[str, tuple[str, ...]]:
+        return self.forward.rejected
+
+    def __str__(self) -> str:
+        return "\n".join([self.op, *(str(choice) for choice in self.choices)])
+
+
+@functools.cache
+def default_chain() -> ConfigSelectorChain:
+    """The chain behind ``kernel(...)``: memory, disk, shipped tables, heuristics; it tunes only when asked."""
+    return ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=AutotunePolicy(allow_autotune=False))
+
+
+@functools.cache
+def default_executor() -> Executor[Any, Any]:
+    """The executor behind ``kernel(...)`` and the functions of ``tilewright.modules``."""
+    return Executor(default_chain())

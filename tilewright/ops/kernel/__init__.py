@@ -1,0 +1,1 @@
+"""Kernels, their invocations, and what both are described by."""

@@ -1,0 +1,46 @@
+"""The invocations that a program made, remembered without their arrays."""
+
+import threading
+from typing import Any
+
+from tilewright.ops.kernel.kernel import Invocation, Kernel
+
+_LOCK = threading.Lock()
+_RECORDED: dict[str, Invocation[Any, Any]] = {}
+_KERNELS: set[tuple[str, str]] = set()
+
+
+def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """Remembers an invocation and from now on every further one that an executor makes of the same kernel.
+
+    Raises:
+      TypeError: it is no invocation.
+      ValueError: the invocation is of another kernel.
+    """
+    if not isinstance(inv, Invocation):
+        raise TypeError(f"{inv=} must be an Invocation")
+    if inv.kernel is not kernel:
+        raise ValueError(f"the invocation is of {inv.kernel!r}, not of {kernel=}")
+    with _LOCK:
+        _KERNELS.add((kernel.name, kernel.version))
+        _RECORDED[inv.key] = inv.abstract()
+
+
+def note(inv: Invocation[Any, Any]) -> None:
+    """Remembers an invocation if its kernel is being recorded."""
+    if (inv.kernel.name, inv.kernel.version) in _KERNELS:
+        with _LOCK:
+            _RECORDED.setdefault(inv.key, inv.abstract())
+
+
+def get_invocations() -> list[Invocation[Any, Any]]:
+    """The recorded invocations in the order of their first call, each once."""
+    with _LOCK:
+        return list(_RECORDED.values())
+
+
+def clear_invocations() -> None:
+    """Forgets all invocations and stops recording."""
+    with _LOCK:
+        _RECORDED.clear()
+        _KERNELS.clear()

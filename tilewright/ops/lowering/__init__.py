@@ -1,0 +1,1 @@
+"""Lowering: the primitive of a call, its derivatives, and the programs that kernels are lowered to."""

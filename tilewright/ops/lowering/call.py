@@ -1,0 +1,327 @@
+"""How a call becomes one equation: a primitive whose config is chosen when the program is lowered.
+
+Choosing that late has three reasons. Every ``vmap`` around the call is known by then, also one that was applied to an
+already traced function, so selection sees the whole problem and nothing is tuned for a problem that never runs. The
+platform is the one that the program is lowered for. And the traced program is the same whatever is chosen.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
+
+from tilewright.ops.config.context import Overrides
+from tilewright.ops.config.selection import ConfigChooser, Selection
+from tilewright.ops.kernel.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
+from tilewright.ops.kernel.kernel import Invocation, Kernel, gradient_form, optional_method
+from tilewright.ops.kernel.registry import note
+from tilewright.ops.lowering.labels import call_label, without_label
+from tilewright.ops.lowering.lowering import results_of, run
+from tilewright.ops.lowering.programs import Programs, record
+from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
+from tilewright.ops.lowering.surroundings import trace_settings
+from tilewright.ops.types import Device, Direction, MappedAxis
+from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.device import current_device, devices_for_platforms
+from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.target import check_runs_here
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selector:
+    """Where a call's configs come from: the chooser, the caller's own config, and what was in force at the call."""
+
+    chooser: ConfigChooser
+    cfg: StaticLeaf | None
+    overrides: Overrides
+
+    def choose(self, inv: Invocation[Any, Any]) -> Selection:
+        return self.chooser.choose(inv, cfg=self.explicit, overrides=self.overrides)
+
+    @property
+    def explicit(self) -> Any:
+        return None if self.cfg is None else self.cfg.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One stage of a call of a kernel, without its arrays.
+
+    Attributes:
+      structure: of ``(args, kwargs)`` after ``prepare``.
+      shardings: for each array of the call, what an eager caller knew of its sharding and the trace does not show.
+      extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
+      wanted: backward only: for each array of the call, whether its gradient is asked for.
+      returned: forward only: which of the stage's flat results the call returns; all of them if empty.
+    """
+
+    kernel: Kernel[Any, Any]
+    selector: Selector
+    structure: Structure
+    shardings: tuple[Any, ...]
+    stage: str = "run"
+    extra: Structure | None = None
+    wanted: tuple[bool, ...] = ()
+    returned: tuple[int, ...] = ()
+
+    @property
+    def direction(self) -> Direction:
+        return "backward" if self.stage == "backward" else "forward"
+
+    @property
+    def num_arrays(self) -> int:
+        return sum(leaf is None for leaf in self.structure.leaves)
+
+    def invocation(self, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Invocation[Any, Any]:
+        """What selection sees, from the abstract values of all operands with their mapped axes in front."""
+        structs = []
+        for i, known in enumerate(self.shardings):
+            element = drop_axes(avals[i], sum(axis.mapped[i] for axis in mapped))
+            structs.append(with_sharding(element, avals[i], known))
+        args, kwargs = self.structure.join(structs)
+        # What follows the call's own arrays is mapped as they and the caller's cotangents are; it tells nothing more.
+        axes = tuple(MappedAxis(axis.size, axis.mapped[: self.num_arrays]) for axis in mapped)
+        return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=axes, device=device)
+
+    @property
+    def code(self) -> Stage:
+        """The stage of the kernel that runs: for ``run`` the forward stage where that is the same, which both share."""
+        if self.stage == "run" and optional_method(self.kernel, "run_is_forward"):
+            return Stage(self.kernel, self.structure, "forward")
+        return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
+
+    def program(self, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Program:
+        """The stage with a config for operands of some abstract values, with the mapped axes in front."""
+        return Program(self.code, StaticLeaf(cfg), tuple(avals), mapped, device)
+
+    def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., list[Any]]:
+        """The stage with a config as a function of the flat operands that JAX can differentiate."""
+        stage = Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
+        function = stage.function(cfg, mapped, device)
+
+        def flat(*operands: Any) -> list[Any]:
+            leaves = jax.tree.leaves(function(*operands))
+            return [leaves[i] for i in self.returned] if self.returned else leaves
+
+        return flat
+
+    def tree(self, results: Results) -> Any:
+        """The results that the call's stage returns, among those of its code."""
+        return results.tree if self.code.name == self.stage else results.tree.children()[0]
+
+    def picked(self, results: Results) -> tuple[int, ...]:
+        """Which of the flat results of its code the call returns."""
+        return self.returned or tuple(range(self.tree(results).num_leaves))
+
+
+def drop_axes(aval: Any, count: int) -> jax.ShapeDtypeStruct:
+    """One element of a value whose first ``count`` axes are mapped."""
+    struct = struct_of(aval)
+    return jax.ShapeDtypeStruct(struct.shape[count:], struct.dtype, weak_type=struct.weak_type)
+
+
+def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.ShapeDtypeStruct:
+    """The element with the sharding that its type carries or that the caller knew."""
+    if len(element.shape) != len(aval.shape):
+        return element
+    sharding = explicit_sharding(aval) or known
+    if sharding is None:
+        return element
+    return jax.ShapeDtypeStruct(element.shape, element.dtype, weak_type=element.weak_type, sharding=sharding)
+
+
+# The primitive.
+
+call_p = Primitive("tilewright_call")
+call_p.multiple_results = True
+CHOOSING.add(call_p)
+
+
+def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
+    """The results of a call, known before its config is chosen: they are alike with any."""
+    with without_label():
+        key = (call.code, call.selector.cfg, tuple(avals), mapped, device, trace_settings())
+        known = _KNOWN.get(key)
+        if known is None:
+            cfg = shape_config(call, avals, mapped, device)
+            known = _KNOWN.put(key, results_of(call.program(cfg, avals, mapped, device)))
+        return known
+
+
+_KNOWN: Memory[Results] = Memory("what tilewright knows of calls' results", 4096)
+
+
+def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
+    """A config to learn the shapes of the results with: the caller's own, or the heuristic."""
+    inv = call.invocation(avals, mapped, device)
+    explicit = call.selector.explicit
+    directed = None if explicit is None else call.kernel.directed_cfg(explicit, inv)
+    return call.kernel.heuristic_cfg(inv) if directed is None else directed
+
+
+def _abstract_eval(*avals: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    results = known_results(call, avals, mapped, current_device())
+    return [results.avals[i] for i in call.picked(results)], set(results.effects)
+
+
+call_p.def_effectful_abstract_eval(_abstract_eval)
+
+_PROGRAMS = Programs()
+
+
+def _impl(*operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    """Runs what reaches the primitive outside any trace, such as the passes of an eager ``jax.grad``."""
+    check_runs_here()
+    if jax.config.jax_disable_jit:
+        return select(call, [jax.typeof(x) for x in operands], mapped, current_device())(*operands)
+
+    def bound() -> Callable[..., Any]:
+        return lambda *values: call_p.bind(*values, call=dataclasses.replace(call), mapped=mapped)
+
+    selector = call.selector
+    return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
+
+
+call_p.def_impl(_impl)
+
+
+def batching_rule(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], mapped: tuple[MappedAxis, ...], **params: Any
+) -> tuple[list[Any], list[int]]:
+    """Binds a primitive with one more mapped axis; all its results are mapped along axis 0."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    axis = MappedAxis(size, tuple(d is not None for d in dims))
+    out = primitive.bind(*_mapped_alike(moved, axis), mapped=(axis, *mapped), **params)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[call_p] = functools.partial(batching_rule, call_p)
+
+
+def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
+    """The operands with one sharding of their mapped axes.
+
+    What a mapped call returns without depending on what is mapped, such as a residual, is replicated along the axis.
+    """
+    shardings = [
+        explicit_sharding(jax.typeof(x)) if mapped else None for x, mapped in zip(operands, axis.mapped, strict=True)
+    ]
+    first = next((s.spec[0] for s in shardings if s is not None and s.spec[0] is not None), None)
+    if first is None:
+        return operands
+    alike = list(operands)
+    for i, (x, mapped) in enumerate(zip(operands, axis.mapped, strict=True)):
+        spec = jax.typeof(x).sharding.spec
+        if mapped and spec[0] is None:
+            alike[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
+    return alike
+
+
+def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
+    """Chooses the config of a call; returns it with the label that names the call in the program."""
+    inv = call.invocation(avals, mapped, device)
+    note(inv)
+    selection = call.selector.choose(inv)
+    record(inv, selection)
+    if logger.isEnabledFor(logging.INFO) and call.selector.overrides.token is None:
+        origin = f"{selection.step}, {selection.detail}" if selection.detail else selection.step
+        config = describe_config(selection.config)
+        logger.info("%s %s %s: %s (%s)", inv.kernel.name, inv.direction, describe_key(inv.key), config, origin)
+    return selection, call_label(inv, selection)
+
+
+def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
+    """Chooses the config of a call and returns its code under its label."""
+    selection, name = decide(call, avals, mapped, device)
+    return labelled_as(code_of(call, selection.config, avals, mapped, device), name)
+
+
+def code_of(
+    call: Call, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
+) -> Callable[..., list[Any]]:
+    """A call's stage with a config as a function of the flat operands, lowered once whatever programs contain it."""
+    program = call.program(cfg, avals, mapped, device)
+    results = results_of(program)
+    picked = call.picked(results)
+    # Of a program that is only read its labels are looked at. To lower the code of a call takes seconds, and may take
+    # packages that are not here.
+    only_read = call.selector.overrides.token is not None and _is_opaque(results)
+
+    def code(*operands: Any) -> list[Any]:
+        if only_read:
+            return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
+        found = run(program, *operands)
+        return [found[i] for i in picked]
+
+    return code
+
+
+def _is_opaque(results: Results) -> bool:
+    """Tells if the code of a call is nothing but its results: it has no effects and calls no other kernel."""
+    keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in results.avals)
+    return not (results.effects or results.chooses or keys)
+
+
+def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # The name of a jitted function shows in the text of lowered programs and of compiled ones, with and without
+    # debug information; a name scope shows only with it.
+    function.__name__ = function.__qualname__ = name
+    return jax.jit(function)
+
+
+def _lowering_rule(ctx: Any, *operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
+    devices = devices_for_platforms(platforms)
+    branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
+    if len(branches) == 1:
+        chosen = next(iter(branches.values()))
+    else:
+        chosen = functools.partial(jax.lax.platform_dependent, **branches)
+    checked = functools.partial(_with_promised_shapes, call, chosen, ctx.avals_out)
+    return mlir.lower_fun(checked)(ctx, *operands)
+
+
+def _with_promised_shapes(call: Call, chosen: Callable[..., Any], promised: Sequence[Any], *operands: Any) -> list[Any]:
+    results = chosen(*operands)
+    got = [(x.shape, x.dtype) for x in results]
+    wanted = [(x.shape, x.dtype) for x in promised]
+    if got != wanted:
+        raise TypeError(
+            f"the outputs or residuals of {call.kernel!r} depend on its config: {got} with the chosen one, "
+            f"{wanted} with the heuristic one; they must not"
+        )
+    return results
+
+
+mlir.register_lowering(call_p, _lowering_rule)
+
+
+# From a prepared call to its results.
+
+
+def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
+    """Runs a prepared call on traced or concrete arrays, with the kernel's own gradients."""
+    arrays, structure = split((args, kwargs))
+    shardings = tuple(known_shardings.get(id(array)) for array in arrays)
+    call = Call(kernel, selector, structure, shardings)
+    tree = call.tree(known_results(call, [jax.typeof(x) for x in arrays], (), current_device()))
+    results = call_p.bind(*arrays, call=call, mapped=())
+    if gradient_form(kernel) is None:  # else they are named where the call is differentiated
+        results = [named(x, f"{kernel.name}_out") for x in results]
+    return tree.unflatten(results)
+
+
+def named(array: Any, name: str) -> Any:
+    """The array under a ``checkpoint_name``, by which a policy of ``jax.checkpoint`` can save it."""
+    return array if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else checkpoint_name(array, name)

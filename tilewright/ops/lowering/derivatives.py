@@ -1,0 +1,303 @@
+"""The derivatives of a call: by the kernel's own gradients in reverse mode, by JAX where it has none.
+
+Under differentiation a call becomes two equations: the call itself, which also returns its residuals, and one that is
+linear in the tangents. Reverse mode transposes the second, which runs the kernel's backward pass; forward mode runs it
+as it stands, where the kernel has code for that.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from tilewright.ops.kernel.arrays import StaticLeaf, explicit_sharding, split
+from tilewright.ops.kernel.kernel import Kernel, gradient_form, optional_method
+from tilewright.ops.lowering.call import (
+    Call,
+    batching_rule,
+    call_p,
+    decide,
+    known_results,
+    labelled_as,
+    named,
+    shape_config,
+)
+from tilewright.ops.lowering.gradients import with_manual_axes
+from tilewright.ops.lowering.programs import MOST_PROGRAMS
+from tilewright.ops.lowering.stages import CHOOSING, map_axes
+from tilewright.ops.types import Device, MappedAxis
+from tilewright.ops.utils.device import current_device, devices_for_platforms
+from tilewright.ops.utils.target import check_runs_here
+
+
+def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+    refusal = optional_method(call.kernel, "no_gradient")
+    if refusal is not None:
+        raise TypeError(refusal())
+    form = gradient_form(call.kernel)
+    if form is not None and call.stage == "run":
+        return _with_own_gradients(primals, tangents, call, mapped, form)
+    if not any(isinstance(x, jax.core.Tracer) for x in primals):
+        check_runs_here()
+    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself,
+    # so the choice cannot wait; a vmap that follows is not seen.
+    avals = [jax.typeof(x) for x in primals]
+    device = current_device()
+    selection, name = decide(call, avals, mapped, device)
+    chosen = _to_differentiate(call, StaticLeaf(selection.config), mapped, device, name)
+    return _jvp_along(chosen, primals, tangents)
+
+
+ad.primitive_jvps[call_p] = _jvp_rule
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _to_differentiate(
+    call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
+) -> Callable[..., Any]:
+    """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
+
+    def labelled(*operands: Any) -> list[Any]:
+        return call.function(cfg.value, mapped, device)(*operands)
+
+    return labelled_as(labelled, name)
+
+
+def _moves(tangent: Any) -> bool:
+    """Whether an input is differentiated."""
+    return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
+
+
+def _jvp_along(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """``jax.jvp`` of a function with respect to those operands that have a tangent."""
+    moving = [i for i, t in enumerate(tangents) if _moves(t)]
+
+    def along(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return function(*operands)
+
+    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linearised:
+    """The derivative of a call, without its arrays.
+
+    Its operands are the call's arrays, its residuals and the tangents; its results the tangents of those outputs that
+    have one.
+
+    Attributes:
+      out: the structure of what the call returns.
+      kept: the structure of the residuals.
+      moving: for each array of the call, whether there is a tangent of it.
+      inexact: for each output, whether it has a tangent.
+    """
+
+    call: Call
+    out: Any
+    kept: Any
+    moving: tuple[bool, ...]
+    inexact: tuple[bool, ...]
+
+    @property
+    def num_kept(self) -> int:
+        return self.call.num_arrays + self.kept.num_leaves
+
+
+def _with_own_gradients(
+    primals: Sequence[Any], tangents: Sequence[Any], call: Call, mapped: tuple[MappedAxis, ...], form: str
+) -> tuple[list[Any], list[Any]]:
+    """The call with its residuals, and its linear part."""
+    moving = tuple(_moves(t) for t in tangents)
+    out, residuals, structures = _forward(primals, call, mapped, form)
+    linear = Linearised(call, *structures, moving, tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in out))
+    given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
+    axes = _with_rest(mapped, len(residuals), moving)
+    along = iter(linear_p.bind(*primals, *residuals, *given, linear=linear, mapped=axes))
+    return out, [
+        next(along) if has else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for x, has in zip(out, linear.inexact, strict=True)
+    ]
+
+
+def _with_rest(mapped: Sequence[MappedAxis], num_residuals: int, moving: Sequence[bool]) -> tuple[MappedAxis, ...]:
+    """The mapped axes of a call, of its linear part: residuals are mapped, a tangent is as its array is."""
+    indices = [i for i, moves in enumerate(moving) if moves]
+    rest = (True,) * num_residuals
+    return tuple(MappedAxis(axis.size, (*axis.mapped, *rest, *(axis.mapped[i] for i in indices))) for axis in mapped)
+
+
+def _forward(
+    primals: Sequence[Any], call: Call, mapped: tuple[MappedAxis, ...], form: str
+) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
+    """The outputs and residuals of a call under their names, and the structures of both.
+
+    What is both an output and a residual comes out of the call once, so that a ``jax.checkpoint`` saves it once.
+    """
+    avals, device = tuple(jax.typeof(x) for x in primals), current_device()
+    name = call.kernel.name
+    if form == "recomputing":
+        tree = call.tree(known_results(call, avals, mapped, device))
+        results = call_p.bind(*primals, call=call, mapped=mapped)
+        return [named(x, f"{name}_out") for x in results], [], (tree, jax.tree.structure(()))
+    whole = dataclasses.replace(call, stage="forward")
+    known = known_results(whole, avals, mapped, device)
+    out, kept = known.tree.children()
+    sources = known.sources
+    returned = tuple(sorted({index for index, _ in sources}))
+    step = dataclasses.replace(whole, returned=returned)
+    outputs = {index for index, _ in sources[: out.num_leaves]}
+    results = {
+        index: named(x, f"{name}_{'out' if index in outputs else 'residuals'}")
+        for index, x in zip(returned, call_p.bind(*primals, call=step, mapped=mapped), strict=True)
+    }
+    leaves = [results[i] if reshaped is None else reshaped(results[i]) for i, reshaped in sources]
+    return leaves[: out.num_leaves], leaves[out.num_leaves :], (out, kept)
+
+
+# The linear part.
+
+linear_p = Primitive("tilewright_linear")
+linear_p.multiple_results = True
+CHOOSING.add(linear_p)
+
+
+@linear_p.def_abstract_eval
+def _linear_abstract_eval(*avals: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
+    call, count, device = linear.call, linear.call.num_arrays, current_device()
+    own = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
+    arrays = tuple(avals[:count])
+    if all(any(axis.mapped) for axis in own):
+        results = known_results(call, arrays, own, device)
+        along = [results.avals[i] for i in call.picked(results)]
+    else:  # along some axis the tangents alone are mapped
+        function = call.function(shape_config(call, arrays, own, device), (), device)
+        along = jax.make_jaxpr(map_axes(lambda *operands: function(*operands[:count]), mapped))(*avals).out_avals
+    return [aval.to_tangent_aval() for aval, has in zip(along, linear.inexact, strict=True) if has]
+
+
+batching.primitive_batchers[linear_p] = functools.partial(batching_rule, linear_p)
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]
+) -> list[Any]:
+    """The gradients by the kernel's backward pass."""
+    count, num_kept = linear.call.num_arrays, linear.num_kept
+    kept, tangents = operands[:num_kept], operands[num_kept:]
+    given = iter(cotangents)
+    leaves = [_materialised(next(given)) if has else None for has in linear.inexact]
+    outputs = linear.out.unflatten(leaves)
+    per_output = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+    rest, extra = split((linear.kept.unflatten(kept[count:]), per_output))
+    step = dataclasses.replace(linear.call, stage="backward", extra=extra, wanted=linear.moving)
+    axes = tuple(
+        MappedAxis(axis.size, (*axis.mapped[:num_kept], *(True,) * (len(rest) - num_kept + count))) for axis in mapped
+    )
+    gradients = call_p.bind(*kept[:count], *rest, call=step, mapped=axes)
+    found = []
+    for i, (gradient, tangent) in enumerate(zip(gradients, tangents, strict=True)):
+        shared = tuple(depth for depth, axis in enumerate(mapped) if not axis.mapped[num_kept + i])
+        summed = gradient.sum(shared) if shared else gradient
+        found.append(with_manual_axes(summed, tangent.aval) if ad.is_undefined_primal(tangent) else None)
+    return [None] * num_kept + found
+
+
+ad.primitive_transposes[linear_p] = _transpose
+
+
+def _materialised(cotangent: Any) -> Any:
+    """A cotangent as an array."""
+    if not isinstance(cotangent, ad.Zero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval))
+
+
+def _forward_mode(
+    linear: Linearised, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
+) -> Callable[..., list[Any]]:
+    """The linear part as a function: JAX differentiates the code of a config that the kernel names for that.
+
+    Raises:
+      TypeError: the kernel has none.
+    """
+    call = linear.call
+    cfg = forward_mode_config(call.kernel)(call.invocation(avals, mapped, device))
+    function = call.function(cfg, (), device)
+    moving = [i for i, moves in enumerate(linear.moving) if moves]
+
+    def element(*operands: Any) -> list[Any]:
+        arrays, tangents = operands[: call.num_arrays], operands[linear.num_kept :]
+
+        def along(*values: Any) -> list[Any]:
+            complete = list(arrays)
+            for i, value in zip(moving, values, strict=True):
+                complete[i] = value
+            return function(*complete)
+
+        _, results = jax.jvp(along, tuple(arrays[i] for i in moving), tuple(tangents))
+        return [t for t, has in zip(results, linear.inexact, strict=True) if has]
+
+    return map_axes(element, mapped)
+
+
+def forward_mode_config(kernel: Kernel[Any, Any]) -> Callable[[Any], Any]:
+    """The method by which a kernel names a config whose code JAX can differentiate in forward mode.
+
+    Raises:
+      TypeError: it has none.
+    """
+    method = optional_method(kernel, "forward_mode_cfg")
+    if method is None:
+        raise TypeError(
+            f"{kernel.name} has gradients of its own for reverse mode (jax.grad, jax.vjp, jax.jacrev) and none for "
+            "forward mode (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian); use reverse mode, or give the kernel a "
+            "forward_mode_cfg"
+        )
+    return method
+
+
+def _linear_impl(*operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
+    check_runs_here()
+    return _compiled(linear, tuple(jax.typeof(x) for x in operands), mapped, current_device())(*operands)
+
+
+linear_p.def_impl(_linear_impl)
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _compiled(
+    linear: Linearised, avals: tuple[Any, ...], mapped: tuple[MappedAxis, ...], device: Device
+) -> Callable[..., Any]:
+    return jax.jit(_forward_mode(linear, avals, mapped, device))
+
+
+def _linear_lowering(ctx: Any, *operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
+    devices = devices_for_platforms(platforms)
+    branches = {p: _forward_mode(linear, ctx.avals_in, mapped, device) for p, device in devices.items()}
+    chosen = next(iter(branches.values()))
+    if len(branches) > 1:
+        chosen = functools.partial(jax.lax.platform_dependent, **branches)
+    return mlir.lower_fun(chosen)(ctx, *operands)
+
+
+mlir.register_lowering(linear_p, _linear_lowering)
+
+
+def _linear_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, linear: Linearised, mapped: tuple[MappedAxis, ...]
+) -> Any:
+    function = _forward_mode(linear, [jax.typeof(x) for x in primals], mapped, current_device())
+    return _jvp_along(function, primals, tangents)
+
+
+ad.primitive_jvps[linear_p] = _linear_jvp

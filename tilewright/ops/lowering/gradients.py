@@ -1,0 +1,90 @@
+"""From what a kernel returns as its gradients to what JAX expects of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.ops.kernel.arrays import ARRAY_TYPES, Structure, split
+from tilewright.ops.kernel.kernel import Kernel, argument_names
+
+
+def select_gradients(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Any, wanted: tuple[bool, ...]
+) -> list[Any]:
+    """The gradients that were asked for, in the order of the call's arrays.
+
+    Args:
+      gradients: what the kernel returned.
+      wanted: for each array whether its gradient is asked for; if empty, all come, ``None`` for those that are missing.
+
+    Raises:
+      TypeError: one is missing, has another shape, or the kernel returned something else than a tuple or a dict.
+    """
+    names = argument_names(kernel, len(args))
+    if isinstance(gradients, dict):
+        by_name = dict(gradients)
+    elif isinstance(gradients, tuple | list) and len(gradients) == len(args):
+        by_name = dict(zip(names, gradients, strict=True))
+    else:
+        raise TypeError(
+            f"{kernel!r} must return one gradient for each of its {len(args)} positional arguments {names}, "
+            f"or a dict by name, got {type(gradients).__name__} of {jax.tree.structure(gradients)}"
+        )
+    unknown = set(by_name) - {*names, *kwargs}
+    if unknown:
+        raise TypeError(f"{kernel!r} returned gradients for {sorted(unknown)}, which are no arguments of the call")
+    given: list[Any] = []
+    labels: list[str] = []
+    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+        arrays, structure = split(value)
+        gradient = by_name.get(name)
+        found = [None] * len(arrays)
+        if gradient is not None:
+            found = _gradient_leaves(kernel, name, structure, gradient)
+        given += found
+        labels += [name] * len(arrays)
+    if not wanted:
+        return given
+    return [
+        _checked(kernel, label, gradient, array)
+        for label, gradient, array, asked in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
+        if asked
+    ]
+
+
+def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: Any) -> list[Any]:
+    try:
+        leaves = structure.tree.flatten_up_to(gradient)
+    except ValueError as error:
+        raise TypeError(
+            f"{kernel!r} returned a gradient for {name!r} of another structure than the argument's: {error}"
+        ) from error
+    return [leaf for leaf, static in zip(leaves, structure.leaves, strict=True) if static is None]
+
+
+def _checked(kernel: Kernel[Any, Any], name: str, gradient: Any, array: Any) -> Any:
+    if gradient is None:
+        raise TypeError(
+            f"{kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
+            f"use jax.lax.stop_gradient({name}) if it should be a constant"
+        )
+    if not isinstance(gradient, (*ARRAY_TYPES, np.generic)):
+        raise TypeError(f"{kernel!r} returned {gradient!r} as the gradient for {name!r}, which is no array")
+    if gradient.shape != array.shape:
+        raise TypeError(f"{kernel!r} returned a gradient of {gradient.shape=} for {name!r} with {array.shape=}")
+    return jnp.asarray(gradient, array.dtype)
+
+
+def with_manual_axes(gradient: Any, aval: Any) -> Any:
+    """A gradient that varies over the axes of a ``shard_map`` along which its argument, of type ``aval``, does.
+
+    An argument that all devices share has the sum of their gradients.
+    """
+    given, wanted = (x.manual_axis_type.varying for x in (jax.typeof(gradient), aval))
+    if given - wanted:
+        gradient = jax.lax.psum(gradient, tuple(given - wanted))
+    if wanted - given:
+        gradient = jax.lax.pcast(gradient, tuple(wanted - given), to="varying")
+    return gradient

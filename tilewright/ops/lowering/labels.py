@@ -1,0 +1,209 @@
+"""Names that survive in the text of lowered and compiled programs, and how to read them back.
+
+A label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the op
+is for people, the payload holds everything that the invocation can be rebuilt from. A label that a user gives is a name
+scope and an attribute of the operations under it.
+"""
+
+import base64
+import binascii
+import dataclasses
+import functools
+import json
+import re
+import urllib.parse
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from tilewright.ops.utils.serialize import resolve, tagged, untagged
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import Selection
+    from tilewright.ops.kernel.kernel import Invocation, Kernel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CALL = re.compile(r"tilewright\.v1\.\w+\.(?:forward|backward)\.[\w\-]+\.", re.ASCII)
+_USER = re.compile(r"tilewright\.label\.([\w%~\-]+)\.end\b", re.ASCII)
+# XLA replaces all other characters in the names of functions, and a dot ends a part of a label.
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
+
+# Text that most payloads hold, so that what is left to write is short. Part of the format: v1 means these bytes.
+_DICTIONARY = (
+    b'{"$callable":{"$dataclass":{"$enum":{"$tuple":["$dict":"weak_type":false"sharding":"op":"version":"0""kernel":'
+    b'"float16""bfloat16""int32""uint32""bool"{"$array":{"dtype":"float32","shape":[1,1024,8,64],"weak_type":false}}'
+    b'"direction":"forward","backward","mapped":[["args":[null,null],"kwargs":{"cfg":{"fields":{"step":"heuristic"'
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallLabel:
+    """What a label says of a kernel call.
+
+    Attributes:
+      kernel: qualified name of the kernel's class.
+      step: the step of the selection chain that gave the config.
+      config: the config that the program was built with; ``None`` if it has no JSON form.
+    """
+
+    op: str
+    version: str
+    kernel: str
+    direction: str
+    arguments: dict[str, Any]
+    step: str
+    config: Any
+
+    def invocation(self) -> "Invocation[Any, Any]":
+        """The invocation, on this process's living kernel of that name and version or else a new one of its class.
+
+        Raises:
+          ValueError: neither can be found.
+        """
+        from tilewright.ops.kernel.kernel import Invocation  # labels are used by the module that defines it
+
+        return Invocation.of_description(self._kernel(), self.arguments, self.direction)  # type: ignore[arg-type]
+
+    def _kernel(self) -> "Kernel[Any, Any]":
+        from tilewright.ops.kernel.kernel import live_kernel
+
+        living = live_kernel(self.op, self.version)
+        if living is not None:
+            return living
+        made = resolve(self.kernel)()
+        if (made.name, made.version) != (self.op, self.version):
+            raise ValueError(f"{self.kernel} is now {made!r}, but the label is of {self.op=} {self.version=}")
+        return made
+
+
+def call_label(inv: "Invocation[Any, Any]", selection: "Selection") -> str:
+    """The label of a kernel call."""
+    try:
+        config = tagged(selection.config)
+    except TypeError:  # a config without a JSON form still runs; it just cannot be read from the program
+        config = None
+    said = {
+        "op": inv.kernel.name,
+        "version": inv.kernel.version,
+        "kernel": f"{type(inv.kernel).__module__}:{type(inv.kernel).__qualname__}",
+        **inv.description,
+        "step": selection.step,
+        "cfg": config,
+    }
+    packed = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
+    raw = packed.compress(json.dumps(said, separators=(",", ":"), sort_keys=True).encode()) + packed.flush()
+    payload = base64.urlsafe_b64encode(raw).decode().rstrip("=")
+    return f"tilewright.v1.{_NOT_IN_NAMES.sub('_', inv.kernel.name)}.{inv.direction}.{payload}."
+
+
+def is_call_label(text: str) -> bool:
+    """Whether a label has the form of one of a kernel call."""
+    return _CALL.fullmatch(text) is not None
+
+
+def parse_label(text: str) -> CallLabel:
+    """Reads a label of a kernel call.
+
+    Raises:
+      ValueError: it is none, or it is damaged.
+    """
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not the label of a kernel call: {text!r}")
+    *_, direction, payload, _ = text.split(".")
+    try:
+        raw = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
+        said = json.loads(zlib.decompressobj(-15, zdict=_DICTIONARY).decompress(raw))
+        arguments = {name: said[name] for name in ("args", "kwargs", "mapped") if name in said}
+        return CallLabel(
+            said["op"], said["version"], said["kernel"], direction, arguments, said["step"], _config(said["cfg"])
+        )
+    except (binascii.Error, zlib.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the label of a kernel call is damaged: {text!r}") from error
+
+
+def _config(said: Any) -> Any:
+    try:
+        return untagged(said)
+    except ValueError:  # its type lives in another program; the selection chain can still be asked
+        return None
+
+
+def _quoted(name: str) -> str:
+    """A name with only such characters as no printer of programs changes in a scope, and without dots."""
+    return urllib.parse.quote(name, safe="").replace(".", "%2E")
+
+
+def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function so that its operations carry a name in lowered and compiled programs.
+
+    Args:
+      name: any text.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{name=} must be a non-empty string")
+    text = f"tilewright.label.{_quoted(name)}.end"
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def labelled(*args: P.args, **kwargs: P.kwargs) -> R:
+            with jax.named_scope(text), set_xla_metadata(tilewright_label=text):
+                return function(*args, **kwargs)
+
+        return labelled
+
+    return decorate
+
+
+def without_label() -> AbstractContextManager[Any]:
+    """A context without a user's label: the code of a kernel is the same under any, and its call keeps the name."""
+    return set_xla_metadata(tilewright_label=None)
+
+
+def extract_labels_from_hlo_text(text: str) -> list[str]:
+    """The labels in the text of a program, StableHLO or HLO, in order of appearance, each once.
+
+    User labels come as the names they were given, labels of kernel calls whole.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{text=} must be the text of a program")
+    found = [(match.start(), match.group()) for match in _CALL.finditer(text)]
+    found += [(match.start(), urllib.parse.unquote(match.group(1))) for match in _USER.finditer(text)]
+    return list(dict.fromkeys(name for _, name in sorted(found)))
+
+
+def find_labels_in_lowered(lowered: Any) -> list[str]:
+    """The labels in what ``jax.jit(f).lower(...)``, or ``.compile()`` after it, returned."""
+    if isinstance(lowered, jax.stages.Lowered):
+        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
+    if not isinstance(lowered, jax.stages.Compiled):
+        raise TypeError(f"{lowered=} must be a jax.stages.Lowered or Compiled")
+    return extract_labels_from_hlo_text(lowered.as_text() or "")
+
+
+def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
+    """The config of each kernel call among the labels: what the program was built with, or what would be chosen now.
+
+    Labels that users gave are passed over.
+
+    Raises:
+      ValueError: the label of a kernel call is damaged.
+    """
+    if isinstance(labels, str):
+        raise TypeError(f"{labels=} must be several labels, not one")
+    return {text: _config_of(text) for text in labels if is_call_label(text)}
+
+
+def _config_of(text: str) -> Any:
+    from tilewright.ops.executor import default_executor
+
+    said = parse_label(text)
+    if said.config is not None:
+        return said.config
+    return default_executor().chooser.lookup(said.invocation()).config

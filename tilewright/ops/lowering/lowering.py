@@ -1,0 +1,165 @@
+"""A program of a kernel is lowered once in a process, and once on a machine, whatever programs of the user contain it.
+
+``run`` binds one equation for it. When the user's program is lowered, the kernel's MLIR module is taken from memory or
+from the disk, or made, and becomes a function of the user's module, which is called. What cannot be taken from one
+program into another, such as callbacks, is lowered in place, as if there were no such equation.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+from jax._src.lib.mlir import ir
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from tilewright.ops.lowering import ahead, mlir_modules
+from tilewright.ops.lowering.labels import without_label
+from tilewright.ops.lowering.lowered_files import LoweredFiles
+from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
+from tilewright.ops.lowering.program_key import describe, is_shared, read, written
+from tilewright.ops.lowering.stages import Program, Results, traced
+from tilewright.ops.lowering.surroundings import NotDescribableError, Surroundings, surroundings, trace_settings
+from tilewright.ops.utils.memory import Memory
+
+logger = logging.getLogger(__name__)
+
+MEMORY_LIMIT = 128 << 20
+"""Bytes of lowered kernels that a process keeps."""
+
+_TARGETS = {"mosaic_gpu_v2": register_mosaic_gpu}
+"""Custom calls that a module on disk may name, and what must be done before they are compiled.
+
+They hold all that they need; those of other kernels want something in the process that made them.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program as an MLIR module with a function ``main`` of its flat operands.
+
+    Attributes:
+      bytecode: ``None`` of a program that has to be lowered in place.
+    """
+
+    bytecode: bytes | None
+
+
+def _size(lowered: Lowered) -> int:
+    return 1024 + len(lowered.bytecode or b"")
+
+
+_RESULTS: Memory[Results] = Memory("what tilewright knows of kernels' results", 4096)
+_LOWERED: Memory[Lowered] = Memory("tilewright's lowered kernels", MEMORY_LIMIT, _size)
+_FILES = LoweredFiles()
+
+
+def results_of(program: Program) -> Results:
+    """The results of a program, known from memory, from the disk, or else by tracing it."""
+    with without_label():
+        key = (program, trace_settings())
+        known = _RESULTS.get(key)
+        if known is not None:
+            return known
+        told = describe(program)
+        if told is not None and (file := _FILES.get(told)) is not None and (found := read(file.about)) is not None:
+            return _RESULTS.put(key, found)
+        results = traced(program)[1]
+        if told is not None and not _belongs_to_caller(results) and (about := written(results)) is not None:
+            _FILES.put(told, about, b"")
+        return _RESULTS.put(key, results)
+
+
+def run(program: Program, *operands: Any) -> list[Any]:
+    """The flat results of a program."""
+    return program_p.bind(*operands, program=program)
+
+
+program_p = Primitive("tilewright_program")
+program_p.multiple_results = True
+
+
+@program_p.def_effectful_abstract_eval
+def _abstract_eval(*_: Any, program: Program) -> Any:
+    results = results_of(program)
+    return list(results.avals), set(results.effects)
+
+
+@program_p.def_impl
+def _impl(*operands: Any, program: Program) -> list[Any]:
+    return jax.tree.leaves(program.function(*operands))
+
+
+def _lowering_rule(ctx: Any, *operands: Any, program: Program) -> Any:
+    with without_label():
+        around = surroundings(ctx) if _can_be_apart(program, operands) else None
+        if around is not None:
+            key = (program, trace_settings(), around)
+            lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, program, around))
+            if lowered.bytecode is not None:
+                name = f"kernel.{program.stage.kernel.name}.{program.stage.name}"
+                return mlir_modules.call(ctx, key, lowered.bytecode, operands, name)
+        return mlir.lower_fun(jaxpr_as_fun(traced(program)[0]))(ctx, *operands)
+
+
+mlir.register_lowering(program_p, _lowering_rule)
+
+
+def _can_be_apart(program: Program, operands: Any) -> bool:
+    """Tells if a program may be lowered apart from the one that calls it."""
+    values = all(isinstance(operand, ir.Value) for operand in operands)
+    return values and is_shared(program) and not _belongs_to_caller(results_of(program))
+
+
+def _belongs_to_caller(results: Results) -> bool:
+    """Tells if a program has effects, or depends on what the program that calls it would choose."""
+    return bool(results.effects) or results.chooses
+
+
+def _find_or_lower(ctx: Any, operands: Any, program: Program, around: Surroundings) -> Lowered:
+    """The lowered program from the disk, or made and kept there."""
+    told = _described(program, around)
+    if told is not None and (found := _from_disk(ctx, operands, told)) is not None:
+        return found
+    module = mlir_modules.lower(ctx, traced(program)[0], operands)
+    if module is None:
+        return Lowered(None)
+    bytecode = mlir_modules.bytecode_of(module)
+    if told is not None and _TARGETS.keys() >= set(targets := mlir_modules.custom_calls(module)):
+        # Another process may have been faster: with one module for all, JAX's cache has one program for all.
+        if _FILES.has(told) and (found := _from_disk(ctx, operands, told)) is not None:
+            return found
+        _FILES.put(told, {"targets": targets}, bytecode)
+    ahead.begin(ctx, module)
+    return Lowered(bytecode)
+
+
+def _described(program: Program, around: Surroundings) -> dict[str, Any] | None:
+    """The key of a lowered program on disk; ``None`` if it is not to be there."""
+    told = describe(program)
+    if told is None:
+        return None
+    try:
+        return {**told, "platform": around.platform, "surroundings": around.described()}
+    except NotDescribableError as error:
+        logger.debug("%s is not kept on disk: %s", program.stage.kernel.name, error)
+        return None
+
+
+def _from_disk(ctx: Any, operands: Any, told: dict[str, Any]) -> Lowered | None:
+    """The lowered program that is kept under a key, ready to be compiled."""
+    file = _FILES.get(told)
+    if file is None:
+        return None
+    try:
+        for target in file.about["targets"]:
+            _TARGETS[target]()
+        module = mlir_modules.parsed(ctx, file.content)
+        if not mlir_modules.takes(module, operands):
+            raise ValueError("it is for other operands")
+    except (KeyError, TypeError, ValueError, ImportError) as error:
+        logger.warning("a lowered kernel on disk is not used: %s", error)
+        return None
+    ahead.begin(ctx, module)
+    return Lowered(file.content)

@@ -1,0 +1,195 @@
+"""The stages of a call as code: what they compute with a config, traced once in a process whatever programs hold it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as jax_core
+
+from tilewright.ops.kernel.arrays import StaticLeaf, Structure
+from tilewright.ops.kernel.kernel import Kernel, optional_method, platform_hook
+from tilewright.ops.lowering.gradients import select_gradients
+from tilewright.ops.lowering.labels import without_label
+from tilewright.ops.lowering.surroundings import choice_settings, without_places
+from tilewright.ops.types import Device, MappedAxis
+from tilewright.ops.utils.memory import Memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a call of a kernel: without its arrays, and without what its config is chosen by.
+
+    Attributes:
+      structure: of ``(args, kwargs)`` after ``prepare``.
+      name: "run", "forward" or "backward".
+      extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
+      wanted: backward only: for each array of the call, whether its gradient is asked for.
+    """
+
+    kernel: Kernel[Any, Any]
+    structure: Structure
+    name: str = "run"
+    extra: Structure | None = None
+    wanted: tuple[bool, ...] = ()
+
+    @property
+    def num_arrays(self) -> int:
+        return sum(leaf is None for leaf in self.structure.leaves)
+
+    def function(self, cfg: Any, mapped: Sequence[MappedAxis], device: Device) -> Callable[..., Any]:
+        """The stage with a config as a function of the flat operands; its results are a pytree."""
+        return map_axes(functools.partial(_STAGES[self.name], self, cfg, device), mapped)
+
+
+def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Callable[..., Any]:
+    """A function of one element as a function of all elements; all its results are mapped along axis 0."""
+    for axis in reversed(mapped):
+        function = jax.vmap(function, in_axes=tuple(0 if m else None for m in axis.mapped), axis_size=axis.size)
+    return function
+
+
+def _run_stage(stage: Stage, cfg: Any, device: Device, *arrays: Any) -> Any:
+    args, kwargs = stage.structure.join(arrays)
+    return platform_hook(stage.kernel, cfg, device)(*args, cfg=cfg, **kwargs)
+
+
+def _forward_stage(stage: Stage, cfg: Any, device: Device, *arrays: Any) -> Any:
+    args, kwargs = stage.structure.join(arrays)
+    out, residuals = optional_method(stage.kernel, "forward_with_residuals")(*args, cfg=cfg, **kwargs)
+    return out, residuals
+
+
+def _backward_stage(stage: Stage, cfg: Any, device: Device, *operands: Any) -> list[Any]:
+    arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
+    args, kwargs = stage.structure.join(arrays)
+    residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
+    backward = optional_method(stage.kernel, "backward")
+    if backward is not None:
+        gradients = backward(residuals, cotangents, *args, cfg=cfg, **kwargs)
+    else:
+        gradients = optional_method(stage.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
+    return select_gradients(stage.kernel, args, kwargs, gradients, stage.wanted)
+
+
+_STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A stage with all that decides what it computes: the same operands give the same results.
+
+    Attributes:
+      avals: abstract values of all operands, with the mapped axes in front.
+    """
+
+    stage: Stage
+    cfg: StaticLeaf
+    avals: tuple[Any, ...]
+    mapped: tuple[MappedAxis, ...]
+    device: Device
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.stage.function(self.cfg.value, self.mapped, self.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """The results of a program, as far as they are known without running it.
+
+    Attributes:
+      avals: of the flat results.
+      tree: what the stage returns.
+      effects: of the program; a frozen set.
+      sources: for each result the first that is the same, or that it is a reshaped form of, and how.
+      chooses: whether calls of other kernels stand in the program, whose configs are chosen when it is lowered.
+    """
+
+    avals: tuple[Any, ...]
+    tree: Any
+    effects: Any
+    sources: tuple[tuple[int, "Reshaping | None"], ...]
+    chooses: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshaping:
+    """The equation that makes one result of another."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+
+    def __call__(self, array: Any) -> Any:
+        return self.primitive.bind(array, **dict(self.params))
+
+
+_TRACES: Memory[tuple[Any, Results]] = Memory("tilewright's traces of kernels", 64)
+
+
+def traced(program: Program) -> tuple[Any, Results]:
+    """A program as a closed jaxpr, and what is known of its results."""
+    with without_label():
+        key = (program, choice_settings())
+        known = _TRACES.get(key)
+        return _TRACES.put(key, _trace(program)) if known is None else known
+
+
+def _trace(program: Program) -> tuple[Any, Results]:
+    tree: list[Any] = []
+
+    def flat(*operands: Any) -> list[Any]:
+        results = program.function(*operands)
+        tree.append(jax.tree.structure(results))
+        return jax.tree.leaves(results)
+
+    with without_places():
+        jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
+    sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
+    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)
+
+
+CHOOSING: set[Any] = set()
+"""The primitives whose lowering chooses a config."""
+
+
+def _chooses(jaxpr: Any) -> bool:
+    inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
+    return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
+
+
+def _without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr with the references that it makes itself turned into values.
+
+    JAX does this for a whole program, and does not look into the primitives of others (``jax.new_ref`` in a kernel).
+    """
+    if jax_core.internal_mutable_array_effect not in jaxpr.effects:
+        return jaxpr
+    from jax._src.state.discharge import discharge_state  # there is no public name for it
+
+    return discharge_state(jaxpr)
+
+
+def _sources(jaxpr: Any) -> list[tuple[int, Reshaping | None]]:
+    """For each result of a jaxpr the result that it is made of, and the reshape that makes it, if it is another."""
+    first: dict[int, int] = {}
+    for i, variable in enumerate(jaxpr.outvars):
+        first.setdefault(id(variable), i)
+    reshapes = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive in RESHAPES}
+
+    def origin(variable: Any) -> Any:
+        eqn = reshapes.get(id(variable))
+        return eqn.invars[0] if eqn is not None and len(eqn.invars) == 1 and id(eqn.invars[0]) in first else None
+
+    def source(variable: Any) -> tuple[int, Reshaping | None]:
+        made_of = origin(variable)
+        if made_of is None or origin(made_of) is not None:
+            return first[id(variable)], None
+        eqn = reshapes[id(variable)]
+        return first[id(made_of)], Reshaping(eqn.primitive, tuple(sorted(eqn.params.items())))
+
+    return [source(variable) for variable in jaxpr.outvars]
+
+
+RESHAPES = (jax.lax.reshape_p, jax.lax.squeeze_p)

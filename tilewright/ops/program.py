@@ -1,0 +1,301 @@
+"""Whole programs: every kernel call that a lowered text names, found, tuned and explained."""
+
+import contextlib
+import dataclasses
+import html
+import numbers
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import check_budget, current_overrides, in_force
+from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
+from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.lowering.labels import CallLabel, find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.tuning.confirming import check_confirmable, confirmed
+from tilewright.ops.tuning.results import AutotuningResult
+from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner, Event, Tuner
+from tilewright.ops.utils.describe import describe_config, describe_key
+
+
+@contextlib.contextmanager
+def only_reading() -> Iterator[None]:
+    """Nothing is tuned while the program is lowered, and the trace is not kept: a real call must see the winners."""
+    with in_force(dataclasses.replace(current_overrides(), token=object())):
+        yield
+
+
+def lower(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+    """The lowered program of a call, in which nothing was tuned.
+
+    Args:
+      fn: see ``tune``.
+
+    Raises:
+      TypeError: it is no function, or it is lowered already and there are arguments.
+    """
+    if isinstance(fn, jax.stages.Compiled):
+        raise TypeError("a compiled program no longer holds all labels of its calls; give the function, or its Lowered")
+    if _is_lowered(fn):
+        if args or kwargs:
+            raise TypeError(f"{type(fn).__name__} is lowered already and takes no arguments, got {args=} and {kwargs=}")
+        return getattr(fn, "lowered", fn)
+    if not callable(fn):
+        raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
+    with only_reading():
+        method = getattr(fn, "lower", None)  # of jax.jit, nnx.jit and eqx.filter_jit
+        lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
+    return getattr(lowered, "lowered", lowered)
+
+
+def _is_lowered(fn: Any) -> bool:
+    """Whether it is what JAX, Flax or Equinox return for a lowered function."""
+    return isinstance(fn, jax.stages.Lowered) or isinstance(getattr(fn, "lowered", None), jax.stages.Lowered)
+
+
+def _lower_plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+    flat, arrays = _flat_call(fn, args, kwargs)
+    return flat.lower(arrays)
+
+
+def _flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A function, jitted, of its arrays and positional numbers, with everything else as it is; and these."""
+    static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
+    rest = {name: value for name, value in kwargs.items() if name not in static}
+    leaves, tree = jax.tree.flatten((args, rest))
+    traced = [_is_traceable(leaf) for leaf in leaves]
+
+    def flat(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        again = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)]
+        args, rest = jax.tree.unflatten(tree, again)
+        results = jax.tree.leaves(fn(*args, **rest, **static))
+        return [result for result in results if _is_traceable(result)]
+
+    return jax.jit(flat), [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+
+
+def _is_traceable(leaf: Any) -> bool:
+    """Whether ``jax.jit`` takes a leaf as an array."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | numbers.Number) or callable(
+        getattr(leaf, "__jax_array__", None)
+    )
+
+
+def _labels(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallLabel]:
+    lowered = lower(fn, args, kwargs)
+    return [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
+
+
+def find_invocations(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
+    """The kernel calls of a function, forward and backward, each once, read from its lowered program.
+
+    Calls with an explicit config are left out: nothing else would ever be chosen for them.
+
+    Args:
+      fn: see ``tune``.
+      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place.
+    """
+    found = [each.invocation() for each in _labels(fn, args, kwargs) if each.step != "explicit"]
+    return list({inv.key: inv for inv in found}.values())
+
+
+def tune(
+    fn: Callable[..., Any],
+    *args: Any,
+    tuner: Tuner | None = None,
+    budget_s: float | None = None,
+    call_budget_s: float | None = None,
+    verify: bool = True,
+    reuse: bool = True,
+    confirm: bool = False,
+    on_event: Event | None = None,
+    chooser: ConfigSelectorChain | None = None,
+    **kwargs: Any,
+) -> AutotuningResult:
+    """Tunes every kernel call of a function, forward and backward, and stores the winners for later calls.
+
+    The function is lowered, not run; each call is measured on sampled inputs. Calls that the persistent cache has
+    complete measurements of are taken from there. In a terminal or a notebook it shows its progress.
+
+    Kernels that must be compiled by nvcc are compiled beside the measurements, on the cores that are spare. What is not
+    made in time is left out, named in the result, and goes on being compiled: the next tuning measures it.
+
+    Args:
+      fn: any function that ``jax.jit`` can trace; what ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit`` returned, with
+        its own static arguments; or what their ``lower`` returned, without arguments.
+      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place. Of a plain function keywords that are
+        Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
+      tuner: how to measure.
+      budget_s: seconds that all of this may take, lowering and builds included; by default 120 for each call of a
+        kernel, ``math.inf`` for no limit.
+      call_budget_s: seconds for each call, within that.
+      verify: check candidates against the kernels' references.
+      reuse: ``False`` measures again what is already known.
+      confirm: run the function with what was chosen and with what would run without, in turn, and say in the result's
+        ``confirmation`` which was faster: a kernel that wins alone can lose beside others at the power limit. It runs
+        on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
+      on_event: is called with the events of the tuning, instead of the progress that is shown otherwise.
+      chooser: the chain to store the winners in; the default executor's by default.
+
+    Raises:
+      ExceptionGroup: every candidate of a call failed.
+      ValueError: ``confirm`` without arrays to run with.
+      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
+    """
+    began = time.monotonic()
+    if confirm:
+        check_confirmable(fn, args, kwargs)
+    options: dict[str, Any] = {
+        "tuner": tuner, "call_budget_s": call_budget_s, "verify": verify, "chooser": chooser, "on_event": on_event,
+    }  # fmt: skip
+    check_budget(budget_s)
+    autotuner = Autotuner(**options)  # what is wrong with the options is said before the function is lowered
+    invocations = find_invocations(fn, *args, **kwargs)
+    untuned = ConfigCache()
+    for inv in invocations if confirm else ():
+        untuned.put(inv.key, autotuner.chooser.lookup(inv).config)
+    with contextlib.ExitStack() as stack:
+        if on_event is None:
+            from tilewright.ops.tuning.progress import progress_for  # reads the terminal: not before it is needed
+
+            options["on_event"] = stack.enter_context(progress_for())
+        result = tune_invocations(invocations, began=began, budget_s=budget_s, reuse=reuse, **options)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    if confirm and result.entries:
+        if callable(getattr(fn, "lower", None)):
+            result.confirmation = confirmed(fn, args, kwargs, tuned=result.cache(), untuned=untuned)
+        else:
+            flat, arrays = _flat_call(fn, args, kwargs)
+            result.confirmation = confirmed(flat, (arrays,), {}, tuned=result.cache(), untuned=untuned)
+    return result
+
+
+def tune_invocations(
+    invocations: Sequence[Invocation[Any, Any]],
+    *,
+    began: float,
+    budget_s: float | None,
+    reuse: bool,
+    **options: Any,
+) -> AutotuningResult:
+    """Tunes the calls that were found in programs, for a caller who shows what an interrupt left.
+
+    Args:
+      began: when the budget began, of ``time.monotonic``: finding the calls took some of it.
+      budget_s: of all; as ``tune`` takes it.
+      **options: of the ``Autotuner``.
+
+    Raises:
+      ExceptionGroup: every candidate of a call failed.
+    """
+    total = DEFAULT_CALL_S * max(1, len(invocations)) if budget_s is None else budget_s
+    # A budget is positive: one that finding the calls has used up leaves out every call, and says so.
+    left = max(total - (time.monotonic() - began), 1e-9)
+    return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExplainedCall:
+    """One kernel call of a program, in one direction.
+
+    Attributes:
+      arguments: its arrays and options, short.
+    """
+
+    op: str
+    arguments: str
+    choice: ExplainedChoice
+
+    @property
+    def direction(self) -> str:
+        return self.choice.direction
+
+    @property
+    def config(self) -> Any:
+        return self.choice.config
+
+    @property
+    def step(self) -> str:
+        return self.choice.step
+
+    def __str__(self) -> str:
+        choice = self.choice
+        time = "not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms"
+        lines = [
+            f"{self.op} {self.direction}: {describe_config(choice.config)}",
+            f"  of: {self.arguments}",
+            f"  from: {choice.origin} ({time})",
+        ]
+        return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in choice.rejected.items()])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramExplanation:
+    """Which configs the kernel calls of a program would run with; iterable by call, and shown by ``print``."""
+
+    calls: tuple[ExplainedCall, ...]
+
+    def __iter__(self) -> Iterator[ExplainedCall]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __getitem__(self, index: int) -> ExplainedCall:
+        return self.calls[index]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.calls)) or "no call of a kernel of tilewright"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        if not self.calls:
+            return f"<p>{self}</p>"
+        heads = ("call", "config", "from", "time", "why no other")
+        rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+        for call in self.calls:
+            choice = call.choice
+            cells = (
+                (f"{call.op} {call.direction}", call.arguments),
+                (describe_config(choice.config),),
+                (choice.origin,),
+                ("not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms",),
+                tuple(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()),
+            )
+            shown = ("<br>".join(map(html.escape, lines)) for lines in cells)
+            rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
+        return f"<table>{''.join(rows)}</table>"
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, chooser: ConfigChooser | None = None, **kwargs: Any
+) -> ProgramExplanation:
+    """Says which implementation and config every kernel call of a function would run with, and why not the others.
+
+    The function is lowered, not run, and nothing is measured.
+
+    Args:
+      fn: see ``tune``.
+      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place.
+      chooser: where configs come from; the default executor's by default.
+
+    Returns:
+      One entry for each call and direction, in the order of the program; ``print`` it, or show it in a notebook.
+    """
+    executor: Executor[Any, Any] = default_executor() if chooser is None else Executor(chooser)
+    found: dict[Any, ExplainedCall] = {}
+    for label in _labels(fn, args, kwargs):
+        inv = label.invocation()
+        explicit = label.config if label.step == "explicit" else None
+        choice = executor.explain_choice(inv, explicit)
+        found[inv.key, describe_config(explicit)] = ExplainedCall(inv.kernel.name, describe_key(inv.key), choice)
+    return ProgramExplanation(tuple(found.values()))

@@ -1,0 +1,1 @@
+"""Measuring: candidates, their search, and where and how they are timed."""

@@ -1,0 +1,276 @@
+"""One call of a tuning: its candidates, where they run, what they wait for, and how far it is."""
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilewright.ops.config import unbuilt
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.kernel.kernel import Invocation, optional_method
+from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
+from tilewright.ops.tuning.builds.background import BackgroundBuilds
+from tilewright.ops.tuning.journal import Journal
+from tilewright.ops.tuning.race import Gate, Limits, Outlook, Race, Search
+from tilewright.ops.tuning.results import TunedCall, kind_of
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigSelectorChain
+
+# Of the time for a call, for candidates to run once; the rest is for those that may be the best to be told apart.
+FIRST_RUNS = 0.75
+
+
+class BuildGate(Gate):
+    """Opens for a candidate when all that it needs is built; what is missing is built beside.
+
+    Attributes:
+      builds: where that happens.
+    """
+
+    def __init__(self, inv: Invocation[Any, Any], configs: Sequence[Any], outlooks: Sequence[Outlook]):
+        self._inv, self._configs = inv, configs
+        # What cannot run needs no build: it is dropped when its turn comes.
+        self._open = {i for i, outlook in enumerate(outlooks) if outlook.refusal}
+        self._waits_for: dict[int, tuple[Build, ...]] = {}
+        self.builds: BackgroundBuilds | None = None
+
+    def needed(self, index: int) -> tuple[Build, ...]:
+        """The builds that a candidate waits for."""
+        if index in self._open:
+            return ()
+        if index not in self._waits_for:
+            needed = unbuilt.needed(self._inv, self._configs[index])
+            self._waits_for[index] = tuple(each for each in needed if not each.is_made())
+        return self._waits_for[index]
+
+    def is_open(self, index: int) -> bool:
+        needed = self.needed(index)
+        if needed and self.builds is not None and all(map(self.builds.is_made, needed)):
+            # What is built may turn out not to be what serves the call, and then another is needed.
+            del self._waits_for[index]
+            needed = self.needed(index)
+            self.builds.add(needed)
+        if not needed:
+            self._open.add(index)
+        return not needed
+
+    def refusal(self, index: int) -> str:
+        if self.builds is None:
+            return ""
+        return next((why for each in self.needed(index) if (why := self.builds.failure(each))), "")
+
+
+class SuspendedBench(Bench):
+    """A bench that can be given up and is made anew when it is next used; what ran before is then started again."""
+
+    def __init__(self, make: Callable[[], Bench]):
+        self._make = make
+        self._bench: Bench | None = None
+        self._started: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._bench is not None
+
+    def prepare(self) -> None:
+        self._open().prepare()
+
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        return self._open().expect(indices)
+
+    def start(self, index: int) -> Trial:
+        trial = self._open().start(index)
+        if not trial.error:
+            self._started.add(index)
+        return trial
+
+    def sample_ms(self, index: int) -> float:
+        return self._with_started(index).sample_ms(index)
+
+    def recheck(self, index: int) -> list[str]:
+        return self._with_started(index).recheck(index)
+
+    def close(self) -> None:
+        bench, self._bench = self._bench, None
+        self._started.clear()
+        if bench is not None:
+            bench.close()
+
+    def _open(self) -> Bench:
+        if self._bench is None:
+            self._bench = self._make()
+        return self._bench
+
+    def _with_started(self, index: int) -> Bench:
+        bench = self._open()
+        if index not in self._started:
+            trial = self.start(index)
+            if trial.error:
+                raise CandidateError(trial.error)
+        return bench
+
+
+@dataclasses.dataclass
+class Clock:
+    """When a call's tuning must be over.
+
+    Attributes:
+      start_until: no further candidate is started then.
+      go_on_until: no further sample is taken then.
+    """
+
+    start_until: float = math.inf
+    go_on_until: float = math.inf
+
+
+class CallTuning:
+    """The tuning of one call, which may be left and taken up again while its builds are made.
+
+    Args:
+      configs: the candidates, heuristic first.
+      first: how many of them come before all others.
+      bench: makes where they run.
+    """
+
+    def __init__(
+        self,
+        inv: Invocation[Any, Any],
+        configs: Sequence[Any],
+        *,
+        first: int,
+        bench: Callable[[], Bench],
+        chooser: "ConfigSelectorChain",
+        source: str,
+        iters: int,
+        search: Search,
+        cancelled: threading.Event,
+        emit: Callable[[Any], None],
+    ):
+        self.inv, self.configs = inv, configs
+        self.clock = Clock()
+        self.spent_s = 0.0
+        self._chooser, self._source, self._cancelled = chooser, source, cancelled
+        outlooks = [outlook(inv, config) for config in configs]
+        self._gate = BuildGate(inv, configs, outlooks)
+        self._bench = SuspendedBench(bench)
+        self._journal = Journal(chooser, inv, source)
+        self._race = Race(
+            self._bench,
+            configs,
+            self._limits(iters, search),
+            outlooks=outlooks,
+            known=self._journal.known(configs),
+            emit=emit,
+            record=lambda _: self._journal.record(self._race.found),
+            first=first,
+            gate=self._gate,
+        )
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._race.is_waiting
+
+    @property
+    def can_explore(self) -> bool:
+        return self._race.can_explore
+
+    @property
+    def is_open(self) -> bool:
+        """Tells if it holds arrays and compiled candidates."""
+        return self._bench.is_open
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a candidate took to be compiled, checked and sampled once, on average."""
+        return self._race.start_s
+
+    @property
+    def ending_s(self) -> float:
+        """Seconds that deciding will take, by what its candidates took: they may have to be started again."""
+        return 1.0 + (1 if self.is_open else 3) * self._race.start_s
+
+    def needed_builds(self, index: int) -> tuple[Build, ...]:
+        """Builds that a candidate waits for; none for an index beyond the last."""
+        return self._gate.needed(index) if index < len(self.configs) else ()
+
+    def follow(self, builds: BackgroundBuilds) -> None:
+        """Has its candidates started when what they wait for is built."""
+        self._gate.builds = builds
+
+    def explore(self) -> None:
+        """Starts what can be started."""
+        self._timed(self._explore)
+
+    def _explore(self) -> None:
+        if self._race.can_explore:  # or there is nothing yet that arrays and an oracle would be needed for
+            self._bench.prepare()
+        self._race.explore()
+
+    def suspend(self) -> None:
+        """Gives back what it holds; all that was measured is kept."""
+        self._bench.close()
+
+    def decide(self) -> TunedCall | None:
+        """The call with its winner, stored; ``None`` if none of its candidates was started.
+
+        Raises:
+          ExceptionGroup: all that were started failed.
+        """
+        try:
+            chosen = self._timed(self._race.decide)
+        finally:
+            self.suspend()
+        found = self._race.found
+        if chosen is None:
+            failed = [c.exception or ValueError(c.error) for c in found if c.failed]
+            if not failed or self._cancelled.is_set():
+                return None
+            raise ExceptionGroup(f"every candidate of {self.inv.kernel.name} ({self.inv.direction}) failed", failed)
+        complete = not any(c.left_out for c in found) and not self._race.cut_short and not self._cancelled.is_set()
+        entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=self._source)
+        self._chooser.store(self.inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
+        if complete:
+            self._journal.finish()
+        return entry
+
+    def _timed[T](self, work: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            self.spent_s += time.monotonic() - began
+
+    def _limits(self, iters: int, search: Search) -> Limits:
+        bound = optional_method(self.inv.kernel, "time_bound_ms")
+
+        def may_start() -> bool:
+            now = time.monotonic()
+            soon = now + self._race.start_s
+            return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.go_on_until
+
+        def may_go_on() -> bool:
+            return not self._cancelled.is_set() and time.monotonic() < self.clock.go_on_until
+
+        return Limits(
+            iters,
+            search,
+            0.0 if bound is None else bound(self.inv),
+            may_start=may_start,
+            may_go_on=may_go_on,
+            cancelled=self._cancelled.is_set,
+            seconds_left=lambda: self.clock.start_until - time.monotonic(),
+        )
+
+
+def outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
+    """The kernel's own word on a config, without running it."""
+    family = kind_of(config)
+    reasons = optional_method(inv.kernel, "config_reasons")
+    against = [] if reasons is None else reasons(inv, config)
+    if against:
+        return Outlook("; ".join(against), family=family)
+    bound = optional_method(inv.kernel, "config_bound_ms")
+    return Outlook("", 0.0 if bound is None else bound(inv, config), family)

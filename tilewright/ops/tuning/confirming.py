@@ -1,0 +1,69 @@
+"""How a caller's own program does with what a tuning chose: a kernel that wins alone can lose beside others."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import overlay_cache
+from tilewright.ops.tuning.results import Confirmation
+from tilewright.ops.tuning.timing import Timing
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 5
+"""Samples of the program with each set of configs."""
+
+
+def check_confirmable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises unless a function can be run with its arguments.
+
+    Raises:
+      ValueError: it is lowered already, or there are shapes in place of arrays.
+    """
+    if not callable(fn) or isinstance(fn, jax.stages.Lowered):
+        raise ValueError(f"confirm=True runs the program: it takes a function with its arguments, got {fn!r}")
+    shape = next((leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.ShapeDtypeStruct)), None)
+    if shape is not None:
+        raise ValueError(f"confirm=True runs the program: it needs arrays, got {shape}")
+
+
+def confirmed(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    tuned: ConfigCache,
+    untuned: ConfigCache,
+) -> Confirmation:
+    """Times a jitted program with two sets of configs, in turn, on copies of its arguments."""
+    both = (tuned, untuned)
+    samples: tuple[list[float], list[float]] = ([], [])
+    for number in range(1 + ROUNDS):
+        for which in (0, 1) if number % 2 else (1, 0):
+            with overlay_cache(both[which]):
+                sample = _sample_ms(fn, args, kwargs)
+            if number:  # the first compiles
+                samples[which].append(sample)
+    found = Confirmation(*(Timing(tuple(each)) for each in samples))
+    logger.log(logging.WARNING if found.is_slower else logging.INFO, "%s", found)
+    return found
+
+
+def _sample_ms(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Milliseconds of one call; the caller's arrays may be donated or updated, so it gets copies."""
+    copies, keywords = jax.block_until_ready(jax.tree.map(_copy, (args, kwargs)))
+    start = time.perf_counter()
+    results = fn(*copies, **keywords)
+    # What the program updates may be among its arguments, as with Flax's modules; what was donated is gone.
+    leaves = [leaf for leaf in jax.tree.leaves((copies, keywords)) if isinstance(leaf, jax.Array)]
+    jax.block_until_ready((results, [leaf for leaf in leaves if not leaf.is_deleted()]))
+    return (time.perf_counter() - start) * 1e3
+
+
+def _copy(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

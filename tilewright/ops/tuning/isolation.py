@@ -1,0 +1,349 @@
+"""Candidates in a process of their own: what they crash, hang or leak is replaced, and the tuning goes on."""
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
+from tilewright.ops.tuning.timing import Timer
+from tilewright.ops.tuning.workload import forward_of
+from tilewright.ops.utils.processes import module_path
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigSelectorChain
+
+logger = logging.getLogger(__name__)
+
+# Importing jax, finding the device, and the oracle's answer.
+_NO_TIME = "there was no time left to measure it"
+START_TIMEOUT_S = 600.0
+# A process that holds so much more than at its beginning is replaced before the next candidate.
+LEAK_LIMIT = 2 << 30
+# Of what a process said before it died, the end is evidence enough.
+LAST_WORDS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """All that a worker must know of a call.
+
+    Attributes:
+      forward: the forward config that a backward pass is measured after; ``None`` for a forward pass.
+      settings: jax's settings that numerics depend on, by name.
+    """
+
+    inv: Invocation[Any, Any]
+    configs: tuple[Any, ...]
+    inputs: Any
+    forward: Any
+    timer: Timer | None
+    warmup: int
+    verify: bool
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        inv: Invocation[Any, Any],
+        configs: Sequence[Any],
+        inputs: Any,
+        chooser: "ConfigSelectorChain",
+        timer: Timer | None,
+        warmup: int,
+        *,
+        verify: bool,
+    ) -> "Task":
+        forward = None
+        if inv.direction == "backward":
+            forward = chooser.lookup(forward_of(inv)).config
+        names = (
+            "jax_enable_x64",
+            "jax_default_matmul_precision",
+            "jax_threefry_partitionable",
+            "jax_numpy_dtype_promotion",
+        )
+        settings = {name: getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
+        given = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, inputs)
+        plain = dataclasses.replace(inv.abstract(), metadata=None)
+        return cls(plain, tuple(configs), given, forward, timer, warmup, verify, settings)
+
+
+def why_not_sent(task: Task) -> str:
+    """Why a task cannot be carried out by another process; empty if it can."""
+    if os.name != "posix":
+        return f"processes are isolated on POSIX systems alone, this is {os.name!r}"
+    if jax.config.jax_default_device is not None:
+        return f"jax_default_device is {jax.config.jax_default_device}, which another process may number otherwise"
+    parts = [type(task.inv.kernel), *{type(config) for config in task.configs}]
+    if task.timer is not None:
+        parts.append(type(task.timer))
+    for kind in parts:
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            return f"{kind.__module__}.{kind.__qualname__} cannot be imported there"
+        if getattr(importlib.import_module(kind.__module__), kind.__qualname__.partition(".")[0], None) is None:
+            return f"{kind.__module__} has no {kind.__qualname__}"
+    try:
+        pickle.dumps(task)
+    except Exception as error:  # whatever a kernel's attributes raise
+        return f"it cannot be pickled: {error}"
+    return ""
+
+
+class WorkerDied(Exception):
+    """A worker ended, or was ended, before it answered."""
+
+
+class Worker:
+    """A process that carries out one task after the other.
+
+    Attributes:
+      born_with: bytes that it held when its task began.
+      holds: bytes that it holds now.
+    """
+
+    def __init__(self) -> None:
+        self._words = _unnamed_file()
+        here, there = Pipe()
+        self._connection: Connection = here
+        environment = os.environ | {
+            "PYTHONPATH": module_path(),
+            # The device is not this process's alone.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        if jax.config.jax_platforms:
+            environment["JAX_PLATFORMS"] = jax.config.jax_platforms
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(there.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+                pass_fds=(there.fileno(),),
+                start_new_session=True,  # Ctrl-C is this process's to handle
+                env=environment,
+            )
+        self.born_with = 0
+        self.holds = 0
+
+    def begin(self, task: Task, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Gives the worker a task in place of the one before.
+
+        Raises:
+          WorkerDied: it did not come to life, or did not survive.
+          RuntimeError: the call could not be made runnable; the message is the worker's.
+        """
+        try:
+            self.ask(timeout_s, "begin", pickle.dumps(task))
+        except BaseException:
+            self.end()
+            raise
+        self.born_with = self.holds
+
+    def ask(self, timeout_s: float, *request: Any) -> Any:
+        """The answer to a request.
+
+        Raises:
+          WorkerDied: there is none, and the worker is no more.
+          RuntimeError: the worker says that it cannot.
+        """
+        try:
+            self._connection.send(request)
+            if not self._connection.poll(timeout_s):
+                self.end()
+                raise WorkerDied(f"it did not answer within {timeout_s:g} s")
+            status, answer, self.holds = self._connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise WorkerDied(self._how_it_died()) from error
+        if status != "ok":
+            raise RuntimeError(answer)
+        return answer
+
+    def end(self) -> None:
+        """Ends the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        self._words.close()
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = "it closed its connection" if code is None else f"it exited with code {code}"
+        if code is not None and code < 0:
+            how = f"it was killed by {signal.Signals(-code).name}"
+        self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, self._words.tell() - LAST_WORDS))
+        words = self._words.read().decode(errors="replace").strip()
+        self.end()
+        return f"{how}\n{words}" if words else how
+
+
+def _unnamed_file() -> IO[bytes]:
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)
+    return os.fdopen(descriptor, "r+b")
+
+
+_prestarted: "list[Worker]" = []
+
+
+def prestart() -> None:
+    """Starts a worker for the next tuning of this process: it takes seconds, which a command has other work for."""
+    if os.name == "posix" and not _prestarted:
+        _prestarted.append(Worker())
+
+
+class IdleWorker:
+    """A worker between two tasks, if there is one: starting a process and finding the device takes seconds."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = _prestarted.pop() if _prestarted else None
+
+    def warm(self) -> None:
+        """Starts the worker before it is needed: what else there is to do goes on meanwhile."""
+        self._worker = self._worker or Worker()
+
+    def take(self) -> Worker:
+        worker, self._worker = self._worker, None
+        return worker or Worker()
+
+    def give_back(self, worker: Worker) -> None:
+        self.close()
+        self._worker = worker
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
+
+
+class ProcessBench(Bench):
+    """The bench in a worker, which is replaced when it dies, does not answer, leaks, or has lost its device.
+
+    Args:
+      idle: where the worker comes from, and where it goes if all is well with it in the end.
+      deadline: of ``time.monotonic``; what has not answered then is ended, and says nothing of the candidate.
+    """
+
+    def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker, deadline: float = math.inf):
+        self._task, self._timeout_s, self._idle, self._deadline = task, timeout_s, idle, deadline
+        self._worker: Worker | None = None
+        self._started: set[int] = set()
+
+    def prepare(self) -> None:
+        with contextlib.suppress(WorkerDied):  # which the first candidate will meet, too
+            self._begun()
+
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        if self._worker is not None:
+            with contextlib.suppress(WorkerDied):
+                return self._ask("expect", list(indices))
+        return []
+
+    def start(self, index: int) -> Trial:
+        self._replace_if_it_leaks()
+        try:
+            trial: Trial = self._ask("start", index)
+            if trial.error:
+                self._replace_unless_healthy()
+        except WorkerDied as error:
+            if time.monotonic() >= self._deadline:
+                return Trial("left out", _NO_TIME)
+            return Trial(error=f"the process that ran it is no more: {error}")
+        if not trial.error:
+            self._started.add(index)
+        return trial
+
+    def sample_ms(self, index: int) -> float:
+        return self._of_started("sample_ms", index)
+
+    def recheck(self, index: int) -> list[str]:
+        return self._of_started("recheck", index)
+
+    def close(self) -> None:
+        self._replace_if_it_leaks()
+        if self._worker is not None:
+            self._idle.give_back(self._worker)
+        self._worker = None
+        self._started.clear()
+
+    def _of_started(self, request: str, index: int) -> Any:
+        self._replace_if_it_leaks()
+        self._check_time()
+        if index not in self._started:  # it ran in a worker that is no more
+            trial = self.start(index)
+            if trial.error:
+                self._check_time()
+                raise CandidateError(trial.error)
+        try:
+            error, answer = self._ask(request, index)
+            if error:
+                self._started.discard(index)
+                self._replace_unless_healthy()
+        except WorkerDied as death:
+            self._check_time()
+            raise CandidateError(f"the process that ran it is no more: {death}") from death
+        if error:
+            raise CandidateError(error)
+        return answer
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise OutOfTimeError(_NO_TIME)
+
+    def _ask(self, *request: Any) -> Any:
+        try:
+            return self._begun().ask(self._seconds(self._timeout_s), *request)
+        except WorkerDied:
+            self._worker = None
+            self._started.clear()
+            raise
+
+    def _begun(self) -> Worker:
+        """The worker, with its task."""
+        if self._worker is None:
+            worker = self._idle.take()
+            worker.begin(self._task, self._seconds(START_TIMEOUT_S))
+            self._worker = worker
+        return self._worker
+
+    def _seconds(self, most: float) -> float:
+        """How long an answer is waited for."""
+        return max(0.1, min(most, self._deadline - time.monotonic()))
+
+    def _replace_if_it_leaks(self) -> None:
+        if self._worker is not None and self._worker.holds - self._worker.born_with > LEAK_LIMIT:
+            logger.info("a worker holds %.1f GB and is replaced", self._worker.holds / 1e9)
+            self._replace()
+
+    def _replace_unless_healthy(self) -> None:
+        """After an illegal address nothing works in a process, and the next candidates are not to blame for it."""
+        if not self._ask("healthy"):
+            logger.info("a worker has lost its device and is replaced")
+            self._replace()
+
+    def _replace(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
+        self._started.clear()

@@ -1,0 +1,72 @@
+"""A recorded tuning run again without its device: what another search would have found, and for how many samples."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
+from tilewright.ops.tuning.race import Limits, Outlook, Race, Search
+from tilewright.ops.tuning.results import Candidate, TunedCall
+
+
+class RecordedBench(Bench):
+    """The samples of a tuning, in the order in which they were taken and then from the first again.
+
+    Attributes:
+      samples: how many were asked for, first ones included.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self._candidates = candidates
+        self._next = [0] * len(candidates)
+        self.samples = 0
+
+    def prepare(self) -> None:
+        pass
+
+    def expect(self, indices: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def start(self, index: int) -> Trial:
+        candidate = self._candidates[index]
+        if not candidate.eligible:
+            return Trial(candidate.check, candidate.error)
+        return Trial(candidate.check, "", self.sample_ms(index))
+
+    def sample_ms(self, index: int) -> float:
+        recorded = self._candidates[index].samples_ms
+        if not recorded:
+            raise CandidateError(self._candidates[index].error)
+        sample = recorded[self._next[index] % len(recorded)]
+        self._next[index] += 1
+        self.samples += 1
+        return sample
+
+    def recheck(self, index: int) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tuple[TunedCall, int]:
+    """What a search finds in the recorded samples of a call, and how many samples it takes.
+
+    Raises:
+      ValueError: the record has no candidate that was found right.
+    """
+    bench = RecordedBench(call.candidates)
+    limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
+    race = Race(
+        bench,
+        [candidate.config for candidate in call.candidates],
+        limits,
+        outlooks=[Outlook()] * len(call.candidates),
+        known={i: candidate for i, candidate in enumerate(call.candidates) if candidate.dropped},
+        emit=lambda _: None,
+        record=lambda _: None,
+    )
+    chosen = race.run()
+    if chosen is None:
+        raise ValueError(f"no candidate of {call.op} ({call.direction}) was found right")
+    found = dataclasses.replace(call, candidates=tuple(race.found), chosen=chosen)
+    return found, bench.samples

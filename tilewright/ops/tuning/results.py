@@ -1,0 +1,391 @@
+"""What a tuning found: every candidate with its times, its check and its exception."""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.context import overlay_cache
+from tilewright.ops.config.lockfile import Decision, Lock
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.tuning.timing import Timer, Timing
+from tilewright.ops.utils.describe import describe_key
+from tilewright.ops.utils.serialize import tagged, untagged
+
+SCHEMA = 1
+
+# The results that are entered here, in this thread or async task.
+_ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("tilewright_results", default=())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One config of one call.
+
+    Attributes:
+      samples_ms: milliseconds per call; empty if it never ran.
+      check: "passed", "failed", "unchecked" where the kernel has no reference, "dropped" if it was never started: it
+        cannot run, or cannot be the fastest; or "left out" if there was no time to start it, or to build it.
+      error: the message of its exception, what its check found, or why it was not started; empty if all was well.
+      heuristic: whether it is what would run without tuning.
+      exception: the exception itself; not kept by JSON.
+    """
+
+    config: Any
+    samples_ms: tuple[float, ...] = ()
+    check: str = "unchecked"
+    error: str = ""
+    heuristic: bool = False
+    exception: Exception | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def time_ms(self) -> float | None:
+        """The median of its samples."""
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def noise_ms(self) -> float:
+        return Timing(self.samples_ms).noise_ms if self.samples_ms else 0.0
+
+    @property
+    def eligible(self) -> bool:
+        """Whether it ran, was measured and was not found wrong."""
+        return bool(self.samples_ms) and not self.error
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it was never started, for the reason in ``error``."""
+        return self.check in ("dropped", "left out")
+
+    @property
+    def left_out(self) -> bool:
+        """Tells if it was not measured for want of time, and may be the fastest for all that is known."""
+        return self.check == "left out"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was started and did not come to a time, or was found wrong."""
+        return bool(self.error) and not self.dropped
+
+    def fields(self) -> dict[str, Any]:
+        """All that another process can be told."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
+
+    def as_json(self) -> dict[str, Any]:
+        return self.fields() | {"config": tagged(self.config), "samples_ms": list(self.samples_ms)}
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> "Candidate":
+        return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
+
+
+def kind_of(config: Any) -> str:
+    """The implementation that a config names; empty if it names none."""
+    return str(getattr(config, "implementation", ""))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TunedCall:
+    """The field of one invocation.
+
+    Attributes:
+      key: the cache key of the call.
+      shapes: the call in words, for people.
+      chosen: index of the winner.
+      step: "measured", or the cache that already knew it: "memory", "disk" or "overlay".
+      complete: ``False`` if the tuning was cut short by its budget or an interrupt.
+      source: hash of the code that was measured; empty if it is not known.
+    """
+
+    op: str
+    direction: str
+    key: str
+    shapes: str
+    candidates: tuple[Candidate, ...]
+    chosen: int
+    step: str = "measured"
+    complete: bool = True
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"{self.key=} must be a string")
+        if not isinstance(self.chosen, int) or not 0 <= self.chosen < len(self.candidates):
+            raise ValueError(f"{self.chosen=} must be the index of one of {len(self.candidates)} candidates")
+
+    @classmethod
+    def of(cls, inv: Invocation[Any, Any], candidates: Iterable[Candidate], chosen: int, **rest: Any) -> "TunedCall":
+        """The field of an invocation; ``rest`` are further attributes."""
+        return cls(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), tuple(candidates), chosen, **rest)
+
+    @property
+    def winner(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+    @property
+    def heuristic(self) -> Candidate | None:
+        """What would have run without tuning, if it was among the candidates."""
+        return next((c for c in self.candidates if c.heuristic), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """The heuristic's time over the winner's."""
+        before, after = self.heuristic and self.heuristic.time_ms, self.winner.time_ms
+        return before / after if before and after else None
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The candidate with the lowest median of those that are right; a file may hold medians that cannot be."""
+        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and 0 <= c.time_ms < math.inf]
+        return min(right, key=lambda c: c.time_ms or 0.0, default=None)
+
+    @property
+    def ranked(self) -> tuple[Any, ...]:
+        """The winner's config and, fastest first, those of the others that were measured and found right.
+
+        The heuristic comes before what is faster by no more than the noise of the coarsest clock, 2 %: what measured
+        it is not kept.
+        """
+        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and c is not self.winner]
+
+        def place(candidate: Candidate) -> float:
+            return (candidate.time_ms or 0.0) * (1 - Timer.repeats_to if candidate.heuristic else 1.0)
+
+        return (self.winner.config, *(c.config for c in sorted(right, key=place)))
+
+    @property
+    def regret_ms(self) -> float | None:
+        """What the winner takes longer than the fastest, which the noise rule allows for.
+
+        ``None`` if it is not itself one of those that are right and were measured.
+        """
+        mine, best = self.winner.time_ms, self.fastest
+        if mine is None or best is None or best.time_ms is None or not self.winner.eligible:
+            return None
+        return mine - best.time_ms
+
+    @property
+    def regret(self) -> float | None:
+        """``regret_ms`` over the time of the fastest."""
+        over, best = self.regret_ms, self.fastest
+        return over / best.time_ms if over is not None and best is not None and best.time_ms else None
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Why, by implementation, candidates were not measured though they may be the fastest; of each the first."""
+        out: dict[str, str] = {}
+        for candidate in self.candidates:
+            if candidate.left_out:
+                out.setdefault(kind_of(candidate.config) or str(candidate.config), candidate.error)
+        return out
+
+    def essence(self) -> "TunedCall":
+        """The same with the winner, the heuristic and the fastest of every kind of config alone."""
+        kept, kinds = {self.chosen}, set()
+        times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
+        for i in sorted(times, key=lambda i: times[i]):
+            kind = kind_of(self.candidates[i].config)
+            if kind not in kinds:
+                kinds.add(kind)
+                kept.add(i)
+        order = [i for i, c in enumerate(self.candidates) if i in kept or c.heuristic]
+        return dataclasses.replace(
+            self, candidates=tuple(self.candidates[i] for i in order), chosen=order.index(self.chosen)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return said | {"candidates": [c.as_json() for c in self.candidates]}
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> "TunedCall":
+        return cls(**(said | {"candidates": tuple(Candidate.of_json(c) for c in said["candidates"])}))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Confirmation:
+    """How a program did with what a tuning chose, and with what would have run without it.
+
+    Attributes:
+      tuned, untuned: samples of the whole program, taken in turn.
+    """
+
+    tuned: Timing
+    untuned: Timing
+
+    @property
+    def speedup(self) -> float:
+        """The time without over the time with."""
+        return self.untuned.median_ms / self.tuned.median_ms
+
+    @property
+    def is_slower(self) -> bool:
+        """Tells if the winners made the program slower by more than the noise."""
+        noise = max(self.tuned.noise_ms + self.untuned.noise_ms, Timer.repeats_to * self.untuned.median_ms)
+        return self.tuned.median_ms > self.untuned.median_ms + noise
+
+    def __str__(self) -> str:
+        verdict = "slower: what wins alone can lose beside others" if self.is_slower else f"{self.speedup:.3g}×"
+        return (
+            f"the program takes {self.tuned.median_ms:.4g} ms with the winners and {self.untuned.median_ms:.4g} ms "
+            f"without ({verdict})"
+        )
+
+
+class AutotuningResult(AbstractContextManager["AutotuningResult"]):
+    """The calls that a tuning measured or found.
+
+    As a context manager it makes its winners the configs of these calls, before every cache. Two results merge with
+    ``|``; where both know a call the right one counts.
+
+    Attributes:
+      entries: one ``TunedCall`` for each call.
+      device: fingerprint of the device that was measured.
+      toolchain: versions of what compiled the candidates.
+      interrupted: whether an interrupt ended the tuning.
+      left_out: calls that were not measured at all, in words, for the budget had ended; not kept by JSON.
+      confirmation: how the caller's program did with the winners and without, where that was asked for; not kept by
+        JSON.
+    """
+
+    def __init__(
+        self,
+        entries: tuple[TunedCall, ...] = (),
+        *,
+        device: str = "",
+        toolchain: dict[str, str] | None = None,
+        interrupted: bool = False,
+        left_out: tuple[str, ...] = (),
+    ):
+        self.entries = tuple(entries)
+        if not all(isinstance(entry, TunedCall) for entry in self.entries):
+            raise TypeError(f"{entries=} must hold TunedCalls alone")
+        self.device = device
+        self.toolchain = dict(toolchain or {})
+        self.interrupted = interrupted
+        self.left_out = tuple(left_out)
+        self.confirmation: Confirmation | None = None
+        # One for all entries into this context, so that a function is traced once in it.
+        self._overlay: ConfigCache | None = None
+
+    def __iter__(self) -> Iterator[TunedCall]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        return (self.entries, self.device, self.toolchain) == (other.entries, other.device, other.toolchain)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: "AutotuningResult") -> "AutotuningResult":
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        merged = {entry.key: entry for entry in self.entries} | {entry.key: entry for entry in other.entries}
+        return AutotuningResult(
+            tuple(merged.values()),
+            device=other.device or self.device,
+            toolchain=self.toolchain | other.toolchain,
+            interrupted=self.interrupted or other.interrupted,
+            left_out=(*self.left_out, *other.left_out),
+        )
+
+    def __repr__(self) -> str:
+        calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
+        return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
+
+    def essence(self) -> "AutotuningResult":
+        """The same with the few candidates of each call that say why its winner won."""
+        entries = tuple(entry.essence() for entry in self.entries)
+        return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """The winners by cache key."""
+        return {entry.key: entry.winner.config for entry in self.entries}
+
+    def cache(self) -> ConfigCache:
+        """The winners as a cache."""
+        cache = ConfigCache()
+        for key, cfg in self.configs.items():
+            cache.put(key, cfg)
+        return cache
+
+    def __enter__(self) -> "AutotuningResult":
+        if self._overlay is None:
+            self._overlay = self.cache()
+        entered = overlay_cache(self._overlay)
+        entered.__enter__()
+        _ENTERED.set((*_ENTERED.get(), entered))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        *outer, entered = _ENTERED.get()
+        _ENTERED.set(tuple(outer))
+        entered.__exit__(*exception)
+
+    def to_json(self) -> str:
+        """The whole result as readable JSON; exceptions by their messages."""
+        said = {
+            "schema": SCHEMA,
+            "device": self.device,
+            "toolchain": self.toolchain,
+            "interrupted": self.interrupted,
+            "entries": [entry.as_json() for entry in self.entries],
+        }
+        return json.dumps(said, indent=1)
+
+    def to_lock(self) -> Lock:
+        """The winners as a lock, pinned to the source of the kernels that was measured.
+
+        Raises:
+          TypeError: a config has no JSON form.
+          ValueError: there is nothing to lock, the calls are of several devices, or it is not known of one what source
+            was measured.
+        """
+        if not self.entries:
+            raise ValueError("a result without calls decides nothing that could be locked")
+        unknown = next((entry for entry in self.entries if not entry.source), None)
+        if unknown is not None:
+            raise ValueError(
+                f"it is not on record what source of {unknown.op} ({unknown.direction}) was measured for "
+                f"{unknown.shapes}; tune it again"
+            )
+        decisions = {entry.key: Decision.of(entry.key, entry.winner.config, entry.source) for entry in self.entries}
+        return Lock(self.device, self.toolchain, tuple(decisions.values()))
+
+    def save_lock(self, path: str | os.PathLike[str]) -> Lock:
+        """Writes ``to_lock()`` in place of what the file held, and returns it; `Lock.add_to` keeps the rest of it.
+
+        Raises:
+          OSError: it cannot be written.
+          TypeError, ValueError: as ``to_lock``.
+        """
+        lock = self.to_lock()
+        lock.save(path)
+        return lock
+
+    @classmethod
+    def from_json(cls, text: str) -> "AutotuningResult":
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          ValueError: it is something else, of another schema, or names a type that cannot be found.
+        """
+        try:
+            said = json.loads(text)
+            if said["schema"] != SCHEMA:
+                raise ValueError(f"{said['schema']=} is not {SCHEMA}")
+            entries = tuple(TunedCall.of_json(entry) for entry in said["entries"])
+            return cls(entries, device=said["device"], toolchain=said["toolchain"], interrupted=said["interrupted"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error

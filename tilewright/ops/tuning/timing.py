@@ -1,0 +1,348 @@
+"""The one way to time: how long a function keeps the device busy."""
+
+import abc
+import dataclasses
+import functools
+import itertools
+import logging
+import pathlib
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.ops.tuning.profilers import running_session, trace_into, why_not_cupti
+from tilewright.ops.types import Device
+
+logger = logging.getLogger(__name__)
+
+# A sample shorter than this is mostly the clock and the dispatch; short functions are run several times per sample.
+SHORTEST_SAMPLE_S = 1e-3
+MOST_CALLS_PER_SAMPLE = 1000
+# Of calls that a trace is taken of; nothing but the trace's own cost is spread by more of them.
+SHORTEST_TRACE_S = 10e-3
+MOST_CALLS_PER_TRACE = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """Samples of one function in milliseconds per call."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def noise_ms(self) -> float:
+        """Half the distance between the quartiles: what two medians must differ by to mean anything."""
+        if len(self.samples_ms) < 3:
+            return max(self.samples_ms) - min(self.samples_ms)
+        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return (high - low) / 2
+
+
+def sample_ms(function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+    """Milliseconds per call of ``calls`` calls that are queued together and waited for at the end."""
+    start = time.perf_counter()
+    results = None
+    for _ in range(calls):
+        results = function(*args)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+def calls_per_sample(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    shortest_s: float = SHORTEST_SAMPLE_S,
+    most: int = MOST_CALLS_PER_SAMPLE,
+) -> int:
+    """How many calls make a sample long enough to be measured."""
+    once = sample_ms(function, args, 1) / 1e3
+    return max(1, min(most, round(shortest_s / max(once, 1e-7))))
+
+
+class Timer(abc.ABC):
+    """What takes the samples of a tuning.
+
+    Attributes:
+      repeats_to: the share to which medians of interleaved samples repeat on a quiet machine, whatever the samples' own
+        spread says.
+    """
+
+    repeats_to: ClassVar[float] = 0.02
+
+    @abc.abstractmethod
+    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        """How many calls make a sample that can be trusted."""
+
+    @abc.abstractmethod
+    def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+        """Milliseconds per call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WallTimer(Timer):
+    """The host's clock around calls that are queued and waited for together."""
+
+    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        return calls_per_sample(function, args)
+
+    def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+        return sample_ms(function, args, calls)
+
+
+type KernelTimes = list[tuple[str, float]]
+"""Name and milliseconds of every kernel of one call, in the order of their starts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelTimer(Timer, abc.ABC):
+    """The time that a call's kernels run on a GPU, as a profiler reports it.
+
+    Gaps between kernels do not count, nor do copies. Before each call as much memory is written as the L2 cache cannot
+    hold, for no model finds its operands there.
+
+    Attributes:
+      flushed_bytes: how much; 0 for none.
+    """
+
+    # Ratios of candidates of attention came out the same to 0.7 % on an H100 when they were compiled and measured anew.
+    repeats_to: ClassVar[float] = 0.01
+    flushed_bytes: int = 256 << 20
+
+    @abc.abstractmethod
+    def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
+        """Those of every call.
+
+        Raises:
+          RuntimeError: it started none, or the profiler is not to be had.
+        """
+
+    def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+        if not self.flushed_bytes:
+            return statistics.fmean(map(_sum_ms, self.kernels(function, args, calls)))
+        flush = _flushing_kernels(self)
+        found = self.kernels(_Flushing(function, self.flushed_bytes), args, calls)
+        return statistics.fmean(_sum_ms(_without(flush, each)) for each in found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CuptiTimer(KernelTimer):
+    """The time that a call's kernels run on an NVIDIA GPU, as CUPTI reports it to Mosaic GPU's profiler."""
+
+    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        return 1  # neither the dispatch nor the clock's resolution is in it
+
+    def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
+        # One by one: the profiler holds on to the results of all calls that it measures at once.
+        return [each for _ in range(calls) for each in kernels(function, args)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class XlaTimer(KernelTimer):
+    """The time that a call's kernels run on a GPU, as XLA's profiler reports it; for want of `CuptiTimer`.
+
+    Each sample is a trace, which takes milliseconds to start and to write: a sample of a short call is of several.
+    """
+
+    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        return calls_per_sample(function, args, shortest_s=SHORTEST_TRACE_S, most=MOST_CALLS_PER_TRACE)
+
+    def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
+        def run() -> None:
+            for _ in range(calls):
+                jax.block_until_ready(function(*args))
+
+        jax.block_until_ready(function(*args))  # what compiling it runs on the device is none of its own
+        found = gpu_kernels(traced(run))
+        if not found:
+            raise RuntimeError(f"{function} started no kernel that XLA's profiler saw")
+        count, rest = divmod(len(found), calls)
+        if rest:
+            raise RuntimeError(f"{len(found)} kernels cannot be those of {calls} like calls of {function}")
+        return [found[i * count : (i + 1) * count] for i in range(calls)]
+
+
+def _sum_ms(found: KernelTimes) -> float:
+    return sum(time_ms for _, time_ms in found)
+
+
+def _without(flush: Sequence[str], found: KernelTimes) -> KernelTimes:
+    """The kernels of one call without those that overwrote the cache before it."""
+    own = list(found)
+    for name in flush:
+        names = [name for name, _ in own]
+        if name not in names:
+            raise RuntimeError(f"the kernel {name!r} that overwrites the cache is not among those seen: {names}")
+        del own[names.index(name)]  # it was the first to be launched
+    return own
+
+
+class _Flushing:
+    """A call right after the cache was overwritten.
+
+    A profiler calls a function once before it measures it, so that nothing done before would last; and Mosaic GPU's
+    compiles what does not look like something that ``jax.jit`` returned, hence the two methods that nobody calls.
+    """
+
+    def __init__(self, function: Callable[..., Any], size: int):
+        self._function, self._size = function, size
+
+    def __call__(self, *args: Any) -> Any:
+        return _write(self._size), self._function(*args)
+
+    def trace(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def lower(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+@functools.cache
+def _flushing_kernels(timer: KernelTimer) -> tuple[str, ...]:
+    (found,) = timer.kernels(functools.partial(_write, timer.flushed_bytes), (), 1)
+    return tuple(name for name, _ in found)
+
+
+def kernels(function: Callable[..., Any], args: Sequence[Any], calls: int = 1) -> list[KernelTimes]:
+    """The kernels of every call, as CUPTI reports them; the calls are queued together.
+
+    Raises:
+      RuntimeError: there are none, CUPTI is not there, or it would end the process.
+    """
+    from jax.experimental.mosaic.gpu import profiler  # loads CUPTI
+
+    if why := why_not_cupti():
+        raise RuntimeError(why)
+    _, found = profiler.measure(function, aggregate=False, iterations=calls)(*args)
+    if not found:
+        raise RuntimeError(f"{function} started no kernel")
+    each: list[Any] = [found] if calls == 1 else list(found)
+    return [[(name, float(time_ms)) for name, time_ms in one] for one in each]
+
+
+def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
+    """What XLA's profiler recorded of the devices while a function ran.
+
+    Raises:
+      RuntimeError: a trace is being taken already.
+      OSError: the recording, which goes through a temporary file, cannot be written.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with trace_into(folder, options):
+            run()
+        files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise RuntimeError("XLA's profiler has recorded nothing")
+        return jax.profiler.ProfileData.from_file(str(files[0]))
+
+
+def gpu_kernels(profile: jax.profiler.ProfileData) -> KernelTimes:
+    """The kernels on all streams of all GPUs in a recording of XLA's profiler, without copies and derived events."""
+    found = []
+    with warnings.catch_warnings():
+        # Where warnings are errors, the first look at an event's statistics would end the process: nanobind gives up on
+        # the DeprecationWarning about a type without a module.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in profile.planes:
+            if not re.fullmatch(r"/device:GPU:\d+", plane.name):
+                continue
+            streams = (line for line in plane.lines if line.name.startswith("Stream #"))
+            for event in itertools.chain.from_iterable(line.events for line in streams):
+                if any(name == "kernel_details" for name, _ in event.stats):
+                    found.append((event.start_ns, event.name, event.duration_ns / 1e6))
+    return [(name, time_ms) for _, name, time_ms in sorted(found)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _write(size: int) -> jax.Array:
+    return jnp.ones((size,), jnp.uint8)
+
+
+def timer_for(device: Device) -> Timer:
+    """On an NVIDIA GPU CUPTI's, or else XLA's profiler's, if one can be had; the host's clock elsewhere.
+
+    While somebody else uses XLA's profiler it is the host's clock, unless CUPTI can be shared.
+    """
+    if device.kind != "gpu" or device.capability is None:
+        return WallTimer()
+    why = why_not_cupti()
+    if why and (who := running_session()):
+        logger.warning("kernels are timed by the host's clock: %s", who)
+        return WallTimer()
+    return _profiling_timer(why)
+
+
+@functools.cache
+def _profiling_timer(why_not_cupti: str) -> Timer:
+    profilers: tuple[tuple[str, KernelTimer], ...] = (("CUPTI", CuptiTimer()), ("XLA's profiler", XlaTimer()))
+    for name, timer in profilers:
+        try:
+            timer.sample_ms(jax.jit(lambda x: x + 1), (jnp.zeros((1 << 16,)),), 1)
+        except Exception as error:  # another process may hold CUPTI, a library may be missing, a trace be running
+            logger.warning("kernels are not timed by %s, for it cannot be used: %s", name, error)
+        else:
+            return timer
+    logger.warning("kernels are timed by the host's clock")
+    return WallTimer()
+
+
+def time_interleaved(
+    functions: Sequence[Callable[..., Any]],
+    args: Sequence[Any],
+    *,
+    warmup: int,
+    iters: int,
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> list[Timing]:
+    """Times functions in turn, so that a machine that slows down slows all of them.
+
+    Args:
+      warmup: untimed calls of each function.
+      iters: samples of each function.
+      may_go_on: asked before every round but the first; ``False`` ends the measurement with the samples taken.
+    """
+    calls = []
+    for function in functions:
+        for _ in range(warmup):
+            jax.block_until_ready(function(*args))
+        calls.append(calls_per_sample(function, args))
+    samples: list[list[float]] = [[] for _ in functions]
+    for i in range(iters):
+        if i and not may_go_on():
+            break
+        for function, count, mine in zip(functions, calls, samples, strict=True):
+            mine.append(sample_ms(function, args, count))
+    return [Timing(tuple(mine)) for mine in samples]
+
+
+def benchmark(function: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters: int = 100) -> float:
+    """Median milliseconds of device time of one call.
+
+    On a GPU or TPU calls are queued and waited for together; on a CPU this is the wall clock around blocked calls.
+    """
+    if not callable(function):
+        raise TypeError(f"{function=} must be callable")
+    check_counts(num_warmup=(num_warmup, 0), num_iters=(num_iters, 1))
+    return time_interleaved([function], args, warmup=num_warmup, iters=num_iters)[0].median_ms
+
+
+def check_counts(**counts: tuple[int, int]) -> None:
+    """Raises unless each number is an integer of at least the second of its pair."""
+    for name, (count, least) in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name}={count!r} must be an integer")
+        if count < least:
+            raise ValueError(f"{name}={count!r} must be at least {least}")

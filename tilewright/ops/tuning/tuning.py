@@ -1,0 +1,384 @@
+"""Measuring the candidates of a call and keeping the fastest that is right."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
+from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.tuning.bench import Bench, local_bench
+from tilewright.ops.tuning.calls import CallTuning
+from tilewright.ops.tuning.events import (
+    BuildFailed,
+    BuildsLeft,
+    CallLeftOut,
+    CallStarted,
+    CallTuned,
+    CandidateDropped,
+    CandidateFailed,
+    CandidateLeftOut,
+    CandidateMeasured,
+    CandidateStarted,
+    Event,
+    TuningStarted,
+)
+from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, why_not_sent
+from tilewright.ops.tuning.race import Search
+from tilewright.ops.tuning.results import AutotuningResult, TunedCall
+from tilewright.ops.tuning.schedule import Schedule
+from tilewright.ops.tuning.timing import Timer, benchmark, check_counts
+from tilewright.ops.tuning.untraced import Interrupted, measuring_alone, outside_traces
+from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.target import check_runs_here
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigSelectorChain
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "Autotuner",
+    "CallStarted",
+    "CallTuned",
+    "CandidateDropped",
+    "CandidateFailed",
+    "CandidateMeasured",
+    "CandidateStarted",
+    "Tuner",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+]
+
+Isolation = Literal["none", "process", "auto"]
+
+DEFAULT_CALL_S = 120.0
+"""Seconds for each call that must be measured, where the caller gives no budget."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuner:
+    """How to measure.
+
+    Attributes:
+      warmup: untimed calls of each candidate after its first.
+      iters: timed samples of each candidate that is still in the race.
+      isolation: "process" runs candidates in a process of its own, which is replaced when it crashes, hangs, leaks or
+        loses its device; "none" in this one; "auto" is "process" wherever the call can be sent to another process.
+      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a process of its own.
+      search: see `Limits`.
+      timer: takes the samples; by default what suits the device.
+    """
+
+    warmup: int = 2
+    iters: int = 5
+    isolation: Isolation = "none"
+    timeout_s: float = 120.0
+    search: Search = "halving"
+    timer: Timer | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
+        for name, kind in (("isolation", Isolation), ("search", Search)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, get_args(kind)))}"
+                )
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+        if self.timer is not None and not isinstance(self.timer, Timer):
+            raise TypeError(f"timer={self.timer!r} must be a Timer or None")
+
+
+def check_tuner(tuner: Any) -> None:
+    """Raises unless it is a ``Tuner``."""
+    if not isinstance(tuner, Tuner):
+        raise TypeError(f"{tuner=} must be a Tuner or None")
+
+
+class Autotuner:
+    """Tunes invocations and stores the winners where a selector finds them.
+
+    Args:
+      tuner: how to measure.
+      chooser: the chain to store in, and to take forward configs from when a backward pass is tuned; the default
+        executor's by default.
+      budget_s: seconds for all calls together, builds included; no limit by default. What there is no time for is left
+        out, and said; builds go on by themselves.
+      call_budget_s: seconds for each call; candidates that are left after three quarters of it are not tried.
+      verify: check candidates against the kernel's reference, if it has one.
+      on_event: is called with the events of this module, from the thread that measures.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner | None = None,
+        *,
+        chooser: "ConfigSelectorChain | None" = None,
+        budget_s: float | None = None,
+        call_budget_s: float | None = None,
+        verify: bool = True,
+        on_event: Event | None = None,
+    ):
+        from tilewright.ops.config.selection import ConfigSelectorChain  # the chain tunes with this class
+
+        if chooser is None:
+            from tilewright.ops.executor import default_chain
+
+            chooser = default_chain()
+        if not isinstance(chooser, ConfigSelectorChain):
+            raise TypeError(f"{chooser=} must be a ConfigSelectorChain or None")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"{on_event=} must be callable or None")
+        if tuner is not None:
+            check_tuner(tuner)
+        check_budget(budget_s)
+        check_budget(call_budget_s, "call_budget_s")
+        self.tuner = tuner or Tuner()
+        self.chooser = chooser
+        self.budget_s = budget_s
+        self.call_budget_s = call_budget_s
+        self.verify = verify
+        self._on_event = on_event
+
+    def tune(
+        self,
+        *invocations: Invocation[Any, Any],
+        configs: Iterable[Any] | None = None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        reuse: bool = False,
+    ) -> AutotuningResult:
+        """Measures every invocation and returns all that was found.
+
+        Functions that were traced with other configs than the winners are traced again.
+
+        Args:
+          configs: candidates in place of the kernel's config space; the heuristic is always among them.
+          inputs: prepared arguments to measure with in place of the kernel's samples.
+          reuse: take a complete measurement that a cache holds instead of repeating it.
+
+        Raises:
+          TypeError: ``invocations`` or ``configs`` hold something else.
+          ExceptionGroup: every candidate of an invocation failed.
+        """
+        for inv in invocations:
+            if not isinstance(inv, Invocation):
+                raise TypeError(f"an Autotuner tunes invocations, got {inv!r} of type {type(inv).__name__}")
+        before = [self.chooser.lookup(inv).config for inv in invocations]
+        result = self.measure(*invocations, configs=configs, inputs=inputs, reuse=reuse)
+        if any(self.chooser.lookup(inv).config != known for inv, known in zip(invocations, before, strict=True)):
+            choices_changed()
+        return result
+
+    def measure(
+        self,
+        *invocations: Invocation[Any, Any],
+        configs: Iterable[Any] | None = None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        reuse: bool = False,
+    ) -> AutotuningResult:
+        """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
+        if configs is not None and not isinstance(configs, Iterable):
+            raise TypeError(f"{configs=} must be configs of the kernel, or None")
+        check_runs_here()
+        given = None if configs is None else list(configs)
+        distinct = {inv.key: inv for inv in invocations}
+        deadline = time.monotonic() + _seconds(self.budget_s)
+        known = {key: entry for key, inv in distinct.items() if reuse and (entry := self._known(inv)) is not None}
+        schedules: list[Schedule] = []
+
+        def work(cancelled: threading.Event) -> None:
+            for entry in known.values():
+                self._emit(CallTuned(entry))
+            unknown = [inv for key, inv in distinct.items() if key not in known]
+            if not unknown:
+                return
+            self._emit(TuningStarted(len(unknown), _seconds(self.budget_s)))
+            with contextlib.closing(IdleWorker()) as idle:
+                if self.tuner.isolation != "none":
+                    idle.warm()
+                calls = [self._call(inv, given, inputs, cancelled, idle, deadline) for inv in unknown]
+                limits = {"deadline": deadline, "call_budget_s": _seconds(self.call_budget_s)}
+                schedules.append(Schedule(calls, cancelled=cancelled, emit=self._emit, **limits))
+                schedules[0].run()
+
+        interrupted = False
+        try:
+            with measuring_alone():
+                outside_traces(work)
+        except Interrupted:
+            interrupted = True
+        failures = [failure for schedule in schedules for failure in schedule.failures]
+        if failures and not interrupted:
+            raise (
+                failures[0] if len(failures) == 1 else ExceptionGroup("every candidate of some calls failed", failures)
+            )
+        entries = known | {entry.key: entry for schedule in schedules for entry in schedule.entries}
+        return AutotuningResult(
+            tuple(entries[key] for key in distinct if key in entries),
+            device=invocations[0].device_fingerprint if invocations else "",
+            toolchain=toolchain_fingerprint(),
+            interrupted=interrupted,
+            left_out=tuple(text for schedule in schedules for text in schedule.left_out),
+        )
+
+    def _emit(self, event: Any) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            log_event(logger, event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _known(self, inv: Invocation[Any, Any]) -> TunedCall | None:
+        """The entry of a call that a cache has measurements of."""
+        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
+
+        stored = self.chooser.measurements(inv)
+        if stored is None:
+            return None
+        config, step, candidates = stored
+        chosen = next((i for i, c in enumerate(candidates) if c.config == config), None)
+        if chosen is None:
+            return None
+        # Measurements of another source than the present one are not given out.
+        return TunedCall.of(inv, candidates, chosen, step=step, source=implementation_source(inv))
+
+    def _call(
+        self,
+        inv: Invocation[Any, Any],
+        configs: list[Any] | None,
+        inputs: Any,
+        cancelled: threading.Event,
+        idle: IdleWorker,
+        deadline: float,
+    ) -> CallTuning:
+        """The tuning of one call, before anything of it is measured."""
+        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
+
+        candidates, first = self._candidates(inv, configs)
+        return CallTuning(
+            inv,
+            candidates,
+            first=first,
+            bench=lambda: self._bench(inv, candidates, inputs, idle, deadline),
+            chooser=self.chooser,
+            source=implementation_source(inv),
+            iters=self.tuner.iters,
+            search=self.tuner.search,
+            cancelled=cancelled,
+            emit=self._emit,
+        )
+
+    def _bench(
+        self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any, idle: IdleWorker, deadline: float
+    ) -> Bench:
+        """Where the candidates run.
+
+        Raises:
+          ValueError: in a process of their own they cannot, and that was asked for.
+        """
+        tuner = self.tuner
+        if tuner.isolation != "none":
+            task = Task.of(inv, candidates, inputs, self.chooser, tuner.timer, tuner.warmup, verify=self.verify)
+            why = why_not_sent(task)
+            if not why:
+                return ProcessBench(task, timeout_s=tuner.timeout_s, idle=idle, deadline=deadline)
+            if tuner.isolation == "process":
+                raise ValueError(f"{inv.kernel.name} cannot be tuned in another process: {why}")
+            logger.info("%s is tuned in this process: %s", inv.kernel.name, why)
+        return local_bench(
+            inv, self.chooser, candidates, inputs=inputs, timer=tuner.timer, warmup=tuner.warmup, verify=self.verify
+        )
+
+    def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> tuple[list[Any], int]:
+        """Each candidate once, and how many come before all others: the heuristic, and what a stale entry holds."""
+        stale = self.chooser.stale_config(inv)
+        space = list(inv.kernel.config_space(inv)) if configs is None else configs
+        leading = [inv.kernel.heuristic_cfg(inv), *([] if stale is None else [stale])]
+        unique: list[Any] = []
+        for config in [*leading, *space]:
+            if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
+                unique.append(config)
+        return unique, 1 if stale is None or stale == leading[0] else 2
+
+
+def _seconds(budget_s: float | None) -> float:
+    return math.inf if budget_s is None else budget_s
+
+
+def log_event(logger: logging.Logger, event: Any) -> None:
+    """Says at INFO that a tuning starts and what it found, and at DEBUG what became of each candidate."""
+    match event:
+        case CallStarted(inv, shapes, count):
+            logger.info("tuning %s %s %s: %d candidates", inv.kernel.name, inv.direction, shapes, count)
+        case CallTuned(call):
+            won = call.winner
+            time = "" if won.time_ms is None else f", {won.time_ms:.4g} ms"
+            logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(won.config), time)
+        case CandidateMeasured(_, config, time_ms):
+            logger.debug("%s: %.4g ms", describe_config(config), time_ms)
+        case CandidateFailed(_, config, why) | CandidateDropped(_, config, why) | CandidateLeftOut(_, config, why):
+            logger.debug("%s: %s", describe_config(config), why)
+        case TuningStarted(count, budget_s):
+            logger.info("%d calls are tuned, within %g s", count, budget_s)
+        case BuildFailed(build, why):
+            logger.info("%s could not be built: %s", build, why)
+        case BuildsLeft(builds):
+            logger.info("still being built, for the next tuning: %s", ", ".join(builds))
+        case CallLeftOut(inv, shapes, why):
+            logger.info("not tuned: %s %s %s: %s", inv.kernel.name, inv.direction, shapes, why)
+
+
+def autotune(
+    kernel: Kernel[Any, Any],
+    *args: Any,
+    configs: Iterable[Any] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> Any:
+    """The best forward config of one call, measured with the arrays given and stored for later calls.
+
+    Args:
+      configs: the candidates; the kernel's ``config_space`` by default.
+      num_warmup: untimed calls of each candidate.
+      num_iters: samples of each candidate.
+
+    Raises:
+      ExceptionGroup: every candidate failed; with all of their exceptions.
+    """
+    from tilewright.ops.executor import prepared
+
+    inv, inputs = prepared(kernel, args, kwargs)
+    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=current_overrides_verify())
+    result = tuner.tune(inv, configs=configs, inputs=inputs)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result.entries[0].winner.config
+
+
+def current_overrides_verify() -> bool:
+    """Whether ``policy_override`` leaves verification on."""
+    return bool(dict(current_overrides().policy).get("verify", True))
+
+
+def autotune_recorded(
+    invocations: Iterable[Invocation[Any, Any]], *, tuner: Tuner | None = None, on_event: Event | None = None
+) -> AutotuningResult:
+    """Tunes recorded invocations on sampled inputs and stores the winners.
+
+    Raises:
+      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
+    """
+    if not isinstance(invocations, Iterable):
+        raise TypeError(f"{invocations=} must be invocations, such as get_invocations returns")
+    result = Autotuner(tuner, on_event=on_event).tune(*invocations)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result

@@ -1,0 +1,285 @@
+"""What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
+
+import concurrent.futures
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.ops.config.context import current_overrides
+from tilewright.ops.kernel.arrays import split
+from tilewright.ops.kernel.kernel import Invocation, gradient_form, optional_method
+from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.lowering import ahead
+from tilewright.ops.lowering.call import Call, Selector, code_of
+from tilewright.ops.lowering.lowering import results_of
+from tilewright.ops.lowering.stages import map_axes
+from tilewright.ops.tuning.numerics import tree_violations, widened
+from tilewright.ops.tuning.untraced import numerics_of
+
+if TYPE_CHECKING:
+    from tilewright.ops.config.selection import ConfigChooser
+
+SEED = 20
+# So many different elements are drawn for a mapped axis; a longer axis repeats them.
+DISTINCT_ELEMENTS = 8
+# The oracle runs twice: to try out tiles for its matrix products takes longer than products with any tiles.
+ORACLE_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0}
+
+
+class Workload:
+    """One invocation made runnable.
+
+    Args:
+      inv: the invocation.
+      chooser: gives the forward config when the invocation is a backward pass.
+      inputs: prepared arguments of one call; samples where there are none.
+      verify: compute the oracle's answer to check candidates against.
+
+    Attributes:
+      operands: what every compiled candidate is called with.
+      checked: whether ``check`` compares with an oracle.
+    """
+
+    def __init__(self, inv: Invocation[Any, Any], chooser: "ConfigChooser", inputs: Any = None, *, verify: bool = True):
+        self._inv = inv
+        self._device = inv.target
+        arrays, structure = self._sampled() if inputs is None else split(inputs)
+        selector = Selector(chooser, None, current_overrides())
+        self._call = Call(inv.kernel, selector, structure, (None,) * len(arrays))
+        self.operands: list[Any] = [jnp.asarray(a) for a in arrays]
+        self._mapped = inv.mapped
+        if inv.direction == "backward":
+            self._add_cotangents(chooser)
+        self.checked = verify and optional_method(inv.kernel, "reference") is not None
+        self._asked: concurrent.futures.Future[tuple[float, list[_Answer]]] | None = None
+
+    def ask_oracle(self, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        """Has the oracle answer in another thread, in a ``turn``, while candidates are compiled."""
+        if not self.checked or self._asked is not None:
+            return
+        numerics = numerics_of(jax.config)  # of this thread; the other has its own
+
+        def answer() -> tuple[float, list[_Answer]]:
+            with numerics(), turn():
+                return self._oracle()
+
+        pool = concurrent.futures.ThreadPoolExecutor(1, "tilewright-oracle")
+        self._asked = pool.submit(contextvars.copy_context().run, answer)
+        pool.shutdown(wait=False)
+
+    def wait_for_oracle(self) -> None:
+        """Waits for the oracle's answer, if there is an oracle.
+
+        Raises:
+          Whatever the oracle raised.
+        """
+        self.ask_oracle()
+        if self._asked is not None:
+            self._asked.result()
+
+    def compile(
+        self, config: Any, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> Callable[..., Any]:
+        """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
+        lowered = jax.jit(self._code(config)).lower(*self.operands)
+        ahead.wait()  # otherwise XLA would compile the same kernels beside
+        with turn():
+            return lowered.compile()
+
+    def recheck(self, config: Any) -> list[str]:
+        """What is wrong with the results of a config that are written over poison, as an element left out would be."""
+        code = self._code(config)
+        shapes = jax.eval_shape(code, *self.operands)
+        # The outputs take the place of donated arrays, which nothing else reads.
+        poisoned = jax.jit(lambda poison, *operands: code(*operands), donate_argnums=0, keep_unused=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            # What is still being written might be copied rather than donated.
+            poison = jax.block_until_ready([_poison(shape) for shape in shapes])
+            return self.check(poisoned(poison, *self.operands))
+
+    def check(self, results: Sequence[Any]) -> list[str]:
+        """How results differ from the oracle's by more than the numerics policy allows."""
+        self.wait_for_oracle()
+        if self._asked is None:
+            return []
+        factor, answers = self._asked.result()
+        found = [] if len(answers) == 1 and answers[0].part is None else _not_numbers(results)
+        for each in answers:
+            found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
+        return found
+
+    def _code(self, config: Any) -> Callable[..., list[Any]]:
+        """The stage with a config; the user's program will take over what it is lowered to."""
+        avals = [jax.typeof(operand) for operand in self.operands]
+        return code_of(self._call, config, avals, self._mapped, self._device)
+
+    def _sampled(self) -> tuple[list[Any], Any]:
+        """Random arguments, those of mapped leaves stacked along the mapped axes."""
+        inv, key = self._inv, jax.random.key(SEED)
+        arrays, structure = split(inv.kernel.sample_inputs(inv, key))
+        for depth, axis in enumerate(reversed(inv.mapped)):
+            draws = [arrays]
+            for i in range(1, min(axis.size, DISTINCT_ELEMENTS)):
+                draws.append(
+                    self._element(jax.random.fold_in(key, 100 * depth + i), inv.mapped[len(inv.mapped) - depth :])
+                )
+            index = [i % len(draws) for i in range(axis.size)]
+            arrays = [
+                jnp.stack([draws[i][leaf] for i in index]) if axis.mapped[leaf] else arrays[leaf]
+                for leaf in range(len(arrays))
+            ]
+        return arrays, structure
+
+    def _element(self, key: jax.Array, inner: Sequence[Any]) -> list[Any]:
+        """One more draw, with the inner mapped axes filled by repetition."""
+        arrays, _ = split(self._inv.kernel.sample_inputs(self._inv, key))
+        for axis in reversed(inner):
+            arrays = [jnp.stack([a] * axis.size) if m else a for a, m in zip(arrays, axis.mapped, strict=False)]
+        return arrays
+
+    def _add_cotangents(self, chooser: "ConfigChooser") -> None:
+        """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""
+        inv, count = self._inv, len(self.operands)
+        forward_inv = forward_of(inv)
+        forward = chooser.lookup(forward_inv)
+        pair = gradient_form(inv.kernel) == "residuals"
+        stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
+        avals = [jax.typeof(operand) for operand in self.operands]
+        program = stage.program(forward.config, avals, forward_inv.mapped, self._device)
+        results = stage.tree(results_of(program)).unflatten(
+            jax.jit(code_of(stage, forward.config, avals, forward_inv.mapped, self._device))(*self.operands)
+        )
+        out, residuals = results if pair else (results, ())
+        keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
+        cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)
+        per_output = tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
+        rest, extra = split((residuals, per_output))
+        self._num_cotangents = len(jax.tree.leaves(per_output))
+        self.operands += rest
+        # What a mapped forward pass returns is mapped, all of it.
+        self._mapped = tuple(
+            dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
+        )
+        backward = dataclasses.replace(self._call, stage="backward", extra=extra)
+        config = inv.kernel.heuristic_cfg(inv)
+        known = results_of(backward.program(config, [jax.typeof(x) for x in self.operands], self._mapped, self._device))
+        given = known.tree.unflatten(known.avals)
+        self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
+
+    def _oracle(self) -> tuple[float, list["_Answer"]]:
+        """The policy's factor, and the reference's results of the whole call or of some parts of it."""
+        factor = optional_method(self._inv.kernel, "tolerance_factor")
+        parts = optional_method(self._inv.kernel, "oracle_parts")
+        chosen = [] if parts is None or self._mapped else list(parts(self._inv))
+        answers = [self._answer(part) for part in chosen or [None]]
+        return 2.0 if factor is None else factor(self._inv), answers
+
+    def _answer(self, part: OraclePart | None) -> "_Answer":
+        """The reference's results in high precision and in the input dtype."""
+        one = self._reference_gradients if self._inv.direction == "backward" else self._reference
+        options = ORACLE_OPTIONS if self._device.kind == "gpu" else None
+        answer = jax.jit(map_axes(functools.partial(one, part), self._mapped), compiler_options=options)
+        # Some devices round float32 products by default; that is part of lowp's error, not of ref's.
+        with jax.default_matmul_precision("highest"):
+            ref = answer(*widened(self.operands))
+        return _Answer(part, ref, answer(*self.operands))
+
+    def _reference(self, part: OraclePart | None, *arrays: Any) -> list[Any]:
+        return jax.tree.leaves(self._reference_tree(part, *arrays))
+
+    def _reference_tree(self, part: OraclePart | None, *arrays: Any) -> Any:
+        args, kwargs = self._call.structure.join(arrays)
+        if part is not None:
+            args, kwargs = part.arguments(args, kwargs)
+        return optional_method(self._inv.kernel, "reference")(*args, **kwargs)
+
+    def _reference_gradients(self, part: OraclePart | None, *operands: Any) -> list[Any]:
+        arrays, cotangents = operands[: self._call.num_arrays], operands[len(operands) - self._num_cotangents :]
+        wanted = self._wanted_leaves
+
+        def of_wanted(*values: Any) -> list[Any]:
+            complete = list(arrays)
+            for i, value in zip(wanted, values, strict=True):
+                complete[i] = value
+            return [x for x in self._reference(part, *complete) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
+        given = list(cotangents) if part is None else self._results_of_part(part, cotangents)
+        # Of a part the gradients are as large as the arrays, and zero outside of it.
+        gradients = pull([c.astype(x.dtype) for c, x in zip(given, out, strict=True)])
+        return self._of_part(part, list(gradients))
+
+    @property
+    def _wanted_leaves(self) -> list[int]:
+        return [i for i, flag in enumerate(self._call.wanted) if flag]
+
+    def _of_part(self, part: OraclePart | None, results: list[Any]) -> list[Any]:
+        """What of the stage's results a part determines."""
+        if part is None:
+            return results
+        if self._inv.direction == "forward":
+            return self._results_of_part(part, results)
+        complete = list(self.operands[: self._call.num_arrays])
+        for i, gradient in zip(self._wanted_leaves, results, strict=True):
+            complete[i] = gradient
+        args, kwargs = self._call.structure.join(complete)
+        restricted, _ = split(part.arguments(args, kwargs))
+        positions = [position for position, arg in enumerate(args) for _ in split(arg)[0]]
+        return [restricted[i] for i in self._wanted_leaves if not (i < len(positions) and positions[i] in part.shared)]
+
+    def _results_of_part(self, part: OraclePart, results: Sequence[Any]) -> list[Any]:
+        return jax.tree.leaves(part.results(jax.tree.unflatten(self._results_tree, results)))
+
+    @functools.cached_property
+    def _results_tree(self) -> Any:
+        arrays = self.operands[: self._call.num_arrays]
+        return jax.tree.structure(jax.eval_shape(functools.partial(self._reference_tree, None), *arrays))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the oracle says of a part, or of the whole call."""
+
+    part: OraclePart | None
+    ref: list[Any]
+    lowp: list[Any]
+
+
+def _not_numbers(results: Sequence[Any]) -> list[str]:
+    """That there are some, which outside of the parts nothing else would find."""
+    return [
+        f"[{i}]: {count} elements are not numbers"
+        for i, array in enumerate(results)
+        if jnp.issubdtype(array.dtype, jnp.inexact) and (count := int(jnp.isnan(array).sum()))
+    ]
+
+
+def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    """The forward pass whose results a backward pass starts from."""
+    count = len(split((inv.abstract_args, inv.abstract_kwargs))[0])
+    mapped = tuple(dataclasses.replace(axis, mapped=axis.mapped[:count]) for axis in inv.mapped)
+    return dataclasses.replace(inv, direction="forward", mapped=mapped)
+
+
+def _poison(like: Any) -> jax.Array:
+    """Values that no kernel returns, as far as the dtype has such."""
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return jnp.full(like.shape, jnp.nan, like.dtype)
+    if jnp.issubdtype(like.dtype, jnp.integer):
+        return jnp.full(like.shape, jnp.iinfo(like.dtype).max, like.dtype)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _cotangent(key: jax.Array, result: Any) -> Any:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return None
+    return jax.random.normal(key, result.shape, jnp.float32).astype(result.dtype)
