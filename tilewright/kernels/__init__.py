@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from tilewright.kernels.portfolio import Portfolio
 from tilewright.ops.utils.serialize import resolve
+from tilewright.ops.utils.stable_ids import loaded_class
 
 _PAGED = "tilewright.kernels.paged_attention.ops"
 
@@ -49,3 +50,13 @@ def kernel(name: str) -> Portfolio:
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; there are {sorted(OPS)}")
     return resolve(OPS[name])()
+
+
+def load_classes(name: str) -> None:
+    """Imports the backend that defines the class of a stable id, or of a former name, of this package.
+
+    The op whose name stands in it comes first, then those of its family and all others, until the class is known.
+    """
+    for op in sorted(OPS, key=lambda op: op not in name):
+        if loaded_class(name) is None:
+            [each.load() for each in kernel(op).implementations if not each.load_error]

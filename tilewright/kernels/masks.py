@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Integer
 
 from tilewright.ops.kernel.arrays import is_symbolic
+from tilewright.ops.utils.stable_ids import stable_id
 
 type Index = int | Integer[Array, ""]
 type TileClasses = np.ndarray | Int[Array, "#batch #heads q_tiles kv_tiles"]
@@ -199,6 +200,7 @@ class CombinedMask(Mask):
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["q_positions", "kv_positions"], meta_fields=["offset"]
 )
+@stable_id("tilewright/masks.CausalMask", formerly=("tilewright.kernels.masks:CausalMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class CausalMask(BandMask):
     """Key ``j`` is visible to query ``i`` iff ``j <= i + offset``; the position arrays, ±2³⁰ at most, replace i and j.
@@ -226,6 +228,7 @@ class CausalMask(BandMask):
     data_fields=["q_positions", "kv_positions"],
     meta_fields=["left", "right", "offset"],
 )
+@stable_id("tilewright/masks.WindowMask", formerly=("tilewright.kernels.masks:WindowMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class WindowMask(BandMask):
     """Key ``j`` is visible to query ``i`` iff ``i + offset - left <= j <= i + offset + right``; None is unbounded.
@@ -253,6 +256,7 @@ class WindowMask(BandMask):
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["q_segment_ids", "kv_segment_ids"], meta_fields=[])
+@stable_id("tilewright/masks.SegmentMask", formerly=("tilewright.kernels.masks:SegmentMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentMask(Mask):
     """A query attends to the keys of its own segment: ids ``[batch|1, q_length]`` and ``[batch|1, kv_length]``."""
@@ -289,6 +293,7 @@ class SegmentMask(Mask):
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["q_lengths", "kv_lengths"], meta_fields=[])
+@stable_id("tilewright/masks.LengthMask", formerly=("tilewright.kernels.masks:LengthMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthMask(Mask):
     """Rows ``i < q_lengths[b]`` attend to columns ``j < kv_lengths[b]``; ``[batch|1]`` each, None is unbounded."""
@@ -333,6 +338,7 @@ class LengthMask(Mask):
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@stable_id("tilewright/masks.ExplicitMask", formerly=("tilewright.kernels.masks:ExplicitMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplicitMask(Mask):
     """A boolean array of rank 4, each dimension full or 1."""
@@ -370,6 +376,7 @@ class ExplicitMask(Mask):
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=[])
+@stable_id("tilewright/masks.AndMask", formerly=("tilewright.kernels.masks:AndMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class AndMask(CombinedMask):
     """Attend where every one of ``masks`` says so; built by ``&``."""
@@ -390,6 +397,7 @@ class AndMask(CombinedMask):
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=[])
+@stable_id("tilewright/masks.OrMask", formerly=("tilewright.kernels.masks:OrMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrMask(CombinedMask):
     """Attend where any one of ``masks`` says so; built by ``|``."""

@@ -25,8 +25,10 @@ from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
+from tilewright.ops.utils.stable_ids import stable_id
 
 
+@stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """Which implementation runs, and how.
@@ -54,6 +56,7 @@ class Choice:
         return f"{self.implementation}({', '.join(f'{name}={value}' for name, value in fields if value is not None)})"
 
 
+@stable_id("tilewright/portfolio.PerDirection", formerly=("tilewright.kernels.portfolio:PerDirection",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class PerDirection:
     """An explicit config for each direction; ``None`` leaves a direction to selection."""

@@ -10,8 +10,10 @@ from tilewright.kernels.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.stable_ids import stable_id
 
 
+@stable_id("tilewright/registry.Platform", formerly=("tilewright.kernels.registry:Platform",))
 class Platform(enum.StrEnum):
     """By what means a kernel is written."""
 
@@ -21,6 +23,7 @@ class Platform(enum.StrEnum):
     CUDA = "cuda"
 
 
+@stable_id("tilewright/registry.Backend", formerly=("tilewright.kernels.registry:Backend",))
 class Backend(enum.StrEnum):
     """The hardware that a config is meant for."""
 
@@ -30,6 +33,7 @@ class Backend(enum.StrEnum):
     CPU = "cpu"
 
 
+@stable_id("tilewright/registry.KernelConfig", formerly=("tilewright.kernels.registry:KernelConfig",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelConfig:
     """A config in terms that many kernels share, for callers who set block sizes by hand.

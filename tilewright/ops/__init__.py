@@ -55,5 +55,6 @@ from tilewright.ops.utils.fingerprint import sharding_fingerprint as sharding_fi
 from tilewright.ops.utils.serialize import from_json as from_json
 from tilewright.ops.utils.serialize import stable_json as stable_json
 from tilewright.ops.utils.serialize import to_json as to_json
+from tilewright.ops.utils.stable_ids import stable_id as stable_id
 from tilewright.ops.utils.target import Target as Target
 from tilewright.ops.utils.target import target_device as target_device

@@ -18,6 +18,7 @@ from tilewright.ops.utils.device import local_devices
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, locked, read_file, replace_file
 from tilewright.ops.utils.serialize import canonical_json
+from tilewright.ops.utils.stable_ids import with_former_names
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Lock:
 
     def get(self, key: str) -> Decision | None:
         """The decision on the call with a key."""
-        return self._by_key.get(key)
+        return next((self._by_key[each] for each in (key, *with_former_names(key)) if each in self._by_key), None)
 
     def __len__(self) -> int:
         return len(self.decisions)

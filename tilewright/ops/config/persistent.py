@@ -20,7 +20,8 @@ from typing import Any
 
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, cache_folder, make_folder, read_file, replace_file
-from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
+from tilewright.ops.utils.serialize import canonical_json, current_name, qualified_name, tagged, untagged
+from tilewright.ops.utils.stable_ids import loaded_class, with_former_names
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class PersistentCache:
 
     def has_file(self, key: Hashable) -> bool:
         """Looks for a file of ``key``; it may turn out to be damaged or stale when it is read."""
-        return (self.path / _file_name(tagged(key))).is_file()
+        return any((self.path / _file_name(data)).is_file() for data in _forms(key))
 
     def stale_config(
         self, key: Hashable, *, expected_type: type | None = None, source: str | None = None
@@ -187,7 +188,7 @@ class PersistentCache:
 
     def remove(self, key: Hashable) -> bool:
         """Forgets ``key``; whether there was a file to delete."""
-        return self._unlink(_file_name(tagged(key)))
+        return sum(self._unlink(_file_name(data)) for data in _forms(key)) > 0
 
     def clear(self) -> int:
         """Deletes all entries, damaged ones too, and returns how many; leaves what is not ours."""
@@ -248,12 +249,13 @@ class PersistentCache:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def _load(self, key: Hashable) -> Document | None:
-        data = tagged(key)
-        document = self._load_file(_file_name(data))
-        if document is not None and canonical_json(document["key"]) != canonical_json(data):
-            logger.warning("%s holds another key than %r", _file_name(data), key)
-            return None
-        return document
+        for data in _forms(key):
+            document = self._load_file(_file_name(data))
+            if document is not None and canonical_json(document["key"]) == canonical_json(data):
+                return document
+            if document is not None:
+                logger.warning("%s holds another key than %r", _file_name(data), key)
+        return None
 
     def _load_file(self, name: str) -> Document | None:
         try:
@@ -332,6 +334,14 @@ class PersistentCache:
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(self.path / name).st_mtime >= lifetime_s:
                     os.unlink(self.path / name)
+
+
+def _forms(key: Hashable) -> list[Any]:
+    """A key in its tagged form, and in those in which earlier versions wrote it."""
+    data = tagged(key)
+    # The key of an invocation is itself JSON, in a string.
+    former = with_former_names(data) if isinstance(data, str) else map(json.loads, with_former_names(json.dumps(data)))
+    return [data, *former]
 
 
 def _file_name(key: Any) -> str:
@@ -418,9 +428,11 @@ def rebuild_config(data: Any, expected_type: type | None) -> Any:
         return untagged(data, resolve=_find_loaded)
     expected = qualified_name(expected_type)
     for tag in ("$dataclass", "$namedtuple", "$enum"):
-        if isinstance(data, dict) and data.get(tag, expected) != expected:
+        if isinstance(data, dict) and current_name(data.get(tag, expected)) != expected:
             raise ValueError(f"it is a {data[tag]}, not a {expected}")
-    config = untagged(data, resolve=lambda name: expected_type if name == expected else _find_loaded(name))
+    config = untagged(
+        data, resolve=lambda name: expected_type if current_name(name) == expected else _find_loaded(name)
+    )
     if type(config) is not expected_type:
         raise ValueError(f"it is a {qualified_name(type(config))}, not a {expected}")
     return config
@@ -429,7 +441,10 @@ def rebuild_config(data: Any, expected_type: type | None) -> Any:
 def _find_loaded(qualified: str) -> Any:
     """What a qualified name stands for among the loaded modules, without running any code to find it."""
     module, _, name = qualified.partition(":")
-    found: Any = sys.modules.get(module)
+    found: Any = loaded_class(qualified)
+    if found is not None:
+        return found
+    found = sys.modules.get(module)
     for part in name.split("."):
         # Not getattr, which may run a module's __getattr__ and so import something.
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None

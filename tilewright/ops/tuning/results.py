@@ -17,6 +17,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.timing import Timer, Timing
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.serialize import tagged, untagged
+from tilewright.ops.utils.stable_ids import with_current_names
 
 SCHEMA = 1
 
@@ -205,7 +206,9 @@ class TunedCall:
 
     @classmethod
     def of_json(cls, said: dict[str, Any]) -> "TunedCall":
-        return cls(**(said | {"candidates": tuple(Candidate.of_json(c) for c in said["candidates"])}))
+        candidates = tuple(Candidate.of_json(c) for c in said["candidates"])
+        call = cls(**(said | {"candidates": candidates}))
+        return dataclasses.replace(call, key=with_current_names(call.key))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

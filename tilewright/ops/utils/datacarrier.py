@@ -2,7 +2,10 @@
 
 import dataclasses
 
+from tilewright.ops.utils.stable_ids import stable_id
 
+
+@stable_id("tilewright/params.FwdParams", formerly=("tilewright.ops.utils.datacarrier:FwdParams",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdParams:
     """How a forward kernel is tiled and launched; ``None`` leaves a choice to the backend.
@@ -29,6 +32,7 @@ class FwdParams:
         _check_positive(self)
 
 
+@stable_id("tilewright/params.BwdParams", formerly=("tilewright.ops.utils.datacarrier:BwdParams",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class BwdParams:
     """How a backward kernel is tiled and launched; the fields mean what they mean in `FwdParams`."""

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import itertools
 import json
+import re
 from typing import Any
 
 
@@ -86,7 +87,7 @@ def _tagged(said: Any) -> list[str]:
             ]
         case {"$dataclass": str(name), "fields": dict(fields)}:
             inside = [f"{field}={' '.join(words)}" for field, value in fields.items() if (words := _tagged(value))]
-            short = name.rpartition(":")[2].rpartition(".")[2]
+            short = re.split(r"[:./]", name)[-1]
             return [f"{short}({', '.join(inside)})" if inside else short]
         case {"$enum": str(name), **rest}:
             return [str(rest.get("value", name))]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.ops.utils.fingerprint import sharding_fingerprint, sharding_from_fingerprint
+from tilewright.ops.utils.stable_ids import find_class, id_of, is_id, loaded_class
 
 Resolver = Callable[[str], Any]
 
@@ -27,12 +28,14 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def qualified_name(obj: Any) -> str:
-    """The name ``"module:Qualname"`` of a class or of something callable.
+    """The stable id of a class that has one, or the name ``"module:Qualname"`` of a class or of something callable.
 
     Raises:
       TypeError: it has none, or another thing goes by that name (a lambda, a nested function, a bound method, a
         partial). A class is always named, although `resolve` cannot find one that was defined inside a function.
     """
+    if isinstance(obj, type) and (stable := id_of(obj)) is not None:
+        return stable
     module = getattr(obj, "__module__", None)
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
     qualified = f"{module}:{name}"
@@ -45,6 +48,8 @@ def qualified_name(obj: Any) -> str:
 
 
 def _goes_by(obj: Any, qualified: str) -> bool:
+    if is_id(qualified):
+        return True
     module, _, name = qualified.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -54,11 +59,15 @@ def _goes_by(obj: Any, qualified: str) -> bool:
 
 
 def resolve(qualified: str) -> Any:
-    """What ``"module:Qualname"`` names, importing the module if need be.
+    """What a stable id or ``"module:Qualname"`` names, importing the module if need be.
 
     Raises:
-      ValueError: there is no such module or no such name in it.
+      ValueError: there is no such class, no such module, or no such name in it.
     """
+    if (known := find_class(qualified) if is_id(qualified) else loaded_class(qualified)) is not None:
+        return known
+    if is_id(qualified):
+        raise ValueError(f"cannot find {qualified!r}: no class has that id")
     module, colon, name = qualified.partition(":")
     if not (module and colon and name):
         raise ValueError(f"{qualified!r} is not a qualified name of the form 'module:Qualname'")
@@ -67,8 +76,17 @@ def resolve(qualified: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find {qualified!r}: {error}") from error
+        moved = find_class(qualified)
+        if moved is None:
+            raise ValueError(f"cannot find {qualified!r}: {error}") from error
+        return moved
     return found
+
+
+def current_name(name: Any) -> Any:
+    """The name that a class has by now, as far as it is loaded; anything else as it is."""
+    known = loaded_class(name)
+    return name if known is None else qualified_name(known)
 
 
 def canonical_json(data: Any) -> str:
@@ -425,7 +443,8 @@ def _decode_fields(data: Any, kind: type, path: str) -> Any:
 
 def _decode_tagged(data: dict[str, Any], members: list[Any], path: str) -> Any:
     for kind in map(_base, _objects(members)):
-        if kind is not dict and data.get("$dataclass") == qualified_name(kind) and isinstance(data.get("fields"), dict):
+        named = kind is not dict and current_name(data.get("$dataclass")) == qualified_name(kind)
+        if named and isinstance(data.get("fields"), dict):
             return _decode_fields(data["fields"], kind, path)
     value = untagged(data)
     if not any(_fits(value, _base(member)) for member in members):

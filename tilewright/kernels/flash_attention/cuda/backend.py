@@ -36,6 +36,7 @@ from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.stable_ids import stable_id
 
 TABLES = {
     "forward": (
@@ -59,6 +60,10 @@ _EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_
 """Beginnings of the names of precisions that float32 products in TensorFloat-32 would fall short of."""
 
 
+@stable_id(
+    "tilewright/flash_attention.CudaForwardParams",
+    formerly=("tilewright.kernels.flash_attention.cuda:CudaForwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaForwardParams:
     """How the forward pass runs: a variant by name, or the first that fits."""
@@ -66,6 +71,10 @@ class CudaForwardParams:
     variant: str | None = None
 
 
+@stable_id(
+    "tilewright/flash_attention.CudaBackwardParams",
+    formerly=("tilewright.kernels.flash_attention.cuda:CudaBackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaBackwardParams:
     """How the backward pass runs: a variant by name, or the first that fits; and whether it repeats bit for bit."""

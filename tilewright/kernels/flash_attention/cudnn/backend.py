@@ -29,6 +29,7 @@ from tilewright.kernels.flash_attention.xla.backward import empty_backward
 from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
 
 LEAST_VERSION = 91002
 """cuDNN 9.10.2: the two releases before it are known to be wrong, and older ones serve less, each its own share."""
@@ -49,11 +50,19 @@ PART_SCALES = (1024.0, 1.0, 2.0**-10)
 """Of the columns that carry the gradient to lse, so that float16 holds what it may be: up to 6e7, down to 3e-11."""
 
 
+@stable_id(
+    "tilewright/flash_attention.CudnnForwardParams",
+    formerly=("tilewright.kernels.flash_attention.cudnn:CudnnForwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudnnForwardParams:
     """Nothing: cuDNN chooses for itself."""
 
 
+@stable_id(
+    "tilewright/flash_attention.CudnnBackwardParams",
+    formerly=("tilewright.kernels.flash_attention.cudnn:CudnnBackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudnnBackwardParams:
     """Nothing: cuDNN chooses for itself.

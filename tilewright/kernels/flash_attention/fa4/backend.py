@@ -25,6 +25,7 @@ from tilewright.kernels.flash_attention.xla.backward import empty_backward
 from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
@@ -57,6 +58,9 @@ def _check_counts(params: Any, names: Sequence[str]) -> None:
             raise ValueError(f"{type(params).__name__} needs a positive integer, got {name}={value!r}")
 
 
+@stable_id(
+    "tilewright/flash_attention.Fa4ForwardParams", formerly=("tilewright.kernels.flash_attention.fa4:Fa4ForwardParams",)
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fa4ForwardParams(_Tunables):
     """How the forward pass is tiled; None is what FlashAttention-4 itself picks for a call.
@@ -81,6 +85,10 @@ class Fa4ForwardParams(_Tunables):
         _check_counts(self, ("block_q", "block_k", "num_stages"))
 
 
+@stable_id(
+    "tilewright/flash_attention.Fa4BackwardParams",
+    formerly=("tilewright.kernels.flash_attention.fa4:Fa4BackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fa4BackwardParams(_Tunables):
     """How the backward pass is tiled; None is what FlashAttention-4 itself picks for a call.

@@ -47,11 +47,16 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.ops.utils.stable_ids import stable_id
 
 CONSUMERS = 2
 REGISTERS = (240, 24)
 
 
+@stable_id(
+    "tilewright/flash_attention.HopperBackwardParams",
+    formerly=("tilewright.kernels.flash_attention.pallas_gpu_backward:HopperBackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperBackwardParams(BackwardParams):
     """How the backward kernels are cut.

@@ -39,6 +39,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.transforms import aligned_bytes
+from tilewright.ops.utils.stable_ids import stable_id
 
 BLOCK = ROWS
 """Keys, and queries, of a step: the M of a warpgroup's matrix instruction and the N of the products for scores."""
@@ -48,6 +49,10 @@ REGISTERS = (240, 24)
 _SHAPE = (BLOCK, BLOCK)
 
 
+@stable_id(
+    "tilewright/flash_attention.WideBackwardParams",
+    formerly=("tilewright.kernels.flash_attention.pallas_gpu_backward_wide:WideBackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class WideBackwardParams(BackwardParams):
     """How the backward kernels for wide heads are cut.

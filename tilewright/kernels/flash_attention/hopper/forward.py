@@ -40,6 +40,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.footprint import SHARED_KB
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.ops.utils.stable_ids import stable_id
 
 SHARED_MEMORY = SHARED_KB[90] << 10
 """Shared memory that one block may have on compute capability 9.0, in bytes."""
@@ -54,6 +55,10 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumer warpgroups."""
 
 
+@stable_id(
+    "tilewright/flash_attention.HopperForwardParams",
+    formerly=("tilewright.kernels.flash_attention.pallas_gpu_forward:HopperForwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperForwardParams:
     """How the forward kernel is cut and scheduled.

@@ -30,6 +30,7 @@ from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.stable_ids import stable_id
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
@@ -56,6 +57,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+@stable_id("tilewright/flash_attention.Tiles", formerly=("tilewright.kernels.flash_attention.triton:Tiles",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
     """One kernel's tiles and launch.
@@ -91,6 +93,10 @@ class Tiles:
         return (resident + self.num_stages * streamed) * depth * itemsize
 
 
+@stable_id(
+    "tilewright/flash_attention.TritonForwardParams",
+    formerly=("tilewright.kernels.flash_attention.triton:TritonForwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonForwardParams:
     """How the forward kernel runs."""
@@ -98,6 +104,10 @@ class TritonForwardParams:
     tiles: Tiles = Tiles(128, 64, 4, 3)
 
 
+@stable_id(
+    "tilewright/flash_attention.TritonBackwardParams",
+    formerly=("tilewright.kernels.flash_attention.triton:TritonBackwardParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonBackwardParams:
     """How the backward pass runs.

@@ -23,6 +23,7 @@ from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.stable_ids import stable_id
 
 type Dtype = Literal["f16", "bf16"]
 
@@ -91,6 +92,10 @@ TABLE = VariantTable(
 KERNEL = CudaKernel(TABLE)
 
 
+@stable_id(
+    "tilewright/paged_attention.CudaPackedParams",
+    formerly=("tilewright.kernels.paged_attention.cuda_packed:CudaPackedParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaPackedParams:
     """None: sizes follow from what shared memory and registers hold."""

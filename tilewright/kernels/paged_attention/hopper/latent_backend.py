@@ -21,6 +21,7 @@ from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem,
 from tilewright.kernels.paged_attention.xla.forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
 
 ALIGNED_ROWS = 8
 """Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
@@ -40,6 +41,10 @@ LEAST_TILES = 2
 MOST_SPLITS = 64
 
 
+@stable_id(
+    "tilewright/paged_attention.HopperLatentParams",
+    formerly=("tilewright.kernels.paged_attention.pallas_gpu:HopperLatentParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperLatentParams:
     """How the kernel is cut and loads.

@@ -19,11 +19,16 @@ from tilewright.kernels.paged_attention.token_layout import boundaries, most_til
 from tilewright.kernels.paged_attention.xla.forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
 
 BLOCK_K = 128
 """Keys of a tile; a page has a whole number of tiles, or a tile of pages."""
 
 
+@stable_id(
+    "tilewright/paged_attention.HopperChunkParams",
+    formerly=("tilewright.kernels.paged_attention.pallas_gpu_packed:HopperChunkParams",),
+)
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperChunkParams:
     """How the kernel is cut.

@@ -1,0 +1,79 @@
+"""Every entry of the shipped tables answers the call that it was measured for, and earlier tables do, too."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewright
+from tilewright.kernels import OPS, kernel, masks
+from tilewright.ops import ConfigSelectorChain, Invocation
+from tilewright.ops.config.tables import load_tables
+from tilewright.ops.utils.device import device_of_fingerprint
+from tilewright.ops.utils.stable_ids import id_of, with_former_names
+
+FOLDER = Path(tilewright.__file__).parent / "tables"
+ENTRIES = {"nvidia-h100-80gb-hbm3": 58, "nvidia-h200": 58}
+
+
+def call_of(key):
+    """The invocation of a key, made anew from what the key says."""
+    said = json.loads(key)
+    return Invocation.of_description(kernel(said["op"]), said, said["direction"], device_of_fingerprint(said["device"]))
+
+
+@pytest.fixture(params=ENTRIES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=["as shipped", "as of version 0.1.0"])
+def folder(request, name, tmp_path):
+    """A table with stable ids, and one with the module paths that stood there before."""
+    text = (FOLDER / f"{name}.json").read_text()
+    assert '"tilewright.kernels' not in text
+    if request.param == "as shipped":
+        return FOLDER
+    (old,) = with_former_names(text)
+    said = json.loads(old)
+    for call in said["entries"]:  # keys are JSON in JSON
+        (call["key"],) = with_former_names(call["key"]) or [call["key"]]
+    (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    assert "tilewright/" not in (tmp_path / f"{name}.json").read_text()
+    return tmp_path
+
+
+def test_each_entry_is_a_hit(name, folder):
+    device = json.loads((FOLDER / f"{name}.json").read_text())["device"]
+    table, chain = load_tables(device, folder), ConfigSelectorChain(tables=folder)
+    assert len(table) == ENTRIES[name]
+    for key, entry in table.items():
+        inv = call_of(key)
+        assert inv.key == key
+        found = chain.lookup(inv)
+        assert found.step == "shipped", (entry.shapes, found)
+        assert found.config in entry.ranked
+
+
+def concrete(kind):
+    """A class of params, or its subclasses where it is abstract; of a slotted one an earlier form may be left over."""
+    subclasses = [sub for sub in kind.__subclasses__() if getattr(sys.modules[sub.__module__], sub.__name__) is sub]
+    return {each for sub in subclasses for each in concrete(sub)} if inspect.isabstract(kind) else {kind}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_params_have_stable_ids(op):
+    """What files hold does not name modules, so that these may be moved."""
+    loaded = [each.load() for each in kernel(op).implementations if not each.load_error]
+    declared = {kind for each in loaded for kind in (each.forward_params, each.backward_params)}
+    found = {each for kind in declared for each in concrete(kind)}
+    assert found
+    assert [each for each in found if id_of(each) is None] == []
+
+
+def test_masks_have_stable_ids():
+    found = {each for each in vars(masks).values() if isinstance(each, type) and issubclass(each, masks.Mask)}
+    assert len(found) > 6
+    assert [each for each in found if not inspect.isabstract(each) and id_of(each) is None] == []

@@ -1,0 +1,114 @@
+"""Ids by which files name classes, so that a class may move to another module and what was written stays readable.
+
+An id is ``"package/Name"``, such as ``"tilewright/masks.CausalMask"``. Cache keys, tuned tables, lock files and labels
+name a class by its id if it has one, and else by ``"module:Qualname"``.
+"""
+
+import contextlib
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable
+
+_ID = re.compile(r"[A-Za-z_]\w*/[\w.]+", re.ASCII)
+_NAME_IN_JSON = re.compile(r'"([\w.]+:[\w.]+)"', re.ASCII)
+_ID_IN_JSON = re.compile(r'"([A-Za-z_]\w*/[\w.]+)"', re.ASCII)
+
+_CLASSES: dict[str, type] = {}
+_IDS: dict[type, str] = {}
+_CURRENT: dict[str, str] = {}
+_FORMER: dict[str, tuple[str, ...]] = {}
+
+
+def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T], T]:
+    """Decorates a class with the id by which files shall name it.
+
+    A process that reads the id before the class is defined imports the package, and if that does not define it, calls
+    ``load(id)`` of the package's module ``stable_ids``, where there is one.
+
+    Args:
+      id: ``"package/Name"`` with a top-level package that can be imported; never to be given to another class.
+      formerly: the names ``"module:Qualname"`` under which files written earlier know the class, the latest first.
+
+    Raises:
+      ValueError: the id is malformed, or that of another class.
+    """
+    if not _ID.fullmatch(id):
+        raise ValueError(f"{id=} is not of the form 'package/Name'")
+    names = tuple(formerly)
+
+    def decorate(kind: T) -> T:
+        known = _CLASSES.get(id)
+        # A class that is defined again, as by a notebook's cell that runs twice, takes the place of the one before.
+        if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise ValueError(f"{id=} of {kind!r} is the id of {known!r}")
+        _CLASSES[id], _IDS[kind], _FORMER[id] = kind, id, names
+        _CURRENT.update(dict.fromkeys(names, id))
+        return kind
+
+    return decorate
+
+
+def id_of(kind: type) -> str | None:
+    """The id of a class itself; that of a base class does not count."""
+    return _IDS.get(kind)
+
+
+def is_id(name: str) -> bool:
+    """Tells an id from a name ``"module:Qualname"``."""
+    return "/" in name
+
+
+def loaded_class(name: object) -> type | None:
+    """The class of an id or of a former name, if its module is loaded; imports nothing. A file may name anything."""
+    if not isinstance(name, str):
+        return None
+    return _CLASSES.get(_CURRENT.get(name, name))
+
+
+def find_class(name: str) -> type | None:
+    """The class of an id or of a former name, importing what defines it; ``None`` if there is no such."""
+    found = loaded_class(name)
+    package = re.split(r"[./:]", name, maxsplit=1)[0]
+    for step in (_import, _load):
+        if found is None:
+            step(package, name)
+            found = loaded_class(name)
+    return found
+
+
+def _import(package: str, name: str) -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(package)
+
+
+def _load(package: str, name: str) -> None:
+    try:
+        finder = importlib.import_module(f"{package}.stable_ids")
+    except ImportError:
+        return
+    finder.load(name)
+
+
+def with_current_names(text: str) -> str:
+    """JSON text with ids in place of the former names of classes; imports what defines those of packages in use."""
+    return _NAME_IN_JSON.sub(lambda match: f'"{_current(match[1])}"', text) if ":" in text else text
+
+
+def _current(name: str) -> str:
+    if name not in _CURRENT and re.split(r"[.:]", name, maxsplit=1)[0] in sys.modules:
+        find_class(name)
+    return _CURRENT.get(name, name)
+
+
+def with_former_names(text: str) -> list[str]:
+    """JSON text as earlier versions wrote it, the latest first; none if it names no class that had another name."""
+    ids = {match[1] for match in _ID_IN_JSON.finditer(text)}
+    depth = max((len(_FORMER.get(id, ())) for id in ids), default=0)
+    return [_ID_IN_JSON.sub(functools.partial(_former, generation), text) for generation in range(depth)]
+
+
+def _former(generation: int, match: re.Match[str]) -> str:
+    names = _FORMER.get(match[1], ()) or (match[1],)
+    return f'"{names[min(generation, len(names) - 1)]}"'
