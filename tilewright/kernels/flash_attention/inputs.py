@@ -41,6 +41,11 @@ class AttentionInputs:
     options: AttentionOptions
     dropout_origin: UInt32[Array, "2"] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query, no key, or nothing in either."""
+        return 0 in (*self.query.shape, *self.value.shape)
+
 
 jax.tree_util.register_dataclass(
     AttentionInputs,

@@ -1,4 +1,4 @@
-"""What several backends do to their operands before a kernel gets them: turn a scale, widen heads, fold ``vmap``."""
+"""What several backends ask of their operands, and do to them before a kernel gets them."""
 
 import dataclasses
 import functools
@@ -7,9 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+
+INT32_LIMIT = 1 << 31
+
+_EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
+"""Beginnings of the names of precisions that float32 products in TensorFloat-32 would fall short of."""
+
+
+def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
+    """Whether float32 operands must not be rounded before they are multiplied, as XLA reads a precision."""
+    if dtype != np.float32:
+        return False
+    precision = options.precision
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    name = getattr(precision, "name", str(precision)).upper()
+    return name in ("FLOAT32", "TENSORFLOAT32_X3") or name.startswith(_EXACT)
 
 
 def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
@@ -20,11 +37,6 @@ def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(
         inputs, query=-inputs.query, options=dataclasses.replace(inputs.options, softmax_scale=-scale)
     )
-
-
-def sinks_lse(softmax_aux: Any) -> Any:
-    """``[heads]`` float32: all of a head's sinks as one; None where there are none."""
-    return None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=1)
 
 
 def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> dict[str, Any]:

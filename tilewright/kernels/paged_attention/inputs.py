@@ -2,13 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Integer, Num
-
-type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 
 FAR = 1 << 29
 """Beyond every position: windows, lengths and starts are cut to it, so that sums of three stay in int32."""
@@ -91,17 +88,6 @@ jax.tree_util.register_dataclass(
     ],
     meta_fields=["options"],
 )  # fmt: skip
-
-
-def one_after_the_other(run: Callable[[PagedInputs], Results], inputs: PagedInputs) -> Results:
-    """``run(inputs)``, by a kernel that has no rule for vmap: what is mapped runs one after the other."""
-    leaves, tree = jax.tree.flatten(inputs)
-
-    @jax.custom_batching.sequential_vmap
-    def each(*leaves: Any) -> Results:
-        return run(jax.tree.unflatten(tree, leaves))
-
-    return each(*leaves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

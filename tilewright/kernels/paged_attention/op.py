@@ -23,9 +23,10 @@ from tilewright.kernels.flash_attention.arguments import (
 )
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem, Results
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
 from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
+from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
 from tilewright.kernels.portfolio import InferenceKernel, LazyImplementation, lazy
 from tilewright.kernels.roofline import Cost

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, Results
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
+from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
 
 DENSE_BYTES = 1 << 28

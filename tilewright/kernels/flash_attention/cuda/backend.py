@@ -18,21 +18,22 @@ from tilewright.kernels.cuda.kernel import CudaKernel
 from tilewright.kernels.cuda.table import Variant
 from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.operands import (
+    INT32_LIMIT,
     backward_arrays,
     bias_gradient,
     into_batch,
-    sinks_lse,
+    wants_exact_products,
     widened,
     with_positive_scale,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import empty_backward, row_terms, sinks_gradient
-from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -53,11 +54,6 @@ DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(jnp
 
 VECTOR_BYTES = 16
 """Head dims are padded to a whole number of these, where no variant takes them as they are."""
-
-INT32_LIMIT = 1 << 31
-
-_EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
-"""Beginnings of the names of precisions that float32 products in TensorFloat-32 would fall short of."""
 
 
 @stable_id(
@@ -87,17 +83,6 @@ class CudaBackwardParams:
 def kernels(direction: Direction) -> tuple[CudaKernel, ...]:
     """The kernels of a direction, in the order in which they are asked."""
     return tuple(CudaKernel(table) for table in TABLES[direction])
-
-
-def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
-    """Whether float32 operands must not be rounded before they are multiplied, as XLA reads a precision."""
-    if dtype != np.float32:
-        return False
-    precision = options.precision
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision
-    name = getattr(precision, "name", str(precision)).upper()
-    return name in ("FLOAT32", "TENSORFLOAT32_X3") or name.startswith(_EXACT)
 
 
 def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, int]:
@@ -323,7 +308,7 @@ class CudaFlashAttention(Implementation):
 
     def forward(self, inputs: AttentionInputs, params: CudaForwardParams) -> Results:
         """``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_forward(inputs)
         inputs = with_positive_scale(inputs)
         call = _Call.of(inputs, "forward", params.variant, False)
@@ -341,7 +326,7 @@ class CudaFlashAttention(Implementation):
         params: CudaBackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
         d_out, d_lse = cotangents

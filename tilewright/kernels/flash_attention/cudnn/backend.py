@@ -25,8 +25,7 @@ from tilewright.kernels.flash_attention.operands import (
     without_hidden,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import empty_backward
-from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -171,7 +170,7 @@ class CudnnFlashAttention(Implementation):
 
     def forward(self, inputs: AttentionInputs, params: CudnnForwardParams) -> Results:
         """``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_forward(inputs)
         call = _Call.of(with_positive_scale(inputs))
         dim, bias = computed_dim(call.problem, False), call.bias(apart=False)
@@ -187,7 +186,7 @@ class CudnnFlashAttention(Implementation):
         params: CudnnBackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key, value and bias, from any backend's ``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         turned = inputs.options.softmax_scale < 0
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype

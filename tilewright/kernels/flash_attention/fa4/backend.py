@@ -21,8 +21,7 @@ from tilewright.kernels.flash_attention.operands import (
     without_hidden,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import empty_backward
-from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -350,7 +349,7 @@ class Fa4FlashAttention(Implementation):
 
     def forward(self, inputs: AttentionInputs, params: Fa4ForwardParams) -> Results:
         """``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_forward(inputs)
         call = _Call.of(with_positive_scale(inputs))
         if call.sees_nothing:
@@ -368,7 +367,7 @@ class Fa4FlashAttention(Implementation):
         params: Fa4BackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key and value, from any backend's ``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         turned = inputs.options.softmax_scale < 0
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype

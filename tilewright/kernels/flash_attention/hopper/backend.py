@@ -50,14 +50,19 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 )
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
-from tilewright.kernels.flash_attention.operands import sinks_lse
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import empty_backward, of_rows_that_see, sinks_gradient
-from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.flash_attention.results import (
+    Results,
+    empty_backward,
+    empty_forward,
+    masked_rows_zeroed,
+    sinks_gradient,
+)
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.sharding import unvarying
+from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -259,7 +264,7 @@ class PallasGpuFlashAttention(Implementation):
 
     def forward(self, inputs: AttentionInputs, params: HopperForwardParams) -> Results:
         """``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_forward(inputs)
         q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
@@ -292,7 +297,7 @@ class PallasGpuFlashAttention(Implementation):
         params: BackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
@@ -306,7 +311,7 @@ class PallasGpuFlashAttention(Implementation):
         out = aligned(results[0], dims[1])
         lse = results[1].astype(jnp.float32)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        d_lse, exponent = of_rows_that_see(d_lse, lse)
+        d_lse, exponent = masked_rows_zeroed(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Short of the row sums, which the first kernel subtracts.

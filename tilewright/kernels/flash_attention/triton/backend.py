@@ -11,22 +11,22 @@ import numpy as np
 from jaxtyping import Array
 
 from tilewright.kernels.dropout import keep_threshold
-from tilewright.kernels.flash_attention.cuda.backend import INT32_LIMIT, wants_exact_products
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts, score_arrays
 from tilewright.kernels.flash_attention.masking import FAR, Band
 from tilewright.kernels.flash_attention.operands import (
+    INT32_LIMIT,
     backward_arrays,
     bias_gradient,
     over_batch,
-    sinks_lse,
+    wants_exact_products,
     with_positive_scale,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import empty_backward, row_terms, sinks_gradient
-from tilewright.kernels.flash_attention.xla.forward import Results, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
 from tilewright.kernels.footprint import block_limits
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.softmax import sinks_lse
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -192,7 +192,7 @@ class TritonFlashAttention(Implementation):
 
     def forward(self, inputs: AttentionInputs, params: TritonForwardParams) -> Results:
         """``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_forward(inputs)
         inputs = with_positive_scale(inputs)
         call = _Call.of(inputs)
@@ -212,7 +212,7 @@ class TritonFlashAttention(Implementation):
         params: TritonBackwardParams,
     ) -> dict[str, Any]:
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
-        if 0 in (*inputs.query.shape, *inputs.value.shape):
+        if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call, (out, lse), (d_out, d_lse) = _Call.of(inputs), results, cotangents

@@ -10,8 +10,9 @@ from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.xla.backward import attention_backward, empty_backward
-from tilewright.kernels.flash_attention.xla.forward import Results, attention_forward, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
+from tilewright.kernels.flash_attention.xla.backward import attention_backward
+from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling
 from tilewright.kernels.masks import Mask, TileClass, TileGrid, reduce_classes
 from tilewright.kernels.registry import Implementation, Platform

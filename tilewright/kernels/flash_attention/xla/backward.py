@@ -8,10 +8,10 @@ from jax import lax
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla.tiles import (
     Scores,
     Tiling,
-    accumulation_dtype,
     is_unrolled,
     over_steps,
     pad_scores,
@@ -22,6 +22,7 @@ from tilewright.kernels.flash_attention.xla.tiles import (
 )
 from tilewright.kernels.masks import Index
 from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.softmax import accumulation_dtype
 
 
 def attention_backward(
@@ -52,55 +53,12 @@ def attention_backward(
     return {name: _summed_as(getattr(given, name), gradient) for name, gradient in gradients.items()}
 
 
-def empty_backward(
-    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
-) -> dict[str, Array | None]:
-    """The gradients where there is no key, or nothing at all."""
-    delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
-    return {
-        "query": jnp.zeros_like(inputs.query),
-        "key": jnp.zeros_like(inputs.key),
-        "value": jnp.zeros_like(inputs.value),
-        "bias": None if inputs.bias is None else jnp.zeros_like(inputs.bias),
-        "softmax_aux": sinks_gradient(inputs, delta, exponent),
-    }
-
-
 def _summed_as(argument: Any, gradient: Any) -> Any:
     """Inside ``shard_map``, the sum over the devices that share an argument."""
     if argument is None:
         return None
     shared = tuple(sorted(varying_axes(gradient) - varying_axes(argument)))
     return lax.psum(gradient, shared) if shared else gradient
-
-
-def row_terms(
-    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
-) -> tuple[Array, Array]:
-    """``[batch, heads, q_length]`` each: what every logit's gradient subtracts, and lse with −inf turned to +inf.
-
-    A fully masked row then has the probability exp(x − inf) = 0 everywhere.
-    """
-    dtype = accumulation_dtype(inputs.query.dtype)
-    delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
-    if d_lse is not None:
-        delta = delta - d_lse.astype(dtype)
-    return of_rows_that_see(delta, lse)
-
-
-def of_rows_that_see(term: Array, lse: Array) -> tuple[Array, Array]:
-    """What a row's gradients want, with 0 and lse = +inf for rows that see nothing, whose lse is −inf."""
-    masked = lse == -jnp.inf
-    return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
-
-
-def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Array | None:
-    """``[heads, sinks]``: a sink is a key whose value is zero."""
-    if inputs.softmax_aux is None:
-        return None
-    sinks = inputs.softmax_aux.astype(delta.dtype)
-    probabilities = jnp.exp(sinks[None, :, None, :] - exponent[..., None])
-    return -jnp.sum(probabilities * delta[..., None], axis=(0, 2)).astype(inputs.softmax_aux.dtype)
 
 
 def _step(

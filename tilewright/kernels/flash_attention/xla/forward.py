@@ -6,13 +6,12 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao 
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.results import Results
 from tilewright.kernels.flash_attention.xla.tiles import (
     Scores,
     Tiling,
-    accumulation_dtype,
     is_unrolled,
     over_steps,
     read,
@@ -22,8 +21,8 @@ from tilewright.kernels.flash_attention.xla.tiles import (
 )
 from tilewright.kernels.masks import Index
 from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
 
-type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 type RowState = tuple[Any, Any, Any]
 
 
@@ -34,17 +33,6 @@ def attention_forward(inputs: AttentionInputs, tiling: Tiling) -> Results:
     batch, _, heads, _ = inputs.query.shape
     out = jnp.moveaxis(out, 3, 1).reshape(batch, tiling.grid.q_length, heads, -1)
     return out, lse.reshape(batch, heads, tiling.grid.q_length)
-
-
-def empty_forward(inputs: AttentionInputs) -> Results:
-    """The results where there is no key, or nothing at all."""
-    batch, q_length, heads, _ = inputs.query.shape
-    dtype = accumulation_dtype(inputs.query.dtype)
-    out = jnp.zeros((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
-    if inputs.softmax_aux is None:
-        return out, jnp.full((batch, heads, q_length), -jnp.inf, dtype)
-    greatest, total = _sinks(inputs.softmax_aux.astype(dtype))
-    return out, jnp.broadcast_to((greatest + jnp.log(total))[None, :, None], (batch, heads, q_length))
 
 
 def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, Any]:
@@ -85,14 +73,9 @@ def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: Any, v
     if inputs.softmax_aux is None:
         return *vary_over(axes, (jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))), weighted
     sinks = tiling.take(inputs.softmax_aux[None].astype(dtype), step, batch_axis=0, head_axis=1)
-    parts = _sinks(sinks.reshape(tiling.head_size, tiling.group, 1, -1))
+    parts = sinks_statistics(sinks.reshape(tiling.head_size, tiling.group, 1, -1))
     greatest, total = (jnp.broadcast_to(part, shape) for part in parts)
     return greatest, total, weighted
-
-
-def _sinks(sinks: Any) -> tuple[Any, Any]:
-    greatest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
-    return greatest, jnp.sum(jnp.exp(sinks - _finite(greatest)[..., None]), axis=-1)
 
 
 def _tile(scores: Scores, value: Any, row: Index, column: Index, masked: bool, state: RowState | None) -> RowState:
@@ -103,7 +86,7 @@ def _tile(scores: Scores, value: Any, row: Index, column: Index, masked: bool, s
         greatest, logits = greatest * factor, logits * factor
     if state is not None:
         greatest = jnp.maximum(greatest, state[0])
-    shift = _finite(greatest)
+    shift = finite_shift(greatest)
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
     if scores.dropout_keys is not None:
@@ -119,11 +102,6 @@ def _tile(scores: Scores, value: Any, row: Index, column: Index, masked: bool, s
         return greatest, total, weighted
     shrink = jnp.exp(state[0] - shift)
     return greatest, state[1] * shrink + total, state[2] * shrink[..., None] + weighted
-
-
-def _finite(greatest: Any) -> Any:
-    """What to subtract from a row's logits: 0 where all of them are −inf, so that none becomes NaN."""
-    return jnp.where(greatest == -jnp.inf, 0.0, greatest)
 
 
 def _finish(inputs: AttentionInputs, tiling: Tiling, rows: tuple[Any, ...]) -> tuple[Any, Any]:

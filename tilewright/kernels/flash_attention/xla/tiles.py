@@ -14,6 +14,7 @@ from jax import lax
 from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import Index, Mask, TileClass, TileGrid, reduce_classes
+from tilewright.kernels.softmax import accumulation_dtype
 from tilewright.ops.kernel.arrays import is_symbolic
 
 UNROLLED_TILES = 4
@@ -297,11 +298,6 @@ class Scores:
         if heads == 1:
             return tile[:, :, None]
         return tile.reshape(batch, heads // self.tiling.group, self.tiling.group, *rest)
-
-
-def accumulation_dtype(dtype: Any) -> Any:
-    """float64 for float64, else float32."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def scale_is_folded(scale: float, dtype: Any) -> bool:

@@ -16,9 +16,9 @@ from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Fie
 from tilewright.kernels.cuda.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
 from tilewright.kernels.footprint import Footprint
-from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import DIMS, is_for_others, packed_reasons
-from tilewright.kernels.paged_attention.xla.forward import empty_forward
+from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.hopper.scores import ROWS
-from tilewright.kernels.flash_attention.operands import sinks_lse
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.latent import (
     KEYS,
@@ -17,9 +16,10 @@ from tilewright.kernels.paged_attention.hopper.latent import (
     LatentPlan,
     latent_kernel,
 )
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
-from tilewright.kernels.paged_attention.xla.forward import empty_forward
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.registry import InferenceImplementation, Platform
+from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 

@@ -13,10 +13,10 @@ from tilewright.kernels.paged_attention.hopper.packed import (
     ordered_work,
     present_pages,
 )
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
+from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.paged_attention.token_layout import boundaries, most_tiles, packed_tiles, packed_tokens
-from tilewright.kernels.paged_attention.xla.forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.footprint import block_limits
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem, Results, one_after_the_other
+from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.paged_attention.token_layout import boundaries, packed_tiles, packed_tokens
-from tilewright.kernels.paged_attention.xla.forward import empty_forward
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.ops.types import Device, Direction

@@ -14,9 +14,11 @@ from jax import lax
 from jax._src.core import min_dim  # also of symbolic dimensions
 from jaxtyping import Array, Bool, Float, Int
 
-from tilewright.kernels.paged_attention.inputs import PagedInputs, Results
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.results import Results, empty_forward, sinks_of
 from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tiles, packed_tokens
 from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 
 class Tiles(NamedTuple):
@@ -60,14 +62,6 @@ def paged_forward(inputs: PagedInputs, block_q: int, block_k: int, tiles_at_once
     out, lse = (x.reshape(-1, heads, *x.shape[4:])[place] for x in (out, lse))
     nothing, nothing_lse = empty_forward(inputs)
     return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
-
-
-def empty_forward(inputs: PagedInputs) -> Results:
-    """The results of queries that see nothing."""
-    tokens, heads, _ = inputs.query.shape
-    greatest, total = _sinks(inputs)
-    lse = jnp.broadcast_to((greatest + jnp.log(total)).reshape(heads), (tokens, heads))
-    return jnp.zeros((tokens, heads, inputs.value_dim), inputs.query.dtype), lse
 
 
 def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
@@ -131,33 +125,13 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Greatest logit, normaliser and weighted sum before the first key: the sinks' alone."""
     count, block_q, kv_heads, groups, _ = tiles.query.shape
     shape = (count, kv_heads, groups, block_q)
-    parts = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in _sinks(inputs))
-    weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs))
+    parts = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks_of(inputs))
+    weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs.query.dtype))
     return vary_over(varying_axes(inputs), (*parts, weighted))
 
 
-def _sinks(inputs: PagedInputs) -> tuple[Any, Any]:
-    """Of each head's sinks the greatest logit and the normaliser; −inf and 0 without any."""
-    dtype = accumulation_dtype(inputs)
-    heads = inputs.query.shape[1]
-    if inputs.softmax_aux is None:
-        return jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype)
-    sinks = inputs.softmax_aux.astype(dtype)
-    greatest = jnp.max(sinks, axis=1, initial=-jnp.inf)
-    return greatest, jnp.sum(jnp.exp(sinks - _finite(greatest)[:, None]), axis=1)
-
-
-def accumulation_dtype(inputs: PagedInputs) -> Any:
-    return jnp.promote_types(inputs.query.dtype, jnp.float32)
-
-
-def _finite(greatest: Any) -> Any:
-    """What to subtract from a row's logits: 0 where all of them are −inf, so that none becomes NaN."""
-    return jnp.where(greatest == -jnp.inf, 0.0, greatest)
-
-
 def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: Any) -> Any:
-    options, dtype = inputs.options, accumulation_dtype(inputs)
+    options, dtype = inputs.options, accumulation_dtype(inputs.query.dtype)
     block_q = tiles.query.shape[1]
     logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
     logits = logits * jnp.asarray(options.softmax_scale, dtype)
@@ -178,7 +152,7 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: Any) -> Any:
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
     greatest = jnp.maximum(state[0], jnp.max(logits, axis=-1))
-    shift = _finite(greatest)
+    shift = finite_shift(greatest)
     weights, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
     total = state[1] * shrink + jnp.sum(weights, axis=-1)
     if block.value_scale is not None:

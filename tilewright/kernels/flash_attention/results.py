@@ -1,0 +1,63 @@
+"""What all backends of flash attention return: residuals that each can read, and gradients that need no kernel."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.softmax import accumulation_dtype, sinks_statistics
+
+type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
+
+
+def empty_forward(inputs: AttentionInputs) -> Results:
+    """The results where there is no key, or nothing at all."""
+    batch, q_length, heads, _ = inputs.query.shape
+    dtype = accumulation_dtype(inputs.query.dtype)
+    out = jnp.zeros((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
+    if inputs.softmax_aux is None:
+        return out, jnp.full((batch, heads, q_length), -jnp.inf, dtype)
+    maximum, total = sinks_statistics(inputs.softmax_aux.astype(dtype))
+    return out, jnp.broadcast_to((maximum + jnp.log(total))[None, :, None], (batch, heads, q_length))
+
+
+def empty_backward(
+    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
+) -> dict[str, Array | None]:
+    """The gradients where there is no key, or nothing at all."""
+    delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
+    return {
+        "query": jnp.zeros_like(inputs.query),
+        "key": jnp.zeros_like(inputs.key),
+        "value": jnp.zeros_like(inputs.value),
+        "bias": None if inputs.bias is None else jnp.zeros_like(inputs.bias),
+        "softmax_aux": sinks_gradient(inputs, delta, exponent),
+    }
+
+
+def row_terms(
+    inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
+) -> tuple[Array, Array]:
+    """``[batch, heads, q_length]`` each: what every logit's gradient subtracts, and lse with −inf turned to +inf.
+
+    A fully masked row then has the probability exp(x − inf) = 0 everywhere.
+    """
+    dtype = accumulation_dtype(inputs.query.dtype)
+    delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
+    if d_lse is not None:
+        delta = delta - d_lse.astype(dtype)
+    return masked_rows_zeroed(delta, lse)
+
+
+def masked_rows_zeroed(term: Array, lse: Array) -> tuple[Array, Array]:
+    """What a row's gradients want, with 0 and lse = +inf for rows that see nothing, whose lse is −inf."""
+    masked = lse == -jnp.inf
+    return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
+
+
+def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Array | None:
+    """``[heads, sinks]``: a sink is a key whose value is zero."""
+    if inputs.softmax_aux is None:
+        return None
+    sinks = inputs.softmax_aux.astype(delta.dtype)
+    probabilities = jnp.exp(sinks[None, :, None, :] - exponent[..., None])
+    return -jnp.sum(probabilities * delta[..., None], axis=(0, 2)).astype(inputs.softmax_aux.dtype)

@@ -1,0 +1,41 @@
+"""What all backends of attention over a cache return, and how those without a rule for vmap are mapped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.softmax import accumulation_dtype, sinks_statistics
+
+type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+
+
+def sinks_of(inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
+    """Of each head's sinks the maximum and the sum of exponentials; −inf and 0 without any."""
+    dtype = accumulation_dtype(inputs.query.dtype)
+    heads = inputs.query.shape[1]
+    if inputs.softmax_aux is None:
+        return jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype)
+    return sinks_statistics(inputs.softmax_aux.astype(dtype))
+
+
+def empty_forward(inputs: PagedInputs) -> Results:
+    """The results of queries that see nothing."""
+    tokens, heads, _ = inputs.query.shape
+    maximum, total = sinks_of(inputs)
+    lse = jnp.broadcast_to((maximum + jnp.log(total)).reshape(heads), (tokens, heads))
+    return jnp.zeros((tokens, heads, inputs.value_dim), inputs.query.dtype), lse
+
+
+def one_after_the_other(run: Callable[[PagedInputs], Results], inputs: PagedInputs) -> Results:
+    """``run(inputs)``, by a kernel that has no rule for vmap: what is mapped runs one after the other."""
+    leaves, tree = jax.tree.flatten(inputs)
+
+    @jax.custom_batching.sequential_vmap
+    def each(*leaves: Any) -> Results:
+        return run(jax.tree.unflatten(tree, leaves))
+
+    return each(*leaves)
