@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.flash_attention import arguments
+from tilewright.kernels import arguments
+from tilewright.kernels.flash_attention.arguments import score_array
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -130,7 +131,7 @@ def _explicit(shape: ScoreShape, mask: Any) -> Mask:
     if isinstance(mask, Mask):
         mask.check(*shape.sizes)
         return mask
-    array = arguments.score_array("mask", mask, shape.sizes)
+    array = score_array("mask", mask, shape.sizes)
     if array.dtype != bool:
         raise TypeError(f"mask must be boolean, True where a query attends to a key, got {array.dtype=}; see bias")
     return ExplicitMask(array)

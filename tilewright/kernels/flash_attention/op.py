@@ -10,8 +10,16 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from tilewright.kernels.flash_attention import arguments, masking, sampling
-from tilewright.kernels.flash_attention.arguments import CausalAlignment, PlatformLike, PrecisionLike
+from tilewright.kernels import arguments
+from tilewright.kernels.arguments import PlatformLike, PrecisionLike
+from tilewright.kernels.flash_attention import masking, sampling
+from tilewright.kernels.flash_attention.arguments import (
+    CausalAlignment,
+    alignment,
+    bias_array,
+    dropout,
+    query_key_value,
+)
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.partitioning import attention_partitioning, with_positions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -87,23 +95,23 @@ class FlashAttention(PortfolioKernel):
         Everything that hides a key from a query becomes one mask. Arrays keep their values and are not copied;
         those without a batch dimension get one, which ``outputs`` takes away again.
         """
-        queries, keys, values, unbatched = arguments.query_key_value(query, key, value)
+        queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
         shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
         queries, scale = arguments.scaled(queries, softmax_scale)
-        prob, seed = arguments.dropout(dropout_prob, dropout_seed)
+        prob, seed = dropout(dropout_prob, dropout_seed)
         combined = masking.call_mask(
             shape,
             mask=mask,
             causal=arguments.flag("causal", causal),
             sliding_window=sliding_window,
-            bottom_right=arguments.alignment(causal_alignment),
+            bottom_right=alignment(causal_alignment),
             segment_ids=(q_segment_ids, kv_segment_ids),
             lengths=(query_seq_lengths, key_value_seq_lengths),
             cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
         )
         combined = with_positions(combined, queries)
-        bias = None if bias is None else arguments.bias_array(bias, shape.sizes)
+        bias = None if bias is None else bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
         bias, combined, sinks = jax.tree.map(lambda x: arguments.narrowed(x, queries.dtype), (bias, combined, sinks))
         return (queries, keys, values, bias, combined, sinks), {

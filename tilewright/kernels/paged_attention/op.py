@@ -11,16 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import (
-    PlatformLike,
-    flag,
-    narrowed,
-    platforms,
-    reshape,
-    scaled,
-    sinks_array,
-    soft_cap,
-)
+from tilewright.kernels.arguments import PlatformLike, flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem

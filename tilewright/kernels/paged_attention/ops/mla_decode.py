@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import as_array, integer, reshape
+from tilewright.kernels.arguments import as_array, integer, reshape
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
 from tilewright.kernels.portfolio import lazy

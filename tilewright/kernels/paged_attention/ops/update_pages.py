@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import PlatformLike, as_array, platforms, reshape
+from tilewright.kernels.arguments import PlatformLike, as_array, platforms, reshape
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.op import Call
