@@ -44,13 +44,14 @@ def framework() -> Any:
     """What is used of Tilewright: the only imports from it, for modules move."""
     from tilewright.cli.options import CallOptions
     from tilewright.cli.targets import OPS, flat_call, op_cases, op_function
-    from tilewright.kernels.cuda_build.build import Group, shipped_key
-    from tilewright.kernels.cuda_build.kernel import CudaKernel, noting_groups
-    from tilewright.kernels.flash_attention import cudnn_jax, fa4_cute
+    from tilewright.kernels.cuda.build import Group, shipped_key
+    from tilewright.kernels.cuda.kernel import CudaKernel, noting_groups
+    from tilewright.kernels.flash_attention.cudnn import jax_calls as cudnn_jax
+    from tilewright.kernels.flash_attention.fa4 import cute as fa4_cute
     from tilewright.ops import ConfigSelectorChain, Device, find_invocations, target_device
-    from tilewright.ops.core.arrays import StaticLeaf, split
-    from tilewright.ops.core.kernel import gradient_form, optional_method
-    from tilewright.ops.core.stages import Program, Stage, traced
+    from tilewright.ops.kernel.arrays import StaticLeaf, split
+    from tilewright.ops.kernel.kernel import gradient_form, optional_method
+    from tilewright.ops.lowering.stages import Program, Stage, traced
     from tilewright.ops.utils.known_devices import find_device
 
     return types.SimpleNamespace(
