@@ -5,8 +5,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from tilewright.ops.config.tuner import Search, Timer
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.events import (
     CandidateDropped,
@@ -15,10 +17,6 @@ from tilewright.ops.tuning.events import (
     CandidateMeasured,
     CandidateStarted,
 )
-from tilewright.ops.tuning.results import Candidate
-from tilewright.ops.tuning.timing import Timer
-
-Search = Literal["halving", "exhaustive"]
 
 # A candidate this many times slower than the best so far is not measured a second time.
 HOPELESS = 1.5
