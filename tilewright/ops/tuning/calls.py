@@ -16,7 +16,8 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.journal import Journal
-from tilewright.ops.tuning.race import Gate, Limits, Outlook, Race
+from tilewright.ops.tuning.limits import Gate, Limits, Outlook
+from tilewright.ops.tuning.race import Race
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain

@@ -7,7 +7,8 @@ from tilewright.ops.config.results import TunedCall
 from tilewright.ops.config.tuner import Search
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
-from tilewright.ops.tuning.race import Limits, Outlook, Race
+from tilewright.ops.tuning.limits import Limits, Outlook
+from tilewright.ops.tuning.race import Race
 
 
 class RecordedBench(Bench):
