@@ -27,10 +27,11 @@ from benchmarks.common import RESULTS, device_name, environment
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Invocation, Tuner
+from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.config.tables import add_to_table
+from tilewright.ops.config.tuner import Search
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, local_bench
-from tilewright.ops.tuning.race import Search
-from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
 from tilewright.ops.types import Direction
 
 MOST_BEHIND = 0.02
@@ -44,7 +45,7 @@ NEAR = 1.5
 
 def invocation(case: AttentionCase, direction: Direction) -> Invocation[Any, Any]:
     """The call of a case, without its arrays."""
-    from tilewright.ops.executor import prepared
+    from tilewright.ops.kernel.prepared import prepared
 
     shapes = Operands.shapes(case)
     given = {**shapes.floats, **shapes.options(shapes.extras)}

@@ -16,7 +16,7 @@ from benchmarks.common import interleaved, record
 from benchmarks.trivial import Scale
 from tilewright.modules import FlashAttention
 from tilewright.ops import ConfigCache, ConfigSelectorChain, Invocation, PersistentCache
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 
 CALLS = 20
 

@@ -23,7 +23,7 @@ from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.kernels.portfolio import InferenceKernel, Portfolio
 from tilewright.kernels.triton import requirements
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 
 README = Path(__file__).parent.parent / "README.md"

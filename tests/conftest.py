@@ -61,8 +61,8 @@ _tests = itertools.count(1)
 
 def pytest_runtest_teardown() -> None:
     # Tests have kernels of one name that no program would have beside each other.
-    if (kernels := sys.modules.get("tilewright.ops.kernel.kernel")) is not None:
-        kernels._OWNERS.clear()
+    if (names := sys.modules.get("tilewright.ops.kernel.names")) is not None:
+        names._OWNERS.clear()
     # And some change the code of a kernel, or what it is lowered with.
     if (memory := sys.modules.get("tilewright.ops.utils.memory")) is not None:
         memory.forget_all()

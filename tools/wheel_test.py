@@ -38,7 +38,7 @@ from pathlib import Path
 import tilewright, tilewright.modules
 from tilewright.kernels import CUDA_TABLES
 from tilewright.kernels.cuda.toolchain import own_folders
-from tilewright.ops.tuning.results import AutotuningResult
+from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.utils.serialize import resolve
 
 folder = Path(tilewright.__file__).parent

@@ -13,7 +13,8 @@ from benchmarks.common import RESULTS
 from tilewright.kernels.flash_attention.xla.backend import FwdParams
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain
-from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.kernel.candidates import Candidate
 
 
 @pytest.mark.full

@@ -19,8 +19,8 @@ from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import Lock, executor
 from tilewright.ops.config.lockfile import Decision
-from tilewright.ops.executor import prepared
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils import device as devices
 
 PROGRAM = """

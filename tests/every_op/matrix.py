@@ -14,7 +14,7 @@ from tilewright.cli.targets import op_function
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.portfolio import Choice, Portfolio, PortfolioKernel
 from tilewright.ops import Invocation
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import resolve
 

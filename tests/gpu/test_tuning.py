@@ -13,7 +13,7 @@ from tilewright.kernels.cuda.devices import capability_of
 from tilewright.kernels.cuda.toolchain import missing
 from tilewright.modules import flash_attention
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, Tuner, tune
-from tilewright.ops.tuning.results import TunedCall
+from tilewright.ops.config.results import TunedCall
 from tilewright.ops.utils.device import current_device
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -19,8 +19,7 @@ from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, PersistentCache, overlay_cache
 from tilewright.ops.config import persistent
-from tilewright.ops.config.selection import implementation_source
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
@@ -58,7 +57,7 @@ def cached(step: str, config: Any, folder: Path) -> tuple[ConfigSelectorChain, C
     elif step == "overlay":
         overlay.put(INV.key, config)
     else:
-        assert disk.put(INV.key, config, source=implementation_source(INV))
+        assert disk.put(INV.key, config, source=INV.kernel.source())
     return ConfigSelectorChain(memory, disk), overlay
 
 
@@ -123,7 +122,7 @@ def test_hopper_configs(params: HopperForwardParams, hit: bool, tmp_path: Path) 
     """What needs more shared memory than there is at head dim 256."""
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
-        assert disk.put(inv.key, Choice("pallas", None, params), source=implementation_source(inv))
+        assert disk.put(inv.key, Choice("pallas", None, params), source=inv.kernel.source())
         selection = ConfigSelectorChain(persistent=disk).choose(inv)
     assert selection.step == ("disk" if hit else "heuristic")
     assert (selection.config.params == params) == hit
@@ -134,7 +133,7 @@ def test_hopper_configs_of_other_fields(tmp_path: Path) -> None:
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
         config = Choice("pallas", None, HopperForwardParams(128, 64, 2, False))
-        assert disk.put(inv.key, config, source=implementation_source(inv))
+        assert disk.put(inv.key, config, source=inv.kernel.source())
         (file,) = tmp_path.iterdir()
         document = json.loads(file.read_text())
         fields = document["config"]["fields"]["params"]["fields"]

@@ -27,8 +27,8 @@ from tilewright.ops import (
     overlay_cache,
     tune,
 )
-from tilewright.ops.tuning.results import Confirmation
-from tilewright.ops.tuning.timing import Timing
+from tilewright.ops.config.results import Confirmation
+from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.types import MappedAxis
 
 A, B = operands((6, 5), (5, 4))

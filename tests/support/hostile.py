@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.ops import Kernel
-from tilewright.ops.tuning.timing import Timer
+from tilewright.ops.config.tuner import Timer
 from tilewright.ops.tuning.workload import Workload
 
 SIZE = 64

@@ -24,10 +24,11 @@ from tilewright.cli.peers import PEERS
 from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases, op_function
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.ops.executor import prepared
-from tilewright.ops.kernel.kernel import random_array
+from tilewright.ops.kernel.arrays import random_array
+from tilewright.ops.kernel.candidates import Timing
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.tuning.progress import is_watched, milliseconds
-from tilewright.ops.tuning.timing import Timing, time_interleaved
+from tilewright.ops.tuning.timing import time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 

@@ -21,7 +21,7 @@ from tilewright.ops.config.lockfile import Decision, key_fields
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.kernel.builds import Build
-from tilewright.ops.kernel.kernel import Invocation, live_kernel, optional_method
+from tilewright.ops.kernel.kernel import Invocation, live_kernel
 from tilewright.ops.lowering.programs import Decisions
 from tilewright.ops.program import lower, only_reading
 from tilewright.ops.types import Device
@@ -146,8 +146,7 @@ def _builds_of(decision: Decision, device: Device) -> Sequence[Build]:
         raise LookupError(f"its version here is {op.version}, not {said['version']}")
     inv = Invocation.of_description(op, said, "forward" if decision.direction == "forward" else "backward", device)
     config = rebuild_config(decision.config, type(op.heuristic_cfg(inv)))
-    builds = optional_method(op, "config_builds")
-    return () if builds is None else builds(inv, config)
+    return op.config_builds(inv, config)
 
 
 def _groups(builds: Iterable[Build]) -> list[Group]:

@@ -15,7 +15,7 @@ from tilewright.kernels import OPS as KERNELS
 from tilewright.kernels import kernel
 from tilewright.kernels.portfolio import LazyImplementation, implementation_name
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from tilewright.cli.output import lines, table
+from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.tuning.progress import milliseconds
-from tilewright.ops.tuning.results import AutotuningResult
 from tilewright.ops.utils.describe import describe_config, describe_key
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 from tilewright.cli.documents import Kind, document_of, kind_of
 from tilewright.cli.entries import key_fields, open_cache
 from tilewright.ops.config.persistent import Entry, untagged_if_loaded
-from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.utils.describe import describe_config, describe_key
 
 # Longer than any sample; what lies beyond is damage, and no axis has room for it.

@@ -13,8 +13,8 @@ from tilewright.cli.report_calls import ReportedCall, geometric_mean, sound, tim
 from tilewright.cli.report_plot import FieldPlot
 from tilewright.cli.report_shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
 from tilewright.cli.report_style import STYLE
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
-from tilewright.ops.tuning.results import Candidate
 
 # Characters of all failures' messages together, and of one: the longest that compilers print without a dump.
 ALL_MESSAGES = 1_000_000

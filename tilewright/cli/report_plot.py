@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from tilewright.cli.markup import Markup, element, word
 from tilewright.cli.output import counted
 from tilewright.cli.report_calls import ReportedCall, sound, time_of
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
-from tilewright.ops.tuning.results import Candidate
 
 # In units of the picture, which are about half a pixel: paths of whole numbers are short.
 WIDTH, HEIGHT = 1920, 640

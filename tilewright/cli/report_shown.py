@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tilewright.cli.report_calls import ReportedCall
-from tilewright.ops.tuning.results import Candidate
+from tilewright.ops.kernel.candidates import Candidate
 
 # Up to so many candidates a page shows all of them; of more, so many rows altogether, as far as three of each
 # implementation are not more.

@@ -29,10 +29,10 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.config.tuner import Isolation
 from tilewright.ops.program import find_invocations, tune_invocations
 from tilewright.ops.tuning.isolation import prestart
 from tilewright.ops.tuning.progress import progress_for
-from tilewright.ops.tuning.tuning import Isolation
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 

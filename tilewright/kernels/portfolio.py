@@ -143,6 +143,8 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
         super().__init__(name, version=version)
         self.implementations = tuple(implementations)
+        parameters = inspect.signature(self.inputs).parameters.values()
+        self.argument_names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     @abc.abstractmethod
     def inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +177,6 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         Raises:
           ValueError: they split it in a way that would need communication.
         """
-
-    @functools.cached_property
-    def argument_names(self) -> tuple[str, ...]:
-        """Names of the prepared positional arguments, by which gradients are returned."""
-        parameters = inspect.signature(self.inputs).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def forward_results(self, inputs: Any, cfg: Choice) -> Any:
         """What the chosen implementation computes, on each device's part where the types split the call."""

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides, current_overrides, synchronise
-from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.executor import Executor, default_executor
 from tilewright.ops.kernel.arrays import split
 from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel

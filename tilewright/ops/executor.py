@@ -7,12 +7,14 @@ from typing import Any, Generic
 
 import jax
 
-from tilewright.ops.config.cache import ConfigCache
-from tilewright.ops.config.context import AutotunePolicy, current_overrides, synchronise
-from tilewright.ops.config.persistent import PersistentCache
-from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
+from tilewright.ops.config.chooser import ConfigChooser
+from tilewright.ops.config.context import current_overrides, synchronise
+from tilewright.ops.config.selection import ConfigSelectorChain, default_chain
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
-from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, gradient_form, naming, optional_method
+from tilewright.ops.kernel.candidates import Candidate
+from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, check_kernel
+from tilewright.ops.kernel.optional import gradient_form
+from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.lowering.call import Selector, apply
 from tilewright.ops.lowering.programs import Program, Programs
@@ -88,9 +90,8 @@ class Executor(Generic[Cfg, Out]):
 
     def explain_choice(self, inv: Invocation[Any, Any], cfg: Any) -> "ExplainedChoice":
         selection = self.chooser.lookup(inv, cfg=cfg)
-        rejected = optional_method(inv.kernel, "not_taken")
         time_ms, step = selection.time_ms, selection.step
-        measured: Sequence[Any] = ()
+        measured: Sequence[Candidate] = ()
         if isinstance(self.chooser, ConfigSelectorChain):
             stored = self.chooser.measurements(inv)
             measured = () if stored is None else stored[2]
@@ -112,7 +113,7 @@ class Executor(Generic[Cfg, Out]):
             step,
             time_ms,
             inv.key,
-            {} if rejected is None else rejected(inv, selection.config, measured),
+            inv.kernel.not_taken(inv, selection.config, measured),
             selection.detail,
         )
 
@@ -141,41 +142,12 @@ def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_s
     return apply(kernel, selector, tuple(args), dict(kwargs), known_shardings)
 
 
-def prepare(kernel: Kernel[Any, Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
-    with naming(kernel):
-        return kernel.prepare(*args, **kwargs)
-
-
 def _static(cfg: Any) -> StaticLeaf | None:
     if cfg is None:
         return None
     if not is_hashable(cfg):
         raise TypeError(f"{cfg=} must be hashable, such as a frozen dataclass, not of type {type(cfg).__name__}")
     return StaticLeaf(cfg)
-
-
-def prepared(
-    kernel: Kernel[Any, Any], args: Any, kwargs: Any, *, concrete: bool = True
-) -> tuple[Invocation[Any, Any], tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
-    check_kernel(kernel)
-    arrays, structure = split((tuple(args), dict(kwargs)))
-    shardings = [meaningful_sharding(array) for array in arrays]
-    seen: list[Any] = []
-
-    def look(traced: list[Any]) -> None:
-        known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
-        again = prepare(kernel, *structure.join(traced))
-        seen.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), again))
-
-    jax.eval_shape(look, [abstract(a) for a in arrays])
-    abstract_args, abstract_kwargs = seen[0]
-    inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))
-    if not concrete:
-        return inv, None
-    real_args, real_kwargs = prepare(kernel, args, kwargs)
-    return inv, (tuple(real_args), dict(real_kwargs))
 
 
 def default_key_builder_with_sharding(
@@ -204,7 +176,7 @@ class ExplainedChoice:
     step: str
     time_ms: float | None
     key: str
-    rejected: Mapping[str, tuple[str, ...]]
+    rejected: Mapping[str, Sequence[str]]
     detail: str = ""
 
     @property
@@ -243,7 +215,7 @@ class Explanation:
         return self.forward.time_ms
 
     @property
-    def rejected(self) -> Mapping[str, tuple[str, ...]]:
+    def rejected(self) -> Mapping[str, Sequence[str]]:
         return self.forward.rejected
 
     def __str__(self) -> str:
@@ -251,12 +223,9 @@ class Explanation:
 
 
 @functools.cache
-def default_chain() -> ConfigSelectorChain:
-    """The chain behind ``kernel(...)``: memory, disk, shipped tables, heuristics; it tunes only when asked."""
-    return ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=AutotunePolicy(allow_autotune=False))
-
-
-@functools.cache
 def default_executor() -> Executor[Any, Any]:
     """The executor behind ``kernel(...)`` and the functions of ``tilewright.modules``."""
     return Executor(default_chain())
+
+
+DEFAULT_EXECUTOR.fill(default_executor)

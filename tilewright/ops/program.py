@@ -12,14 +12,16 @@ import jax
 import numpy as np
 
 from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import check_budget, current_overrides, in_force
-from tilewright.ops.config.selection import ConfigChooser, ConfigSelectorChain
+from tilewright.ops.config.results import AutotuningResult
+from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.lowering.labels import CallLabel, find_labels_in_lowered, is_call_label, parse_label
 from tilewright.ops.tuning.confirming import check_confirmable, confirmed
-from tilewright.ops.tuning.results import AutotuningResult
-from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner, Event, Tuner
+from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner, Event
 from tilewright.ops.utils.describe import describe_config, describe_key
 
 

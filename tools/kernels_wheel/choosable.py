@@ -11,7 +11,7 @@ from tilewright.kernels.flash_attention.cuda import backend as cuda
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
-from tilewright.ops.tuning.results import AutotuningResult
+from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import resolve
 from tools.kernels_wheel.reach import first_groups

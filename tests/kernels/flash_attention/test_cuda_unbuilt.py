@@ -16,7 +16,7 @@ from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Invocation
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 
 pytestmark = pytest.mark.skipif(fake_nvcc.HOST_COMPILER is None or sys.platform != "linux", reason=fake_nvcc.NEEDED)

@@ -21,7 +21,7 @@ from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunk
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import GPU_CASES, RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Executor
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.serialize import from_json, to_json
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

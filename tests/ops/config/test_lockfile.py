@@ -37,7 +37,6 @@ from tilewright.ops import (
 )
 from tilewright.ops.config import lockfile
 from tilewright.ops.config.lockfile import Decision
-from tilewright.ops.config.selection import implementation_source
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +49,7 @@ DEVICE = INV.device_fingerprint
 
 def result(*decided, device=DEVICE, toolchain=None):
     """What a tuning would return that had found these configs."""
-    entries = [TunedCall.of(i, [Candidate(cfg, (1.0,))], 0, source=implementation_source(i)) for i, cfg in decided]
+    entries = [TunedCall.of(i, [Candidate(cfg, (1.0,))], 0, source=i.kernel.source()) for i, cfg in decided]
     toolchain = toolchain_fingerprint() if toolchain is None else toolchain
     return AutotuningResult(tuple(entries), device=device, toolchain=toolchain)
 
@@ -90,7 +89,7 @@ class TestBytes:
         assert hash(read) == hash(made)
         assert (read.device, read.toolchain, read.decisions) == (made.device, made.toolchain, made.decisions)
         assert [d.direction for d in read.decisions] == ["backward", "forward"]
-        assert read.get(INV.key).source == implementation_source(INV)
+        assert read.get(INV.key).source == INV.kernel.source()
         assert read.get(INV.key).shapes == "f32[6,5] f32[5,4]"
         assert read.get(OTHER.key) is None
         assert os.listdir(tmp_path) == ["a.json"]
@@ -160,7 +159,7 @@ class TestMerging:
     def test_the_source_is_that_which_was_measured(self, monkeypatch, tmp_path):
         """Not that of the process in which the result becomes a lock, where the kernel need not even be."""
         chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
-        measured = implementation_source(INV)
+        measured = INV.kernel.source()
         tuned = Autotuner(Tuner(0, 1), chooser=chain).tune(INV)
         monkeypatch.setattr(Product, "source", lambda self: "edited since", raising=False)
         assert tuned.to_lock().get(INV.key).source == measured
@@ -300,7 +299,7 @@ class TestHostileFiles:
         self.refused(file, "sha256")
 
     def test_one_call_decided_twice(self):
-        source = implementation_source(INV)
+        source = INV.kernel.source()
         twice = (Decision.of(INV.key, Config(1), source), Decision.of(INV.key, Config(2), source))
         with pytest.raises(ValueError, match="decides each call once"):
             Lock(DEVICE, {}, twice)
@@ -500,7 +499,7 @@ class TestMissIsAnError:
 
     def test_another_device(self, caplog):
         key = json.dumps(json.loads(INV.key) | {"device": "gpu:other:9.0"})
-        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), implementation_source(INV)),))
+        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), INV.kernel.source()),))
         with use_lock(lock), caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert ConfigSelectorChain().choose(INV).step == "heuristic"
@@ -713,7 +712,7 @@ class TestProcesses:
             folder = tmp_path / f"cache{n}"
             cache = PersistentCache(folder / "configs")
             for inv, config in calls[n:]:
-                assert cache.put(inv.key, config(inv, (8, 16, 64)[n]), source=implementation_source(inv))
+                assert cache.put(inv.key, config(inv, (8, 16, 64)[n]), source=inv.kernel.source())
             processes.append(start(tmp_path / "lock.json", folder, TILEWRIGHT_LOCK_MISS=("allow", "error", "error")[n]))
         outputs = [process.communicate(timeout=300) for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], outputs
@@ -725,7 +724,7 @@ class TestProcesses:
     def test_would_differ_without_it(self, calls, tmp_path):
         cache = PersistentCache(tmp_path / "configs")
         for inv, config in calls:
-            cache.put(inv.key, config(inv, 8), source=implementation_source(inv))
+            cache.put(inv.key, config(inv, 8), source=inv.kernel.source())
         output, errors = start("", tmp_path).communicate(timeout=300)
         expected = {f"{inv.kernel.name} {inv.direction} disk {config(inv, 8)}" for inv, config in calls}
         assert set(output.splitlines()) == expected, errors

@@ -27,8 +27,8 @@ from tilewright.ops import (
     policy_override,
     use_lock,
 )
-from tilewright.ops.config.selection import implementation_source
-from tilewright.ops.tuning.results import AutotuningResult, Candidate, TunedCall
+from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.types import Device
 
 A, B = operands((6, 5), (5, 4))
@@ -47,7 +47,7 @@ def inv(kernel):
 
 def tuned(inv, cfg):
     """What a tuning returns."""
-    call = TunedCall.of(inv, [Candidate(cfg, (1.0,))], 0, source=implementation_source(inv))
+    call = TunedCall.of(inv, [Candidate(cfg, (1.0,))], 0, source=inv.kernel.source())
     return AutotuningResult((call,), device=inv.device_fingerprint)
 
 
@@ -61,7 +61,7 @@ def table(folder, inv, cfg, name="table.json"):
 def stored(path, inv, cfg, **kwargs):
 
     cache = PersistentCache(path)
-    assert cache.put(inv.key, cfg, source=implementation_source(inv), **kwargs)
+    assert cache.put(inv.key, cfg, source=inv.kernel.source(), **kwargs)
     return cache
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.ops.kernel.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, Kernel, default_executor
-from tilewright.ops.kernel.kernel import gradient_form, live_kernel, platform_hook
+from tilewright.ops.kernel.kernel import live_kernel
+from tilewright.ops.kernel.optional import gradient_form, platform_hook
 from tilewright.ops.types import Device
 
 CPU, GPU, TPU = (Device(kind, kind, fingerprint=kind) for kind in ("cpu", "gpu", "tpu"))

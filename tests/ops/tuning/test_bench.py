@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tilewright.ops.config.tuner import Timer
 from tilewright.ops.tuning.bench import LocalBench
 from tilewright.ops.tuning.device_lock import Turns
-from tilewright.ops.tuning.timing import Timer
 
 
 class Device:

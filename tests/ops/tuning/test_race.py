@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from tilewright.ops.config.results import TunedCall
+from tilewright.ops.config.tuner import Timer
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.events import CandidateDropped, CandidateFailed, CandidateStarted
-from tilewright.ops.tuning.race import Limits, Outlook, Race
+from tilewright.ops.tuning.limits import Limits, Outlook
+from tilewright.ops.tuning.race import Race
 from tilewright.ops.tuning.replay import replay
-from tilewright.ops.tuning.results import Candidate, TunedCall
-from tilewright.ops.tuning.timing import Timer
 
 LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 

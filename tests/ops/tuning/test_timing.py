@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from tilewright.ops import Device, benchmark
+from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.tuning import profilers, timing
-from tilewright.ops.tuning.timing import Timing, calls_per_sample, time_interleaved
+from tilewright.ops.tuning.timing import calls_per_sample, time_interleaved
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
-from tilewright.ops.executor import prepared
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.serialize import tagged
 

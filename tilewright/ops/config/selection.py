@@ -1,36 +1,30 @@
 """The chain that picks the config of a call, one loop over named steps."""
 
-import abc
 import dataclasses
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tilewright.errors import NoConfigError
 from tilewright.ops.config import unbuilt
 from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
+from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.config.tuner import Tuner, check_tuner
 from tilewright.ops.kernel.builds import Build
-from tilewright.ops.kernel.kernel import (
-    Invocation,
-    Kernel,
-    RemembersConfigs,
-    key_is_of,
-    optional_method,
-    remembers_configs,
-)
+from tilewright.ops.kernel.candidates import Candidate
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.names import RemembersConfigs, key_is_of, remembers_configs
 from tilewright.ops.utils.describe import describe_key
-from tilewright.ops.utils.fingerprint import source_fingerprint
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.tables import Table
-    from tilewright.ops.tuning.results import TunedCall
-    from tilewright.ops.tuning.tuning import Tuner
+from tilewright.ops.utils.hook import Hook
+from tilewright.ops.utils.untraced import measuring_alone
 
 __all__ = [
     "AutotunePolicy",
@@ -43,50 +37,24 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Selection:
-    """A chosen config.
-
-    Attributes:
-      config: the config.
-      step: where it came from: "explicit", "overlay", "lock", "memory", "disk", "shipped", "autotune", "nearest" or
-        "heuristic".
-      key: the key under which the call was looked up; empty for an explicit config.
-      time_ms: its measured time, if there is one.
-      detail: for people: which lock, or which shapes it was measured for and how far these are.
-    """
-
-    config: Any
-    step: str
-    key: str = ""
-    time_ms: float | None = None
-    detail: str = ""
-
-
-class ConfigChooser(abc.ABC):
-    """Whatever can pick the config of an invocation."""
-
-    @abc.abstractmethod
-    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
-        """The config of a call; may measure, if the policy lets it."""
-
-    @abc.abstractmethod
-    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
-        """What ``choose`` would return if nothing could be measured, without leaving a trace."""
-
-    @property
-    @abc.abstractmethod
-    def version(self) -> int:
-        """A number that changes when an earlier choice might now come out differently."""
-
-
 Event = Callable[[Any], None]
 
 # Steps whose answers were not measured for the call: they never block a tuning, nor reach the disk.
 _GUESSES = ("nearest", "heuristic")
 # Steps whose answers nobody asked for: what must be compiled first is passed over.
 _UNTUNED = ("shipped", *_GUESSES)
+
+
+class Measures(Protocol):
+    """Measures the candidates of a call and stores the winner in a chain."""
+
+    def __call__(
+        self, inv: Invocation[Any, Any], chain: "ConfigSelectorChain", policy: AutotunePolicy
+    ) -> AutotuningResult: ...
+
+
+MEASURE: Hook[Measures] = Hook("the autotuner")
+"""What a chain tunes by where its policy allows that."""
 
 
 class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
@@ -117,7 +85,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         *,
         autotune: bool | None = None,
         policy: AutotunePolicy | None = None,
-        tuner: "Tuner | None" = None,
+        tuner: Tuner | None = None,
         on_event: Event | None = None,
         tables: Path | None = None,
     ):
@@ -131,8 +99,6 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if on_event is not None and not callable(on_event):
             raise TypeError(f"{on_event=} must be callable or None")
         if tuner is not None:
-            from tilewright.ops.tuning.tuning import check_tuner  # tuning is built on selection
-
             check_tuner(tuner)
         self.cache = ConfigCache() if cache is None else cache
         self.persistent = persistent
@@ -140,7 +106,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         self.tuner = tuner
         self.on_event = on_event
         self._tables = tables
-        self._shipped: dict[str, Table] = {}
+        self._shipped: dict[str, dict[str, TunedCall]] = {}
         self._nearby: dict[str, NearestTable] = {}
         self._guesses = 0
         self._remembering = threading.Lock()
@@ -194,8 +160,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def not_built(self, inv: Invocation[Any, Any], selection: Selection) -> tuple[Any, tuple[Build, ...]] | None:
         """The config that would have been chosen instead if it were built, with what must be built; if there is one."""
-        if selection.step not in _UNTUNED or optional_method(inv.kernel, "config_builds") is None:
-            return None  # it takes a second look at tables and backends
+        if selection.step not in _UNTUNED:
+            return None
         preferred = self._preferred(inv)
         if preferred is None or preferred == selection.config:
             return None
@@ -206,13 +172,12 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         """The config that the steps that measure nothing would choose if everything were built."""
         entry = self.shipped(inv)
         for config in () if entry is None else entry.ranked:
-            if not _reasons(inv, config):
+            if _can_run(inv, config, built=False):
                 return config
         nearest = None if inv.is_symbolic else self._nearest(inv, built=False)
         if nearest is not None:
             return nearest.config
-        preferred = optional_method(inv.kernel, "preferred_cfg")
-        return None if preferred is None else preferred(inv)
+        return inv.kernel.preferred_cfg(inv)
 
     def _say_what_is_not_built(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
         """Says once of each build that a call does without it, and begins with it if the policy wants that."""
@@ -250,16 +215,16 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def _lock(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         lock = overrides.lock
-        return None if lock is None else lock.answer(inv, implementation_source(inv))[0]
+        return None if lock is None else lock.answer(inv, inv.kernel.source())[0]
 
     def lock_refusal(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> str:
         """Why the lock in force makes a call that it does not decide an error; empty if it does not."""
         lock = (current_overrides() if overrides is None else overrides).lock
         if lock is None or lock.miss == "allow":
             return ""
-        config, why = lock.answer(inv, implementation_source(inv))
+        config, why = lock.answer(inv, inv.kernel.source())
         if config is not None:
-            why = "; ".join(_reasons(inv, config))
+            why = "; ".join(inv.kernel.config_reasons(inv, config))
         return lock.refusal(inv, why) if why else ""
 
     def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
@@ -270,18 +235,18 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if self.persistent is None or not self.persistent.has_file(inv.key):
             return None
         expected = type(inv.kernel.heuristic_cfg(inv))
-        return self.persistent.get(inv.key, expected_type=expected, source=implementation_source(inv))
+        return self.persistent.get(inv.key, expected_type=expected, source=inv.kernel.source())
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         entry = self.shipped(inv)
         configs = () if entry is None else entry.ranked
-        return next((config for config in configs if not (_reasons(inv, config) or unbuilt.missing(inv, config))), None)
+        return next((config for config in configs if _can_run(inv, config)), None)
 
-    def shipped(self, inv: Invocation[Any, Any]) -> "TunedCall | None":
+    def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """What the shipped tables say of the call."""
         return self._table(inv.device_fingerprint).get(inv.key)
 
-    def _table(self, device: str) -> "Table":
+    def _table(self, device: str) -> dict[str, TunedCall]:
         if device not in self._shipped:
             from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
 
@@ -302,17 +267,11 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
 
     def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
-        from tilewright.ops.tuning.tuning import Autotuner  # tuning is built on selection
-        from tilewright.ops.tuning.untraced import measuring_alone
-
         with measuring_alone():  # two threads that miss on one key measure it once
             found = self._known(inv, None, overrides)
             if found is not None:
                 return found
-            tuner = Autotuner(
-                self.tuner, chooser=self, budget_s=policy.budget_s, verify=policy.verify, on_event=self.on_event
-            )
-            result = tuner.measure(inv)
+            result = MEASURE.function(inv, self, policy)
         if result.interrupted:
             raise KeyboardInterrupt
         if not result.entries:  # the budget had ended before anything was measured
@@ -335,7 +294,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
             for config in near.configs:
-                if not (_reasons(inv, config) or (built and unbuilt.missing(inv, config))):
+                if _can_run(inv, config, built=built):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
                     return Selection(config, "nearest", inv.key, detail=detail)
         return None
@@ -353,7 +312,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
                 cfg,
                 measurements=[candidate.fields() for candidate in candidates],
                 metadata={"time_ms": time_ms, "complete": complete, "op": inv.kernel.name, "direction": inv.direction},
-                source=implementation_source(inv),
+                source=inv.kernel.source(),
             )
         except TypeError as error:  # a config without a JSON form is kept in memory alone
             logger.warning("the config of %s cannot be stored on disk: %s", inv.kernel.name, error)
@@ -362,8 +321,6 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         """Config, step and candidates of a complete tuning that the disk cache holds, unless it is stale."""
         if self.persistent is None:
             return None
-        from tilewright.ops.tuning.results import Candidate  # results are made of caches
-
         config = self._disk(inv, Overrides())
         if config is None or not _fits(inv, config, "disk"):
             return None
@@ -383,7 +340,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         stale = None
         if self.persistent is not None:
             expected = type(inv.kernel.heuristic_cfg(inv))
-            stale = self.persistent.stale_config(inv.key, expected_type=expected, source=implementation_source(inv))
+            stale = self.persistent.stale_config(inv.key, expected_type=expected, source=inv.kernel.source())
         nearest = self._nearest(inv) if stale is None else None
         return stale if nearest is None else nearest.config
 
@@ -396,27 +353,21 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None if shipped is None else next((c.time_ms for c in shipped.candidates if c.config == cfg), None)
 
 
+def _can_run(inv: Invocation[Any, Any], cfg: Any, *, built: bool = True) -> bool:
+    """Tells if a kernel can run a config, and has all that must be built for it."""
+    return not (inv.kernel.config_reasons(inv, cfg) or (built and unbuilt.missing(inv, cfg)))
+
+
 def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
     """Whether a config that a cache holds can run; one that cannot is logged and counts as a miss."""
-    why = _reasons(inv, cfg)
+    why = inv.kernel.config_reasons(inv, cfg)
     if why:
         kernel = f"{inv.kernel.name} ({inv.direction})"
         logger.warning("%s cannot run %s, its config by the step %r: %s", kernel, cfg, step, "; ".join(why))
     return not why
 
 
-def _reasons(inv: Invocation[Any, Any], cfg: Any) -> list[str]:
-    """Why a kernel says that it cannot run a config."""
-    reasons = optional_method(inv.kernel, "config_reasons")
-    return [] if reasons is None else reasons(inv, cfg)
-
-
-def implementation_source(inv: Invocation[Any, Any]) -> str:
-    """A hash of the code that the config was measured with."""
-    return kernel_source(inv.kernel)
-
-
-def kernel_source(kernel: Kernel[Any, Any]) -> str:
-    """A hash of the code that the configs of a kernel depend on."""
-    own = optional_method(kernel, "source")
-    return own() if own is not None else source_fingerprint(type(kernel))
+@functools.cache
+def default_chain() -> ConfigSelectorChain:
+    """The chain behind ``kernel(...)``: memory, disk, shipped tables, heuristics; it tunes only when asked."""
+    return ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=AutotunePolicy(allow_autotune=False))

@@ -5,15 +5,14 @@ import json
 import logging
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tilewright.ops.tuning.results import AutotuningResult, TunedCall
+from tilewright.ops.config.results import AutotuningResult, TunedCall
 
 logger = logging.getLogger(__name__)
 
 
-type Table = dict[str, "TunedCall"]
+type Table = dict[str, TunedCall]
 """By a call's key its winner, and the fastest configs of other implementations, for where it cannot run."""
 
 
@@ -30,8 +29,6 @@ def load_tables(device: str, folder: Path | None = None) -> Table:
 
 @functools.lru_cache(maxsize=64)
 def _read(file: Any, device: str) -> Table:
-    from tilewright.ops.tuning.results import AutotuningResult  # results are made of caches
-
     try:
         text = file.read_text()
         said = json.loads(text)
@@ -45,7 +42,7 @@ def _read(file: Any, device: str) -> Table:
     return {entry.key: entry for entry in result}
 
 
-def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
+def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
     """Adds what a tuning found to the table in a file, in place of what the file says of the same calls.
 
     Of each call the winner, the heuristic and the fastest of every implementation stay, as evidence. The commands that
@@ -54,8 +51,6 @@ def add_to_table(file: Path, result: "AutotuningResult", command: str) -> None:
     Raises:
       ValueError: the file holds something else, or the table of another device.
     """
-    from tilewright.ops.tuning.results import AutotuningResult  # results are made of caches
-
     commands: list[str] = []
     merged = result
     if file.exists():

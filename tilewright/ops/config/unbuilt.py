@@ -1,14 +1,18 @@
 """Configs that would be chosen if a compiler of minutes had made what they need: passed over, and said once."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewright.ops.kernel.builds import Build, missing_builds
-from tilewright.ops.kernel.kernel import Invocation, optional_method
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.hook import Hook
 
 logger = logging.getLogger("tilewright.ops.config.selection")
+
+BUILD_IN_BACKGROUND: Hook[Callable[[Sequence[Build]], None]] = Hook("the process that makes builds")
+"""Has builds made by another process, which goes on when this one ends."""
 
 # Of which it was said that a call does without them.
 _SAID: set[Build] = set()
@@ -16,8 +20,7 @@ _SAID: set[Build] = set()
 
 def needed(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
     """Builds that a config that can run the call needs, made or not."""
-    builds = optional_method(inv.kernel, "config_builds")
-    return () if builds is None else tuple(builds(inv, cfg))
+    return tuple(inv.kernel.config_builds(inv, cfg))
 
 
 def missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
@@ -45,8 +48,4 @@ def say_once(
         describe_config(chosen),
     )  # fmt: skip
     if in_background:
-        from tilewright.ops.tuning.builds.background import BackgroundBuilds  # starts processes
-
-        background = BackgroundBuilds()
-        background.add(fresh)
-        background.leave()
+        BUILD_IN_BACKGROUND.function(fresh)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -89,6 +90,20 @@ def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """The ``ShapeDtypeStruct`` of an abstract value."""
     weak = bool(getattr(aval, "weak_type", False))  # absent from the abstract values of extended dtypes
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
+
+
+def random_array(key: jax.Array, leaf: Any) -> Any:
+    """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf as it is."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating) or jnp.issubdtype(leaf.dtype, jnp.floating):
+        wide = leaf.dtype if leaf.dtype.itemsize >= 2 else jnp.dtype(jnp.bfloat16)  # fp8 has no generator
+        return jax.random.normal(key, leaf.shape, wide).astype(leaf.dtype)
+    if leaf.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, 0.5, leaf.shape)
+    return jax.random.randint(key, leaf.shape, 0, 2).astype(leaf.dtype)
 
 
 def is_symbolic(*sizes: Any) -> bool:

@@ -4,64 +4,47 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import inspect
-import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol
 
 import jax
-import jax.numpy as jnp
 
-from tilewright.ops.kernel.arrays import abstract, is_symbolic
+from tilewright.ops.kernel.arrays import abstract, is_symbolic, random_array
+from tilewright.ops.kernel.builds import Build
+from tilewright.ops.kernel.candidates import Candidate
+from tilewright.ops.kernel.names import claim
+from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.fingerprint import source_fingerprint
+from tilewright.ops.utils.hook import Hook
 from tilewright.ops.utils.serialize import canonical_json, tagged, untagged
 
 _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakref.WeakValueDictionary()
-# The class that has a name and version, and what holds configs by them. A name stays taken when its kernels are gone:
-# their configs are still there.
-_OWNERS: "dict[tuple[str, str], tuple[str, weakref.ref[type]]]" = {}
-_MEMORIES: "weakref.WeakSet[RemembersConfigs]" = weakref.WeakSet()
 
-PLATFORMS: Mapping[str, tuple[str, ...]] = {
-    "gpu": ("triton", "cuda", "pallas", "xla"),
-    "tpu": ("pallas", "xla"),
-    "cpu": ("xla",),
-}
-"""The platforms of each kind of device, most specific first."""
+
+class RunsKernels(Protocol):
+    """An executor, as kernels know it."""
+
+    def __call__(self, kernel: "Kernel[Cfg, Out]", *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out: ...
+
+
+DEFAULT_EXECUTOR: Hook[Callable[[], RunsKernels]] = Hook("the default executor")
+"""What ``kernel(...)`` runs on."""
 
 
 class Kernel(abc.ABC, Generic[Cfg, Out]):
     """An operation that can run in several ways and knows which ways are worth trying.
 
-    ``run`` and ``heuristic_cfg`` must be implemented; ``prepare``, ``config_space`` and ``sample_inputs`` have
-    defaults. The rest is optional and exists only where a subclass defines it:
+    ``run`` and ``heuristic_cfg`` must be implemented; the other methods have defaults. The following are optional and
+    exist only where a subclass defines them:
 
     - ``run_triton``, ``run_pallas``, ``run_cuda``, ``run_xla``: like ``run``, for one platform.
     - ``custom_vjp(primals, cfg, kwargs, cotangents)``: gradients, recomputing what they need.
     - ``forward_with_residuals(*args, cfg, **kwargs) -> (out, residuals)`` and
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
-    - ``oracle_parts(invocation) -> [OraclePart]``: where the reference of the whole call would not fit into memory, the
-      parts to check instead; none for the whole.
-    - ``tolerance_factor(invocation) -> float``: how many times the oracle's error in the input dtype is allowed; 2.
-    - ``time_bound_ms(invocation) -> float``: below what no measurement of a call can be believed; 0 if that is unknown.
-    - ``not_taken(invocation, cfg, measured) -> {name: reasons}``: for ``explain``; ``measured`` are the ``Candidate``s
-      of the call's last tuning, if the disk cache has one.
-    - ``config_reasons(invocation, cfg) -> [reason]``: why a config cannot run the call; a cached one with reasons is a
-      miss, and a candidate with reasons is not measured.
-    - ``config_bound_ms(invocation, cfg) -> float``: what a call takes at the least with a config that can run it; a
-      candidate that cannot be faster than another was is not measured.
-    - ``config_builds(invocation, cfg) -> [Build]``: what a compiler of minutes must have made before a config that can
-      run the call runs, made already or not. Without tuning what is not made is not chosen; tuning makes it beside.
-    - ``preferred_cfg(invocation) -> Cfg``: what ``heuristic_cfg`` would return if everything were built.
-    - ``source() -> str``: a hash of the code that its configs depend on, where the class's own source is not all of it.
-    - ``run_is_forward``: true where ``run`` returns what ``forward_with_residuals`` does without the residuals, so that
-      both can share what they are lowered to.
-    - ``lowering_packages(cfg) -> (name, ...)``: the top-level packages whose sources decide, beside JAX, what a config
-      is lowered to; it is then kept on disk for other processes.
-    - ``argument_names``: of the prepared positional arguments, where the signature of ``run`` does not say them.
 
     ``cotangents`` is a tuple with one entry per output. Gradients come as a tuple with one entry per positional
     argument (``None`` for an argument that has none), or as a dict by argument name, which may also name keyword
@@ -75,18 +58,24 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     Attributes:
       name: stands for the kernel in cache keys and in the labels of lowered programs.
       version: a new one makes every cached config miss.
+      run_is_forward: true where ``run`` returns what ``forward_with_residuals`` does without the residuals, so that
+        both can share what they are lowered to.
+      argument_names: of the prepared positional arguments; empty where the signature of ``run`` says them.
 
     Raises:
       ValueError: another class has the name and version. A class that was defined again, as when a notebook's cell runs
         twice, takes the place of the one before, whose configs in memory are forgotten.
     """
 
+    run_is_forward: ClassVar[bool] = False
+    argument_names: tuple[str, ...] = ()
+
     def __init__(self, name: str | None = None, *, version: str = "0"):
         if not (name is None or isinstance(name, str)) or not isinstance(version, str):
             raise TypeError(f"{name=} and {version=} of a kernel must be strings")
         self.name = name or f"{type(self).__module__}.{type(self).__qualname__}"
         self.version = version
-        _claim(self.name, version, type(self))
+        claim(self.name, version, type(self))
         _LIVE[self.name, version] = self
 
     @abc.abstractmethod
@@ -116,69 +105,83 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """What a config that the caller gave means for an invocation; ``None`` leaves its direction to selection."""
         return cfg
 
-    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
-        from tilewright.ops.executor import default_executor  # the executor is built on this module
+    # How a call is tuned, checked and explained.
 
-        return default_executor()(self, *args, cfg=cfg, **kwargs)
+    def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: Any) -> Sequence[str]:
+        """Why a config cannot run the call; a cached one with reasons is a miss, a candidate is not measured."""
+        return ()
+
+    def config_bound_ms(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> float:
+        """The milliseconds that a call takes at the least with a config that can run it; 0 if that is unknown.
+
+        A candidate that cannot be faster than another was is not measured.
+        """
+        return 0.0
+
+    def time_bound_ms(self, inv: "Invocation[Cfg, Out]") -> float:
+        """The milliseconds below which no measurement of a call can be believed; 0 if that is unknown."""
+        return 0.0
+
+    def config_builds(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Sequence[Build]:
+        """What a compiler of minutes must have made before a config that can run the call runs, made already or not.
+
+        Without tuning what is not made is not chosen; tuning makes it beside.
+        """
+        return ()
+
+    def preferred_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg | None:
+        """What ``heuristic_cfg`` would return if everything were built; ``None`` if that changes nothing."""
+        return None
+
+    def oracle_parts(self, inv: "Invocation[Cfg, Out]") -> Sequence[OraclePart]:
+        """The parts to check where the reference of the whole call would not fit into memory; none for the whole."""
+        return ()
+
+    def tolerance_factor(self, inv: "Invocation[Cfg, Out]") -> float:
+        """How many times the oracle's error in the input dtype is allowed."""
+        return 2.0
+
+    def not_taken(
+        self, inv: "Invocation[Cfg, Out]", cfg: Cfg, measured: Sequence[Candidate]
+    ) -> Mapping[str, Sequence[str]]:
+        """Why each other implementation was not taken, for ``explain``.
+
+        Args:
+          measured: the candidates of the call's last tuning, if the disk cache has one.
+        """
+        return {}
+
+    # What its configs and its code depend on.
+
+    def source(self) -> str:
+        """A hash of the code that its configs depend on; by default of the source of its class."""
+        return source_fingerprint(type(self))
+
+    def lowering_packages(self, cfg: Cfg) -> tuple[str, ...]:
+        """The top-level packages whose sources decide, beside JAX, what a config is lowered to.
+
+        It is then kept on disk for other processes; where there are none, it is not.
+        """
+        return ()
+
+    # What cannot be differentiated, or in reverse mode alone.
+
+    def no_gradient(self) -> str:
+        """Why no call can be differentiated; empty if calls can be."""
+        return ""
+
+    def forward_mode_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg | None:
+        """A config whose code JAX can differentiate in forward mode; ``None`` if there is none.
+
+        Asked of kernels with gradients of their own.
+        """
+        return None
+
+    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        return DEFAULT_EXECUTOR.function()(self, *args, cfg=cfg, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, version={self.version!r})"
-
-
-class RemembersConfigs(abc.ABC):
-    """Something that holds configs in memory by the keys of invocations."""
-
-    @abc.abstractmethod
-    def forget(self, name: str, version: str) -> None:
-        """Drops the configs of the kernels of that name and version."""
-
-
-def remembers_configs(memory: RemembersConfigs) -> None:
-    """Has an object told, as long as it lives, when a kernel's class is replaced."""
-    _MEMORIES.add(memory)
-
-
-def key_is_of(key: Any, name: str, version: str) -> bool:
-    """Whether a key is that of an invocation of a kernel of that name and version."""
-    try:
-        described = json.loads(key)
-    except (TypeError, ValueError):
-        return False
-    return isinstance(described, dict) and (described.get("op"), described.get("version")) == (name, version)
-
-
-def _claim(name: str, version: str, kind: type) -> None:
-    """Makes a class the owner of a name and version.
-
-    Raises:
-      ValueError: a class of another qualified name is.
-    """
-    qualified = f"{kind.__module__}:{kind.__qualname__}"
-    owner, known = _OWNERS.get((name, version), (qualified, None))
-    if owner != qualified:
-        raise ValueError(
-            f"the kernel {qualified} has the {name=} and {version=} of {owner}, whose configs it would share; "
-            "give it another name or version"
-        )
-    if known is None or known() is not kind:
-        _OWNERS[name, version] = (qualified, weakref.ref(kind))
-    if known is not None and known() is not kind:
-        for memory in list(_MEMORIES):
-            memory.forget(name, version)
-
-
-def random_array(key: jax.Array, leaf: Any) -> Any:
-    """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf as it is."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, leaf.shape) if leaf.shape else key
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating) or jnp.issubdtype(leaf.dtype, jnp.floating):
-        wide = leaf.dtype if leaf.dtype.itemsize >= 2 else jnp.dtype(jnp.bfloat16)  # fp8 has no generator
-        return jax.random.normal(key, leaf.shape, wide).astype(leaf.dtype)
-    if leaf.dtype == jnp.bool_:
-        return jax.random.bernoulli(key, 0.5, leaf.shape)
-    return jax.random.randint(key, leaf.shape, 0, 2).astype(leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,17 +292,6 @@ def check_kernel(kernel: Any) -> None:
         raise TypeError(f"{kernel=} must be an instance of a subclass of Kernel")
 
 
-def platform_hook(kernel: Kernel[Any, Any], cfg: Any, device: Device) -> Callable[..., Any]:
-    """The most specific ``run_<platform>`` for the config's platform or else the device's; ``run`` if there is none."""
-    wanted = getattr(cfg, "platform", None)
-    names = PLATFORMS.get(device.kind, ()) if wanted in (None, "auto") else (str(wanted),)
-    for name in names:
-        hook = optional_method(kernel, f"run_{name}")
-        if hook is not None:
-            return hook
-    return kernel.run
-
-
 @contextlib.contextmanager
 def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
     """What is raised for wrong arguments names the kernel."""
@@ -309,38 +301,6 @@ def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
         if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(kernel.name):
             error.args = (f"{kernel.name}: {error.args[0]}", *error.args[1:])
         raise
-
-
-def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:
-    """A method that a kernel may or may not define; ``None`` if it does not."""
-    return getattr(kernel, name, None)
-
-
-def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
-    """ "residuals", "recomputing", or ``None`` where JAX differentiates ``run``.
-
-    Raises:
-      TypeError: a kernel defines half of the pair.
-    """
-    forward, backward = (optional_method(kernel, name) is not None for name in ("forward_with_residuals", "backward"))
-    if forward != backward:
-        raise TypeError(f"{kernel!r} must define both forward_with_residuals and backward, or neither")
-    if forward:
-        return "residuals"
-    return "recomputing" if optional_method(kernel, "custom_vjp") is not None else None
-
-
-def argument_names(kernel: Kernel[Any, Any], count: int) -> tuple[str, ...]:
-    """The names of the first ``count`` positional arguments after ``prepare``."""
-    own = getattr(kernel, "argument_names", None)
-    if own is not None:
-        return own[:count]
-    for method in (kernel.run, kernel.prepare):
-        parameters = list(inspect.signature(method).parameters.values())
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(names) >= count:
-            return tuple(names[:count])
-    return tuple(f"args[{i}]" for i in range(count))
 
 
 def live_kernel(name: str, version: str) -> Kernel[Any, Any] | None:

@@ -18,10 +18,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
-from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
-from tilewright.ops.kernel.kernel import Invocation, Kernel, gradient_form, optional_method
+from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import note
 from tilewright.ops.lowering.labels import call_label, without_label
 from tilewright.ops.lowering.lowering import results_of, run
@@ -96,7 +97,7 @@ class Call:
     @property
     def code(self) -> Stage:
         """The stage of the kernel that runs: for ``run`` the forward stage where that is the same, which both share."""
-        if self.stage == "run" and optional_method(self.kernel, "run_is_forward"):
+        if self.stage == "run" and self.kernel.run_is_forward:
             return Stage(self.kernel, self.structure, "forward")
         return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
 

@@ -16,7 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from tilewright.ops.kernel.arrays import StaticLeaf, explicit_sharding, split
-from tilewright.ops.kernel.kernel import Kernel, gradient_form, optional_method
+from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.lowering.call import (
     Call,
     batching_rule,
@@ -36,9 +37,9 @@ from tilewright.ops.utils.target import check_runs_here
 
 
 def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
-    refusal = optional_method(call.kernel, "no_gradient")
-    if refusal is not None:
-        raise TypeError(refusal())
+    refusal = call.kernel.no_gradient()
+    if refusal:
+        raise TypeError(refusal)
     form = gradient_form(call.kernel)
     if form is not None and call.stage == "run":
         return _with_own_gradients(primals, tangents, call, mapped, form)
@@ -230,7 +231,7 @@ def _forward_mode(
       TypeError: the kernel has none.
     """
     call = linear.call
-    cfg = forward_mode_config(call.kernel)(call.invocation(avals, mapped, device))
+    cfg = forward_mode_config(call.kernel, call.invocation(avals, mapped, device))
     function = call.function(cfg, (), device)
     moving = [i for i, moves in enumerate(linear.moving) if moves]
 
@@ -249,20 +250,20 @@ def _forward_mode(
     return map_axes(element, mapped)
 
 
-def forward_mode_config(kernel: Kernel[Any, Any]) -> Callable[[Any], Any]:
-    """The method by which a kernel names a config whose code JAX can differentiate in forward mode.
+def forward_mode_config(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
+    """The config that a kernel names for its code to be differentiated in forward mode.
 
     Raises:
-      TypeError: it has none.
+      TypeError: it names none.
     """
-    method = optional_method(kernel, "forward_mode_cfg")
-    if method is None:
+    cfg = kernel.forward_mode_cfg(inv)
+    if cfg is None:
         raise TypeError(
             f"{kernel.name} has gradients of its own for reverse mode (jax.grad, jax.vjp, jax.jacrev) and none for "
             "forward mode (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian); use reverse mode, or give the kernel a "
             "forward_mode_cfg"
         )
-    return method
+    return cfg
 
 
 def _linear_impl(*operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.ops.kernel.arrays import ARRAY_TYPES, Structure, split
-from tilewright.ops.kernel.kernel import Kernel, argument_names
+from tilewright.ops.kernel.kernel import Kernel
+from tilewright.ops.kernel.optional import argument_names
 
 
 def select_gradients(

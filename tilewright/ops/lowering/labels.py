@@ -15,16 +15,15 @@ import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from tilewright.ops.config.chooser import Selection
+from tilewright.ops.config.selection import default_chain
+from tilewright.ops.kernel.kernel import Invocation, Kernel, live_kernel
 from tilewright.ops.utils.serialize import resolve, tagged, untagged
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import Selection
-    from tilewright.ops.kernel.kernel import Invocation, Kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,19 +59,15 @@ class CallLabel:
     step: str
     config: Any
 
-    def invocation(self) -> "Invocation[Any, Any]":
+    def invocation(self) -> Invocation[Any, Any]:
         """The invocation, on this process's living kernel of that name and version or else a new one of its class.
 
         Raises:
           ValueError: neither can be found.
         """
-        from tilewright.ops.kernel.kernel import Invocation  # labels are used by the module that defines it
-
         return Invocation.of_description(self._kernel(), self.arguments, self.direction)  # type: ignore[arg-type]
 
-    def _kernel(self) -> "Kernel[Any, Any]":
-        from tilewright.ops.kernel.kernel import live_kernel
-
+    def _kernel(self) -> Kernel[Any, Any]:
         living = live_kernel(self.op, self.version)
         if living is not None:
             return living
@@ -82,7 +77,7 @@ class CallLabel:
         return made
 
 
-def call_label(inv: "Invocation[Any, Any]", selection: "Selection") -> str:
+def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:
     """The label of a kernel call."""
     try:
         config = tagged(selection.config)
@@ -201,9 +196,7 @@ def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
 
 
 def _config_of(text: str) -> Any:
-    from tilewright.ops.executor import default_executor
-
     said = parse_label(text)
     if said.config is not None:
         return said.config
-    return default_executor().chooser.lookup(said.invocation()).config
+    return default_chain().lookup(said.invocation()).config

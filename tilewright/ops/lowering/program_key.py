@@ -9,7 +9,6 @@ import jax
 
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
 from tilewright.ops.kernel.arrays import explicit_sharding, is_symbolic, struct_of
-from tilewright.ops.kernel.kernel import optional_method
 from tilewright.ops.lowering.stages import RESHAPES, Program, Reshaping, Results, Stage
 from tilewright.ops.lowering.surroundings import (
     NotDescribableError,
@@ -45,10 +44,9 @@ def is_kept_on_disk() -> bool:
 def describe(program: Program) -> dict[str, Any] | None:
     """A program under the settings in force as JSON data; ``None`` if it is not one to be kept on disk."""
     stage = program.stage
-    packages = optional_method(stage.kernel, "lowering_packages")
-    if packages is None or not is_kept_on_disk() or not is_shared(program):
+    if not is_kept_on_disk() or not is_shared(program):
         return None
-    names = packages(program.cfg.value)
+    names = stage.kernel.lowering_packages(program.cfg.value)
     source = sources_fingerprint(names) if names else ""
     if not source:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
-from tilewright.ops.config.selection import ConfigChooser, Selection
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.lowering import ahead
 from tilewright.ops.utils.target import target_in_force

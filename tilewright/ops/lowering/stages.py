@@ -9,7 +9,8 @@ import jax
 from jax._src import core as jax_core
 
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure
-from tilewright.ops.kernel.kernel import Kernel, optional_method, platform_hook
+from tilewright.ops.kernel.kernel import Kernel
+from tilewright.ops.kernel.optional import optional_method, platform_hook
 from tilewright.ops.lowering.gradients import select_gradients
 from tilewright.ops.lowering.labels import without_label
 from tilewright.ops.lowering.surroundings import choice_settings, without_places

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.device_lock import Turns, turns_on
-from tilewright.ops.tuning.timing import Timer, timer_for
-from tilewright.ops.tuning.untraced import numerics_of
+from tilewright.ops.tuning.timing import timer_for
 from tilewright.ops.tuning.workload import Workload
+from tilewright.ops.utils.untraced import numerics_of
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain

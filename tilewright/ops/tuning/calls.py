@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewright.ops.config import unbuilt
+from tilewright.ops.config.results import TunedCall
+from tilewright.ops.config.tuner import Search
 from tilewright.ops.kernel.builds import Build
-from tilewright.ops.kernel.kernel import Invocation, optional_method
+from tilewright.ops.kernel.candidates import kind_of
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.journal import Journal
-from tilewright.ops.tuning.race import Gate, Limits, Outlook, Race, Search
-from tilewright.ops.tuning.results import TunedCall, kind_of
+from tilewright.ops.tuning.limits import Gate, Limits, Outlook
+from tilewright.ops.tuning.race import Race
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain
@@ -244,8 +247,6 @@ class CallTuning:
             self.spent_s += time.monotonic() - began
 
     def _limits(self, iters: int, search: Search) -> Limits:
-        bound = optional_method(self.inv.kernel, "time_bound_ms")
-
         def may_start() -> bool:
             now = time.monotonic()
             soon = now + self._race.start_s
@@ -257,7 +258,7 @@ class CallTuning:
         return Limits(
             iters,
             search,
-            0.0 if bound is None else bound(self.inv),
+            self.inv.kernel.time_bound_ms(self.inv),
             may_start=may_start,
             may_go_on=may_go_on,
             cancelled=self._cancelled.is_set,
@@ -268,9 +269,7 @@ class CallTuning:
 def outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
     """The kernel's own word on a config, without running it."""
     family = kind_of(config)
-    reasons = optional_method(inv.kernel, "config_reasons")
-    against = [] if reasons is None else reasons(inv, config)
+    against = inv.kernel.config_reasons(inv, config)
     if against:
         return Outlook("; ".join(against), family=family)
-    bound = optional_method(inv.kernel, "config_bound_ms")
-    return Outlook("", 0.0 if bound is None else bound(inv, config), family)
+    return Outlook("", inv.kernel.config_bound_ms(inv, config), family)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import overlay_cache
-from tilewright.ops.tuning.results import Confirmation
-from tilewright.ops.tuning.timing import Timing
+from tilewright.ops.config.results import Confirmation
+from tilewright.ops.kernel.candidates import Timing
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from tilewright.ops.config.results import TunedCall
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.tuning.results import TunedCall
 
 Event = Callable[[Any], None]
 

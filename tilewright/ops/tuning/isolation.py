@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
-from tilewright.ops.tuning.timing import Timer
 from tilewright.ops.tuning.workload import forward_of
 from tilewright.ops.utils.processes import module_path
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewright.ops.config.persistent import Entry, PersistentCache
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.tuning.results import Candidate
 
 if TYPE_CHECKING:
     from tilewright.ops.config.selection import ConfigSelectorChain

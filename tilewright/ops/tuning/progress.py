@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from tilewright.ops.config.results import TunedCall
 from tilewright.ops.tuning import events
-from tilewright.ops.tuning.results import TunedCall
 from tilewright.ops.utils.describe import describe_config
 
 if TYPE_CHECKING:

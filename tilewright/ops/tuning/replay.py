@@ -3,9 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
+from tilewright.ops.config.results import TunedCall
+from tilewright.ops.config.tuner import Search
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
-from tilewright.ops.tuning.race import Limits, Outlook, Race, Search
-from tilewright.ops.tuning.results import Candidate, TunedCall
+from tilewright.ops.tuning.limits import Limits, Outlook
+from tilewright.ops.tuning.race import Race
 
 
 class RecordedBench(Bench):

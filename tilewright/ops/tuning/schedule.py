@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilewright.ops.config.results import TunedCall
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.calls import FIRST_RUNS, CallTuning, Clock
 from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallResumed, CallStarted, CallTuned
-from tilewright.ops.tuning.results import TunedCall
 from tilewright.ops.utils.describe import describe_key
 
 

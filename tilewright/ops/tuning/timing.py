@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from tilewright.ops.config.tuner import Timer, check_counts
+from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.tuning.profilers import running_session, trace_into, why_not_cupti
 from tilewright.ops.types import Device
 
@@ -28,25 +30,6 @@ MOST_CALLS_PER_SAMPLE = 1000
 # Of calls that a trace is taken of; nothing but the trace's own cost is spread by more of them.
 SHORTEST_TRACE_S = 10e-3
 MOST_CALLS_PER_TRACE = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Timing:
-    """Samples of one function in milliseconds per call."""
-
-    samples_ms: tuple[float, ...]
-
-    @property
-    def median_ms(self) -> float:
-        return statistics.median(self.samples_ms)
-
-    @property
-    def noise_ms(self) -> float:
-        """Half the distance between the quartiles: what two medians must differ by to mean anything."""
-        if len(self.samples_ms) < 3:
-            return max(self.samples_ms) - min(self.samples_ms)
-        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
-        return (high - low) / 2
 
 
 def sample_ms(function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
@@ -69,25 +52,6 @@ def calls_per_sample(
     """How many calls make a sample long enough to be measured."""
     once = sample_ms(function, args, 1) / 1e3
     return max(1, min(most, round(shortest_s / max(once, 1e-7))))
-
-
-class Timer(abc.ABC):
-    """What takes the samples of a tuning.
-
-    Attributes:
-      repeats_to: the share to which medians of interleaved samples repeat on a quiet machine, whatever the samples' own
-        spread says.
-    """
-
-    repeats_to: ClassVar[float] = 0.02
-
-    @abc.abstractmethod
-    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        """How many calls make a sample that can be trusted."""
-
-    @abc.abstractmethod
-    def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
-        """Milliseconds per call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -337,12 +301,3 @@ def benchmark(function: Callable[..., Any], *args: Any, num_warmup: int = 3, num
         raise TypeError(f"{function=} must be callable")
     check_counts(num_warmup=(num_warmup, 0), num_iters=(num_iters, 1))
     return time_interleaved([function], args, warmup=num_warmup, iters=num_iters)[0].median_ms
-
-
-def check_counts(**counts: tuple[int, int]) -> None:
-    """Raises unless each number is an integer of at least the second of its pair."""
-    for name, (count, least) in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{name}={count!r} must be an integer")
-        if count < least:
-            raise ValueError(f"{name}={count!r} must be at least {least}")

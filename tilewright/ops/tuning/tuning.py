@@ -1,16 +1,19 @@
 """Measuring the candidates of a call and keeping the fastest that is right."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any
 
-from tilewright.ops.config.context import check_budget, choices_changed, current_overrides
+from tilewright.ops.config.context import AutotunePolicy, check_budget, choices_changed, current_overrides
+from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.config.selection import MEASURE, ConfigSelectorChain, default_chain
+from tilewright.ops.config.tuner import Tuner, check_tuner
 from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.tuning.bench import Bench, local_bench
 from tilewright.ops.tuning.calls import CallTuning
 from tilewright.ops.tuning.events import (
@@ -28,17 +31,12 @@ from tilewright.ops.tuning.events import (
     TuningStarted,
 )
 from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, why_not_sent
-from tilewright.ops.tuning.race import Search
-from tilewright.ops.tuning.results import AutotuningResult, TunedCall
 from tilewright.ops.tuning.schedule import Schedule
-from tilewright.ops.tuning.timing import Timer, benchmark, check_counts
-from tilewright.ops.tuning.untraced import Interrupted, measuring_alone, outside_traces
+from tilewright.ops.tuning.timing import benchmark
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.utils.untraced import Interrupted, measuring_alone, outside_traces
 
 logger = logging.getLogger(__name__)
 
@@ -56,51 +54,8 @@ __all__ = [
     "benchmark",
 ]
 
-Isolation = Literal["none", "process", "auto"]
-
 DEFAULT_CALL_S = 120.0
 """Seconds for each call that must be measured, where the caller gives no budget."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tuner:
-    """How to measure.
-
-    Attributes:
-      warmup: untimed calls of each candidate after its first.
-      iters: timed samples of each candidate that is still in the race.
-      isolation: "process" runs candidates in a process of its own, which is replaced when it crashes, hangs, leaks or
-        loses its device; "none" in this one; "auto" is "process" wherever the call can be sent to another process.
-      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a process of its own.
-      search: see `Limits`.
-      timer: takes the samples; by default what suits the device.
-    """
-
-    warmup: int = 2
-    iters: int = 5
-    isolation: Isolation = "none"
-    timeout_s: float = 120.0
-    search: Search = "halving"
-    timer: Timer | None = None
-
-    def __post_init__(self) -> None:
-        check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
-        for name, kind in (("isolation", Isolation), ("search", Search)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, get_args(kind)))}"
-                )
-        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        if not number or not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
-        if self.timer is not None and not isinstance(self.timer, Timer):
-            raise TypeError(f"timer={self.timer!r} must be a Timer or None")
-
-
-def check_tuner(tuner: Any) -> None:
-    """Raises unless it is a ``Tuner``."""
-    if not isinstance(tuner, Tuner):
-        raise TypeError(f"{tuner=} must be a Tuner or None")
 
 
 class Autotuner:
@@ -121,18 +76,13 @@ class Autotuner:
         self,
         tuner: Tuner | None = None,
         *,
-        chooser: "ConfigSelectorChain | None" = None,
+        chooser: ConfigSelectorChain | None = None,
         budget_s: float | None = None,
         call_budget_s: float | None = None,
         verify: bool = True,
         on_event: Event | None = None,
     ):
-        from tilewright.ops.config.selection import ConfigSelectorChain  # the chain tunes with this class
-
-        if chooser is None:
-            from tilewright.ops.executor import default_chain
-
-            chooser = default_chain()
+        chooser = default_chain() if chooser is None else chooser
         if not isinstance(chooser, ConfigSelectorChain):
             raise TypeError(f"{chooser=} must be a ConfigSelectorChain or None")
         if on_event is not None and not callable(on_event):
@@ -237,8 +187,6 @@ class Autotuner:
 
     def _known(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The entry of a call that a cache has measurements of."""
-        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
-
         stored = self.chooser.measurements(inv)
         if stored is None:
             return None
@@ -247,7 +195,7 @@ class Autotuner:
         if chosen is None:
             return None
         # Measurements of another source than the present one are not given out.
-        return TunedCall.of(inv, candidates, chosen, step=step, source=implementation_source(inv))
+        return TunedCall.of(inv, candidates, chosen, step=step, source=inv.kernel.source())
 
     def _call(
         self,
@@ -259,8 +207,6 @@ class Autotuner:
         deadline: float,
     ) -> CallTuning:
         """The tuning of one call, before anything of it is measured."""
-        from tilewright.ops.config.selection import implementation_source  # the chain tunes with this class
-
         candidates, first = self._candidates(inv, configs)
         return CallTuning(
             inv,
@@ -268,7 +214,7 @@ class Autotuner:
             first=first,
             bench=lambda: self._bench(inv, candidates, inputs, idle, deadline),
             chooser=self.chooser,
-            source=implementation_source(inv),
+            source=inv.kernel.source(),
             iters=self.tuner.iters,
             search=self.tuner.search,
             cancelled=cancelled,
@@ -306,6 +252,17 @@ class Autotuner:
             if not any(type(config) is type(other) and config == other for other in unique):  # 1 is not True
                 unique.append(config)
         return unique, 1 if stale is None or stale == leading[0] else 2
+
+
+def _measured_for(inv: Invocation[Any, Any], chain: ConfigSelectorChain, policy: AutotunePolicy) -> AutotuningResult:
+    """Tunes a call for a chain that may."""
+    autotuner = Autotuner(
+        chain.tuner, chooser=chain, budget_s=policy.budget_s, verify=policy.verify, on_event=chain.on_event
+    )
+    return autotuner.measure(inv)
+
+
+MEASURE.fill(_measured_for)
 
 
 def _seconds(budget_s: float | None) -> float:
@@ -353,8 +310,6 @@ def autotune(
     Raises:
       ExceptionGroup: every candidate failed; with all of their exceptions.
     """
-    from tilewright.ops.executor import prepared
-
     inv, inputs = prepared(kernel, args, kwargs)
     tuner = Autotuner(Tuner(num_warmup, num_iters), verify=current_overrides_verify())
     result = tuner.tune(inv, configs=configs, inputs=inputs)

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 
 from tilewright.ops.config.context import current_overrides
 from tilewright.ops.kernel.arrays import split
-from tilewright.ops.kernel.kernel import Invocation, gradient_form, optional_method
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.optional import gradient_form, optional_method
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.lowering import ahead
 from tilewright.ops.lowering.call import Call, Selector, code_of
 from tilewright.ops.lowering.lowering import results_of
 from tilewright.ops.lowering.stages import map_axes
 from tilewright.ops.tuning.numerics import tree_violations, widened
-from tilewright.ops.tuning.untraced import numerics_of
+from tilewright.ops.utils.untraced import numerics_of
 
 if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigChooser
+    from tilewright.ops.config.chooser import ConfigChooser
 
 SEED = 20
 # So many different elements are drawn for a mapped axis; a longer axis repeats them.
@@ -177,11 +178,10 @@ class Workload:
 
     def _oracle(self) -> tuple[float, list["_Answer"]]:
         """The policy's factor, and the reference's results of the whole call or of some parts of it."""
-        factor = optional_method(self._inv.kernel, "tolerance_factor")
-        parts = optional_method(self._inv.kernel, "oracle_parts")
-        chosen = [] if parts is None or self._mapped else list(parts(self._inv))
-        answers = [self._answer(part) for part in chosen or [None]]
-        return 2.0 if factor is None else factor(self._inv), answers
+        kernel = self._inv.kernel
+        parts = () if self._mapped else tuple(kernel.oracle_parts(self._inv))
+        answers = [self._answer(part) for part in parts or (None,)]
+        return kernel.tolerance_factor(self._inv), answers
 
     def _answer(self, part: OraclePart | None) -> "_Answer":
         """The reference's results in high precision and in the input dtype."""

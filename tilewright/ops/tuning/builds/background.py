@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from tilewright.ops.config.unbuilt import BUILD_IN_BACKGROUND
 from tilewright.ops.kernel.builds import Build, parallel_compilers
 from tilewright.ops.tuning.events import BuildFailed, BuildMade, BuildStarted
 from tilewright.ops.utils.processes import module_path, usable_cores
@@ -164,3 +165,13 @@ class BackgroundBuilds:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
+
+
+def build_in_background(builds: Sequence[Build]) -> None:
+    """Has builds made by another process, which goes on by itself."""
+    background = BackgroundBuilds()
+    background.add(builds)
+    background.leave()
+
+
+BUILD_IN_BACKGROUND.fill(build_in_background)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from tilewright.ops.tuning.untraced import measuring_alone, outside_traces
+from tilewright.ops.utils.untraced import measuring_alone, outside_traces
 
 VARIABLE = contextvars.ContextVar("tests_variable", default=0)
 

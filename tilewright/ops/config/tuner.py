@@ -1,0 +1,79 @@
+"""How a tuning measures: what a selection chain is given and hands on."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+Isolation = Literal["none", "process", "auto"]
+Search = Literal["halving", "exhaustive"]
+
+
+class Timer(abc.ABC):
+    """What takes the samples of a tuning.
+
+    Attributes:
+      repeats_to: the share to which medians of interleaved samples repeat on a quiet machine, whatever the samples' own
+        spread says.
+    """
+
+    repeats_to: ClassVar[float] = 0.02
+
+    @abc.abstractmethod
+    def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        """How many calls make a sample that can be trusted."""
+
+    @abc.abstractmethod
+    def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
+        """Milliseconds per call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuner:
+    """How to measure.
+
+    Attributes:
+      warmup: untimed calls of each candidate after its first.
+      iters: timed samples of each candidate that is still in the race.
+      isolation: "process" runs candidates in a process of its own, which is replaced when it crashes, hangs, leaks or
+        loses its device; "none" in this one; "auto" is "process" wherever the call can be sent to another process.
+      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a process of its own.
+      search: see `Limits`.
+      timer: takes the samples; by default what suits the device.
+    """
+
+    warmup: int = 2
+    iters: int = 5
+    isolation: Isolation = "none"
+    timeout_s: float = 120.0
+    search: Search = "halving"
+    timer: Timer | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(warmup=(self.warmup, 0), iters=(self.iters, 1))
+        for name, kind in (("isolation", Isolation), ("search", Search)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, get_args(kind)))}"
+                )
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+        if self.timer is not None and not isinstance(self.timer, Timer):
+            raise TypeError(f"timer={self.timer!r} must be a Timer or None")
+
+
+def check_tuner(tuner: Any) -> None:
+    """Raises unless it is a ``Tuner``."""
+    if not isinstance(tuner, Tuner):
+        raise TypeError(f"{tuner=} must be a Tuner or None")
+
+
+def check_counts(**counts: tuple[int, int]) -> None:
+    """Raises unless each number is an integer of at least the second of its pair."""
+    for name, (count, least) in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name}={count!r} must be an integer")
+        if count < least:
+            raise ValueError(f"{name}={count!r} must be at least {least}")

@@ -1,0 +1,57 @@
+"""What a kernel may define or not, where the base class has no stub: platforms' code, gradients and the oracle."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilewright.ops.kernel.kernel import Kernel
+from tilewright.ops.types import Device
+
+PLATFORMS: Mapping[str, tuple[str, ...]] = {
+    "gpu": ("triton", "cuda", "pallas", "xla"),
+    "tpu": ("pallas", "xla"),
+    "cpu": ("xla",),
+}
+"""The platforms of each kind of device, most specific first."""
+
+
+def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:
+    """A method that a kernel may or may not define; ``None`` if it does not."""
+    return getattr(kernel, name, None)
+
+
+def platform_hook(kernel: Kernel[Any, Any], cfg: Any, device: Device) -> Callable[..., Any]:
+    """The most specific ``run_<platform>`` for the config's platform or else the device's; ``run`` if there is none."""
+    wanted = getattr(cfg, "platform", None)
+    names = PLATFORMS.get(device.kind, ()) if wanted in (None, "auto") else (str(wanted),)
+    for name in names:
+        hook = optional_method(kernel, f"run_{name}")
+        if hook is not None:
+            return hook
+    return kernel.run
+
+
+def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
+    """ "residuals", "recomputing", or ``None`` where JAX differentiates ``run``.
+
+    Raises:
+      TypeError: a kernel defines half of the pair.
+    """
+    forward, backward = (optional_method(kernel, name) is not None for name in ("forward_with_residuals", "backward"))
+    if forward != backward:
+        raise TypeError(f"{kernel!r} must define both forward_with_residuals and backward, or neither")
+    if forward:
+        return "residuals"
+    return "recomputing" if optional_method(kernel, "custom_vjp") is not None else None
+
+
+def argument_names(kernel: Kernel[Any, Any], count: int) -> tuple[str, ...]:
+    """The names of the first ``count`` positional arguments after ``prepare``."""
+    if kernel.argument_names:
+        return kernel.argument_names[:count]
+    for method in (kernel.run, kernel.prepare):
+        parameters = list(inspect.signature(method).parameters.values())
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(names) >= count:
+            return tuple(names[:count])
+    return tuple(f"args[{i}]" for i in range(count))

@@ -1,0 +1,40 @@
+"""A call's arguments as its kernel's ``prepare`` leaves them, and the invocation that they are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split
+from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, naming
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def prepare(kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
+    with naming(kernel):
+        return kernel.prepare(*args, **kwargs)
+
+
+def prepared(
+    kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, concrete: bool = True
+) -> tuple[Invocation[Any, Any], Arguments | None]:
+    """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
+    check_kernel(kernel)
+    arrays, structure = split((tuple(args), dict(kwargs)))
+    shardings = [meaningful_sharding(array) for array in arrays]
+    seen: list[Any] = []
+
+    def look(traced: list[Any]) -> None:
+        known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
+        again = prepare(kernel, *structure.join(traced))
+        seen.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), again))
+
+    jax.eval_shape(look, [abstract(a) for a in arrays])
+    abstract_args, abstract_kwargs = seen[0]
+    inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))
+    if not concrete:
+        return inv, None
+    real_args, real_kwargs = prepare(kernel, args, kwargs)
+    return inv, (tuple(real_args), dict(real_kwargs))
