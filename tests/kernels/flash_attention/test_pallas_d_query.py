@@ -23,7 +23,7 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     convert_kernel,
     d_query_shape,
 )
-from tilewright.kernels.flash_attention.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
+from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
 
 ONE_PROGRAM = dataclasses.replace(H100, cores=1)
 

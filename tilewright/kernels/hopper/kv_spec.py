@@ -14,16 +14,8 @@ from tilewright.kernels.hopper.layouts import (
     blocked_product,
     row_major,
 )
-from tilewright.kernels.hopper.transforms import (
-    SHARED_ALIGNMENT,
-    aligned_bytes,
-    emit_transforms,
-    shared_layout,
-    swizzle_of,
-)
-
-HOPPER_SHARED_BYTES = 227 * 1024
-"""Shared memory that one block may have on compute capability 9.0."""
+from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SHARED_BYTES
+from tilewright.kernels.hopper.transforms import aligned_bytes, emit_transforms, shared_layout, swizzle_of
 
 VECTOR_BYTES = 16
 """The widest load or store of one thread."""
@@ -38,7 +30,7 @@ class Role(Enum):
     OUTPUT = "output"
 
 
-def over_budget(parts: Mapping[str, int], limit: int = HOPPER_SHARED_BYTES) -> str | None:
+def over_budget(parts: Mapping[str, int], limit: int = SHARED_BYTES) -> str | None:
     """The reason why buffers of so many bytes do not fit one block's shared memory, or None if they do.
 
     Each part takes whole units of Mosaic's alignment.
@@ -118,7 +110,7 @@ class KVBufferConfig:
     group_size: int = 1
     decode: bool = False
     swizzle: Swizzle | None = None
-    shared_limit: int = HOPPER_SHARED_BYTES
+    shared_limit: int = SHARED_BYTES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))

@@ -8,7 +8,7 @@ Kernels run without automatic barriers: every ordering is written here or in the
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +19,11 @@ from jaxtyping import Integer
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.kv_spec import KVTileSpec
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, MAX_BARRIERS
 from tilewright.kernels.hopper.transforms import aligned_bytes, mosaic_transforms, swizzle_of
 
 type Step = int | Integer[jax.Array, ""]
 type Ref = Any  # a Pallas reference or a view of one; jax exports no type for both
-
-BARRIER_BYTES = 8
-
-# The phases of a barrier array are the bits of one 32-bit word per thread.
-_MAX_STAGES = 32
 
 
 def _when(condition: bool | jax.Array, action: Callable[[], None]) -> None:
@@ -62,8 +58,8 @@ class RingPlan:
         object.__setattr__(self, "tile", tuple(self.tile))
         if not self.tile or min(self.tile) < 1:
             raise ValueError(f"a tile needs positive dimensions, got {self.tile=}")
-        if not 1 <= self.num_stages <= _MAX_STAGES:
-            raise ValueError(f"a ring has 1 to {_MAX_STAGES} stages, got {self.num_stages=}")
+        if not 1 <= self.num_stages <= MAX_BARRIERS:
+            raise ValueError(f"a ring has 1 to {MAX_BARRIERS} stages, got {self.num_stages=}")
         if self.consumers < 1:
             raise ValueError(f"somebody must release a slot, got {self.consumers=}")
         if self.writers < 0:
@@ -118,6 +114,17 @@ class RingPlan:
     def bind(self, smem: Ref, full: Ref, empty: Ref) -> "Ring":
         """The ring over the references that the kernel got for ``scratch()``."""
         return Ring(self, smem, full, empty)
+
+
+def ring_scratch(plans: Iterable[RingPlan]) -> list[Any]:
+    """Scratch types of several rings, in the order that ``bind_rings`` takes them."""
+    return [part for plan in plans for part in plan.scratch()]
+
+
+def bind_rings(plans: Sequence[RingPlan], scratch: Sequence[Ref]) -> tuple[list["Ring"], Sequence[Ref]]:
+    """The rings over the first references of a kernel's scratch memory, and the other references."""
+    rings = [plan.bind(*scratch[3 * i : 3 * i + 3]) for i, plan in enumerate(plans)]
+    return rings, scratch[3 * len(rings) :]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,15 +9,7 @@ import numpy as np
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
-
-SWIZZLES = (128, 64, 32)
-"""Widths in bytes, widest first: a wider one serves more columns with one TMA box and one wgmma descriptor."""
-
-SWIZZLE_ROWS = 8
-"""Rows of the block that a swizzle permutes, in TMA and in wgmma's descriptors alike."""
-
-SHARED_ALIGNMENT = 1024
-"""Bytes to which Mosaic GPU aligns each scratch buffer, the period of the 128-byte swizzle."""
+from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SWIZZLE_ROWS, SWIZZLES
 
 # The transforms of jax 0.12 count as abstract for a type checker, because one method of their base has no body.
 _mosaic: Any = plgpu

@@ -22,6 +22,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
+from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -30,9 +31,6 @@ DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 WIDEST = 256
 """Elements of a head."""
-
-SHARED_BYTES = 232448
-"""Shared memory that a block may have on compute capability 9.0."""
 
 REGISTERS = {1: 256, 2: 240, 3: 160}
 """Of a thread, by the warpgroups that compute."""

@@ -10,7 +10,7 @@ the others; its parts are added in float32 by TMA reductions, in the order in wh
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,26 +31,25 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     sums_of,
 )
 from tilewright.kernels.flash_attention.hopper.delta import BackwardParams, completed, sums_of_products
-from tilewright.kernels.flash_attention.hopper.schedule import Walk, hidden_zero, place_of
+from tilewright.kernels.flash_attention.hopper.schedule import Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    ROWS,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
-    compiler_params,
     kept,
     masked_logits,
-    store_unoptimised,
-    tile_layout,
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
+from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
 from tilewright.ops.utils.stable_ids import stable_id
 
 CONSUMERS = 2
-REGISTERS = (240, 24)
 
 
 @stable_id(
@@ -151,10 +150,9 @@ class BackwardPlan:
     def registers(self) -> tuple[int, ...]:
         """Per thread, of those that own dK and dV, of the warpgroup for dQ if there is one, and of the producer.
 
-        A block starts with all the registers of a multiprocessor, shared out evenly in multiples of 8: together these
-        must not be more.
+        See ``limits.REGISTERS``.
         """
-        return REGISTERS if self.params.deterministic else (208, 72, 24)
+        return REGISTERS[CONSUMERS] if self.params.deterministic else (208, 72, 24)
 
     @property
     def ahead(self) -> bool:
@@ -188,32 +186,6 @@ class BackwardPlan:
         if self.bias_gradient is not None:
             rings += self.bias_gradient.staging_bytes(CONSUMERS)
         return rings + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
-
-
-def over_items(lists: tuple[Any, Any], one: Any) -> None:
-    """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
-    starts_ref, items_ref = lists
-    program = lax.axis_index("program")
-    start, end = starts_ref[program], starts_ref[program + 1]
-
-    def of_turn(turn: Any, state: Any) -> Any:
-        first, item = state
-        following = items_ref[turn + 1]  # on its way while this item is worked on
-        return one(turn - start, item, first), following
-
-    lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
-
-
-def play(lists: tuple[Any, Any], role: Any, registers: int, action: Literal["increase", "decrease"]) -> None:
-    """What a warpgroup does: its role in every item of this program, until its stores have left shared memory."""
-    plgpu.set_max_registers(registers, action=action)
-    over_items(lists, role)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
-    """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
-    return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))
 
 
 def key_value_kernel(
@@ -273,16 +245,17 @@ def key_value_kernel(
         )
         scratch = refs[len(leaves) + len(out_type) :]
         dk_ref, dv_ref, *converted_refs = refs[len(leaves) : len(leaves) + len(out_type)]
-        bound: list[Any] = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(rings)]
-        # Not all kernels have the last two.
-        k_ring, v_ring, q_ring, do_ring, stat_ring, ds_ring, count_ring = [*bound, None, None][:7]
-        outputs = scratch[3 * len(rings) : 3 * len(rings) + len(plan.outputs)]
+        bound, others = bind_rings(rings, scratch)
+        k_ring, v_ring, q_ring, do_ring, stat_ring, *optional = bound
+        some: list[Any] = [*optional, None, None]  # not all kernels have these
+        ds_ring, count_ring = some[:2]
+        outputs = others[: len(plan.outputs)]
         staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
 
         def over_steps(item: Any, first: Any, one: Any, carry: Any = None) -> Any:
             """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
 
             def of_head(member: Any, state: Any) -> Any:
                 first, carry = state
@@ -301,7 +274,7 @@ def key_value_kernel(
             return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
         def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             own = pl.ds(warpgroup * ROWS, ROWS)
             kv_start = kv_tile * block_k + warpgroup * ROWS
 
@@ -316,7 +289,7 @@ def key_value_kernel(
                     return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
                 def operand(ring: Any, step: Any) -> Any:
-                    return ring.smem.at[hidden_zero(step, item), own]
+                    return ring.smem.at[opaque_zero(step + item), own]
 
                 def wait_for_queries(step: Any) -> None:
                     stat_ring.load_from_shared(step)
@@ -336,7 +309,7 @@ def key_value_kernel(
                     return plgpu.wgmma_accumulator_load(scores, wait_n=0)
 
                 def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, logits: Any) -> Any:
-                    zero = hidden_zero(step, item)
+                    zero = opaque_zero(step + item)
                     place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
@@ -455,7 +428,7 @@ def key_value_kernel(
 
         def convert(item: Any, number: Any) -> None:
             """One piece of the rows of dQ that an item stands for."""
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             pieces, steps = jnp.int32(head_dim // PIECE), jnp.int32(EARLY_TILES)
             step, piece = lax.div(number, pieces), lax.rem(number, pieces)
             head, rows = kv_head * group + lax.div(step, steps), kv_tile * EARLY_TILES + lax.rem(step, steps)
@@ -464,12 +437,12 @@ def key_value_kernel(
             store_unoptimised(target, (sums * options.scale).astype(dtype))
 
         def d_queries(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, _ = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, _ = decode_tile_index(item, kv_tiles, kv_heads)
             pieces: Any = 0
             if early is not None:
                 task = task_refs[0][list_refs[0][lax.axis_index("program")] + turn]
                 asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
-                other, other_head, _ = place_of(asked, kv_tiles, kv_heads)
+                other, other_head, _ = decode_tile_index(asked, kv_tiles, kv_heads)
                 # Through shared memory: all threads must see one value, whatever other programs add meanwhile.
                 count_ring.load_from_dram(turn, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
             k_ring.load_from_shared(turn)
@@ -481,7 +454,7 @@ def key_value_kernel(
                 pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
-                zero = hidden_zero(step, item)
+                zero = opaque_zero(step + item)
                 ds_ring.load_from_shared(step)
                 for index, (row, column, columns) in enumerate(plan.d_query_parts):
 
@@ -517,7 +490,7 @@ def key_value_kernel(
             return last
 
         def load(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             rows = pl.ds(kv_tile * block_k, block_k)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
@@ -530,31 +503,19 @@ def key_value_kernel(
             v_ring.load_from_dram(turn, v_ref.at[b, rows, kv_head])
             return over_steps(item, first, one)
 
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, plan.registers[0], "increase"))
+        run = functools.partial(run_warpgroup, list_refs)
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, gradients, plan.registers[0], "increase"))
         if fused:
-            pl.when(warpgroup == CONSUMERS)(
-                functools.partial(play, list_refs, d_queries, plan.registers[1], "decrease")
-            )
-        pl.when(warpgroup == CONSUMERS + fused)(
-            functools.partial(play, list_refs, load, plan.registers[-1], "decrease")
-        )
+            pl.when(warpgroup == CONSUMERS)(functools.partial(run, d_queries, plan.registers[1], "decrease"))
+        pl.when(warpgroup == CONSUMERS + fused)(functools.partial(run, load, plan.registers[-1], "decrease"))
 
-    scratch: list[Any] = [part for ring in rings for part in ring.scratch()]
+    scratch = ring_scratch(rings)
     scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(CONSUMERS))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=scratch,
-        grid=(len(lists[0]) - 1,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1 + fused,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    kernel = warpgroup_kernel(body, tuple(out_type), scratch, len(lists[0]) - 1, CONSUMERS + 1 + fused)
     return kernel(*leaves)
 
 
@@ -625,9 +586,7 @@ def query_kernel(
             structure, refs[: len(leaves)]
         )
         dq_ref, *scratch = refs[len(leaves) :]
-        q_ring, do_ring, stat_ring, k_ring, v_ring = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
-        )
+        (q_ring, do_ring, stat_ring, k_ring, v_ring), (outputs,) = bind_rings(plan.rings, scratch)
         warpgroup = lax.axis_index("warpgroup")
 
         def out_step(turn: Any, first: Any, number: Any) -> Any:
@@ -635,7 +594,7 @@ def query_kernel(
             return first + turn * plan.out_steps + number
 
         def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item, q_tiles, heads)
+            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
@@ -666,7 +625,7 @@ def query_kernel(
 
                 def one(number: Any, _: Any) -> None:
                     step, v_step = first + number, out_step(turn + 1, first, number)
-                    zero = hidden_zero(step, item)
+                    zero = opaque_zero(step + item)
                     q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
                     place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
 
@@ -704,7 +663,7 @@ def query_kernel(
                 return dq[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32))
-            output = scratch[-1].at[warpgroup]
+            output = outputs.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             output[...] = (dq * options.scale).astype(dtype)
             plgpu.commit_smem()
@@ -713,7 +672,7 @@ def query_kernel(
             return first + steps.total
 
         def load(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item, q_tiles, heads)
+            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             kv_head = lax.div(h, jnp.int32(group))
             rows = pl.ds(q_tile * block_q, block_q)
@@ -732,20 +691,18 @@ def query_kernel(
             lax.fori_loop(0, steps.total, one, None)
             return first + steps.total
 
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, REGISTERS[0], "increase"))
-        pl.when(warpgroup == CONSUMERS)(functools.partial(play, list_refs, load, REGISTERS[1], "decrease"))
+        registers, run = REGISTERS[CONSUMERS], functools.partial(run_warpgroup, list_refs)
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, gradients, registers[0], "increase"))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, registers[1], "decrease"))
 
-    kernel = plgpu.kernel(
+    kernel = warpgroup_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        scratch_types=[
-            *(part for ring in plan.rings for part in ring.scratch()),
+        jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
+        [
+            *ring_scratch(plan.rings),
             plgpu.SMEM((CONSUMERS, *plan.output.tile), dtype, transforms=plan.output.transforms),
         ],
-        grid=(len(lists[0]) - 1,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        len(lists[0]) - 1,
+        CONSUMERS + 1,
     )
     return kernel(*leaves)

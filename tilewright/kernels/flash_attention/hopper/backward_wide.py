@@ -23,21 +23,21 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     statistic_of_rows,
     sums_of_products,
 )
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, Walk, hidden_zero, place_of
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    ROWS,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
-    compiler_params,
     kept,
     masked_logits,
-    store_unoptimised,
-    tile_layout,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.transforms import aligned_bytes
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -45,7 +45,6 @@ BLOCK = ROWS
 """Keys, and queries, of a step: the M of a warpgroup's matrix instruction and the N of the products for scores."""
 
 CONSUMERS = 2
-REGISTERS = (240, 24)
 _SHAPE = (BLOCK, BLOCK)
 
 
@@ -213,7 +212,7 @@ class _Visits:
     @property
     def total(self) -> Any:
         if self.shared is not None:
-            # A loop whose length the compiler knows may be unrolled or dropped, and ``hidden_zero`` with it.
+            # A loop whose length the compiler knows may be unrolled or dropped, and ``opaque_zero`` with it.
             return self.shared.total * self.group + self.nothing
         return lax.fori_loop(0, self.group, lambda member, total: total + self.steps(member).total, jnp.int32(0))
 
@@ -282,7 +281,7 @@ def _score_gradients(factors: Any, d_probabilities: Any, minus_delta: Any, optio
 
 def _again(item: Any, step: Any) -> Any:
     """The item as if it were another in each step, so that what follows from it takes no registers over the loop."""
-    return item + hidden_zero(step, item)
+    return item + opaque_zero(step + item)
 
 
 def wide_key_value_kernel(
@@ -334,10 +333,10 @@ def wide_key_value_kernel(
             jax.tree.unflatten(structure, refs[: len(leaves)])
         )
         dk_ref, dv_ref, *scratch = refs[len(leaves) :]
-        rings = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)]
+        rings, others = bind_rings(plan.rings, scratch)
         k_ring, v_ring, q_ring, do_ring, shift_ring, delta_ring, factor_ring = rings[:7]
         ds_ring = rings[-1]
-        more = scratch[3 * len(rings) :]
+        more = list(others)
         weights_smem = more.pop(0) if apart else factor_ring.smem
         staging_smem: Any = more.pop(0) if fused else None
         bias_smem: Any = more.pop(0) if bias_gradient is not None and bias_gradient.added else None
@@ -350,8 +349,8 @@ def wide_key_value_kernel(
 
             Worked out anew by each role, and by the consumers in each step, where they would be spilled otherwise.
             """
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
-            nothing = hidden_zero(jnp.int32(0), item)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
+            nothing = opaque_zero(jnp.int32(0) + item)
             visits = _Visits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
             return b, kv_head, kv_tile * BLOCK, visits
 
@@ -380,7 +379,7 @@ def wide_key_value_kernel(
 
         def value_role() -> None:
             """Scores, probabilities, dV and the first columns of dQ."""
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
             item = current_item()
             _, _, _, visits = program(item)
             steps = visits.total
@@ -389,7 +388,8 @@ def wide_key_value_kernel(
                 if options.plain:
                     scores[...] = row_statistic(shift_ring, step)
                 q_ring.load_from_shared(step)
-                plgpu.wgmma(scores, k_ring.smem.at[hidden_zero(step, item)], q_ring.get_mma_tile(step, transposed=True))
+                keys = k_ring.smem.at[opaque_zero(step + item)]
+                plgpu.wgmma(scores, keys, q_ring.get_mma_tile(step, transposed=True))
 
             def weigh(scores: Any, step: Any, visit: Any) -> tuple[Any, Any]:
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
@@ -419,7 +419,7 @@ def wide_key_value_kernel(
                     return weigh(scores[...], jnp.int32(0), visits.first)
 
                 def d_query_part(step: Any, dq: Any) -> Any:
-                    keys = k_ring.smem.at[hidden_zero(step, item), :, pl.ds(0, split)]
+                    keys = k_ring.smem.at[opaque_zero(step + item), :, pl.ds(0, split)]
                     plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), keys)
                     return dq[...]
 
@@ -479,7 +479,7 @@ def wide_key_value_kernel(
 
         def key_role() -> None:
             """Gradients of probabilities and scores, dK and the rest of dQ's columns."""
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
             item = current_item()
             _, _, _, visits = program(item)
             steps = visits.total
@@ -490,7 +490,7 @@ def wide_key_value_kernel(
                 if not options.dropout_prob:
                     dp[...] = row_statistic(delta_ring, step)
                 do_ring.load_from_shared(step)
-                plgpu.wgmma(dp, v_ring.smem.at[hidden_zero(step, item)], do_ring.get_mma_tile(step, transposed=True))
+                plgpu.wgmma(dp, v_ring.smem.at[opaque_zero(step + item)], do_ring.get_mma_tile(step, transposed=True))
 
             def store_bias(ds: Any, step: Any, visit: Any) -> None:
                 if bias_gradient is None:
@@ -534,7 +534,7 @@ def wide_key_value_kernel(
 
             def issue_own_columns(dq: Any, step: Any) -> None:
                 rest = pl.ds(split, head_dim - split)
-                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[hidden_zero(step, item), :, rest])
+                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[opaque_zero(step + item), :, rest])
 
             def accumulate(dk: Any) -> Any:
                 def issue_dk(step: Any, ds: Any) -> None:
@@ -612,7 +612,7 @@ def wide_key_value_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def producer_role() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
             b, kv_head, kv_start, visits = program(current_item())
             kv_rows = pl.ds(kv_start, BLOCK)
             k_ring.load_from_dram(0, k_ref.at[b, kv_rows, kv_head])
@@ -635,25 +635,22 @@ def wide_key_value_kernel(
         for warpgroup, role in enumerate((value_role, key_role, producer_role)):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(role)
 
-    scratch: list[Any] = [part for ring in plan.rings for part in ring.scratch()]
+    scratch = ring_scratch(plan.rings)
     if apart:
         scratch.append(plgpu.SMEM(plan.weights_shape, dtype, transforms=plan.rings[6].transforms))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(1))
-    kernel = plgpu.kernel(
+    kernel = warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
         ),
-        scratch_types=scratch,
-        grid=(batch * kv_heads * kv_tiles,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        scratch,
+        batch * kv_heads * kv_tiles,
+        CONSUMERS + 1,
     )
     return kernel(*leaves)
 
@@ -693,9 +690,7 @@ def wide_query_kernel(
             structure, refs[: len(leaves)]
         )
         dq_ref, *scratch = refs[len(leaves) :]
-        q_ring, do_ring, k_ring, v_ring = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.query_rings)
-        )
+        (q_ring, do_ring, k_ring, v_ring), _ = bind_rings(plan.query_rings, scratch)
         # The rows of ``out`` come first, by a ring that has both stages at once where they fit.
         if head_dim == value_dim:
             out_ring, k_ring = k_ring, dataclasses.replace(k_ring, offset=CONSUMERS)
@@ -708,11 +703,11 @@ def wide_query_kernel(
 
         def program(item: Any) -> tuple[Any, Any, Any, Steps]:
             """Batch element, head, first query and visits."""
-            b, h, q_tile = place_of(item, q_tiles, heads)
+            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             return b, h, q_tile * block_q, walk.steps(table_refs, b, h, q_tile)
 
         def consume() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
             item = current_item()
             steps = program(item)[-1]
 
@@ -756,12 +751,12 @@ def wide_query_kernel(
 
             def issue_scores(scores: Any, step: Any) -> None:
                 k_ring.load_from_shared(step)
-                queries = q_ring.smem.at[warpgroup + hidden_zero(step, item)]
+                queries = q_ring.smem.at[warpgroup + opaque_zero(step + item)]
                 plgpu.wgmma(scores, queries, k_ring.get_mma_tile(step, transposed=True))
 
             def issue_dp(dp: Any, step: Any) -> None:
                 v_ring.load_from_shared(step)
-                d_outs = do_ring.smem.at[warpgroup + hidden_zero(step, item)]
+                d_outs = do_ring.smem.at[warpgroup + opaque_zero(step + item)]
                 plgpu.wgmma(dp, d_outs, v_ring.get_mma_tile(step, transposed=True))
 
             def weigh(logits: Any, step: Any, masked: Any) -> Any:
@@ -851,7 +846,7 @@ def wide_query_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def produce() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
             b, h, q_start, steps = program(current_item())
             kv_head = lax.div(h, jnp.int32(group))
 
@@ -872,14 +867,6 @@ def wide_query_kernel(
         pl.when(warpgroup < CONSUMERS)(consume)
         pl.when(warpgroup == CONSUMERS)(produce)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        scratch_types=[part for ring in plan.query_rings for part in ring.scratch()],
-        grid=(batch * heads * q_tiles,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    out_type, programs = jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype), batch * heads * q_tiles
+    kernel = warpgroup_kernel(body, out_type, ring_scratch(plan.query_rings), programs, CONSUMERS + 1)
     return kernel(*leaves)

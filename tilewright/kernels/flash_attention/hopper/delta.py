@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.d_query import COUNTER, ROW
-from tilewright.kernels.flash_attention.hopper.scores import ROWS, compiler_params, store_unoptimised, tile_layout
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
 
 ZEROS = (8, ROW)
 """A tile of zeros in shared memory, which is stored again and again."""
@@ -92,21 +93,19 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
         store_unoptimised(stat_ref.at[b, head, 1, rows], completed(shift, d_lse, sums))
         plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    return warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct(zeros, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, *COUNTER), jnp.float32),
         ),
-        scratch_types=[
+        [
             plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
             plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
             plgpu.SMEM(ZEROS, jnp.float32),
             plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(batch * heads * tiles,),
-        grid_names=("program",),
-        compiler_params=compiler_params(),
+        batch * heads * tiles,
     )(out, d_out, statistics)
 
 

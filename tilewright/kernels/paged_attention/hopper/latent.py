@@ -16,10 +16,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.scores import LOG2E, ROWS, compiler_params, tile_layout
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.paged_attention.hopper.softmax import online_softmax
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
 
 KEYS = 64
@@ -42,9 +44,6 @@ VISIT_BITS = 24
 
 CHUNK = 64
 """Columns that are read and written at once where rows are cleared."""
-
-REGISTERS = (240, 24)
-"""Registers per thread of a consumer and of the producer."""
 
 FIRST, SECOND, PRODUCER = range(WARPGROUPS := 3)
 """The warpgroups: logits and the first half of the output, the second half, loads."""
@@ -80,9 +79,8 @@ class LatentPlan:
 
     def scratch(self) -> list[Any]:
         """Of the rings, of what scales sums so far by turns, and of the barrier behind the last of these."""
-        scratch = [part for ring in self.rings for part in ring.scratch()]
         return [
-            *scratch,
+            *ring_scratch(self.rings),
             plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(),
@@ -185,7 +183,6 @@ def latent_kernel(
     """
     dtype = query.dtype
     plan = LatentPlan(dtype)
-    statistics = tile_layout().reduce(1)
     columns = [pl.ds(start, size) for start, size in zip((0, HALF, VALUE_DIM), SIZES, strict=True)]
     # Greater logits have to be greater multiples: a scale that is not positive goes first.
     early, multiplier = call.softmax_scale * LOG2E, 1.0
@@ -195,8 +192,7 @@ def latent_kernel(
 
     def body(q_ref: Any, pages_ref: Any, table_ref: Any, lengths_ref: Any, *refs: Any) -> None:
         out_ref, lse_ref, *scratch = refs
-        *queries, left, right, rest = (ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings))
-        scales, ready, finished = scratch[3 * len(plan.rings) :]
+        (*queries, left, right, rest), (scales, ready, finished) = bind_rings(plan.rings, scratch)
         work = _work(call, lax.axis_index("program"), lengths_ref)
         warpgroup = lax.axis_index("warpgroup")
         my_rows = pl.ds(work.row_tile * ROWS, ROWS)
@@ -214,9 +210,6 @@ def latent_kernel(
 
         def exists(page: Any) -> Any:
             return (page >= 0) & (page < call.num_pages)
-
-        def across(vector: Any, columns: int) -> Any:
-            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
         def produce() -> None:
             def load(visit: Any, page: Any, ring: Any, columns: Any) -> None:
@@ -291,7 +284,7 @@ def latent_kernel(
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses
             # of their own; those of the queries do not change from tile to tile, and kept in registers they are
             # spilled. So they hang on the visit, of which there are not so many.
-            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
+            none = opaque_zero(visit, VISIT_BITS)
             for query, ring in ((queries[1], right), (queries[2], rest), (queries[0], left)):
                 ring.load_from_shared(visit)
                 plgpu.wgmma(scores, query.smem.at[none], ring.get_mma_tile(visit, transposed=True))
@@ -315,8 +308,7 @@ def latent_kernel(
                 return scores[...]
 
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            m, total = initial_statistics()
             right.release(zero)
             p, scale, m, total = softmax(products, zero, page, m, total)
             hand_over(zero, p, scale)
@@ -348,10 +340,10 @@ def latent_kernel(
             carry = (*first_logits(page), page_of(zero + 1))
             m, total, _ = lax.fori_loop(1, work.total, visit_one, carry)
             plgpu.wgmma(acc, weights_of(work.total - 1), left.get_mma_tile(work.total - 1))
-            weight = jnp.where(total == 0.0, 0.0, 1 / total)
+            weight = normaliser(total)
             scales[STAGES, :] = weight
             plgpu.barrier_arrive(finished)
-            lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+            lse = row_lse(m, total)
             out = acc[...] * across(weight, HALF)
             rest.release(work.total - 1)
             left.release(work.total - 1)
@@ -365,7 +357,7 @@ def latent_kernel(
                 for ring in (right, rest):
                     ring.load_from_shared(visit)
                 plgpu.barrier_wait(ready.at[right.slot(visit)])
-                scale = plgpu.load(scales.at[right.slot(visit)], layout=statistics)
+                scale = plgpu.load(scales.at[right.slot(visit)], layout=row_layout())
                 acc[...] = acc[...] * across(scale, HALF)
                 clear(right, visit, page)
                 plgpu.wgmma(acc, weights_of(visit), right.get_mma_tile(visit))
@@ -376,7 +368,7 @@ def latent_kernel(
 
             lax.fori_loop(0, work.total, visit_one, page_of(zero))
             plgpu.barrier_wait(finished)
-            weight = plgpu.load(scales.at[STAGES], layout=statistics)
+            weight = plgpu.load(scales.at[STAGES], layout=row_layout())
             store(acc[...] * across(weight, HALF), HALF, queries[1].get_mma_tile(0))
 
         def store(out: Any, start: int, smem: Any) -> None:
@@ -392,17 +384,17 @@ def latent_kernel(
 
         @pl.when(warpgroup == FIRST)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
             pl.run_scoped(attend_first, plgpu.ACC((ROWS, HALF), jnp.float32))
 
         @pl.when(warpgroup == SECOND)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
             pl.run_scoped(attend_second, plgpu.ACC((ROWS, HALF), jnp.float32))
 
         @pl.when(warpgroup == PRODUCER)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
             produce()
 
     rows = call.row_tiles * ROWS
@@ -414,14 +406,6 @@ def latent_kernel(
             jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype),
             jax.ShapeDtypeStruct((call.sequences, rows), jnp.float32),
         ]
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=plan.scratch(),
-        grid=(call.sequences * call.splits * call.row_tiles,),
-        grid_names=("program",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    programs = call.sequences * call.splits * call.row_tiles
+    kernel = warpgroup_kernel(body, tuple(out_type), plan.scratch(), programs, WARPGROUPS)
     return kernel(query, pages, page_table, lengths)

@@ -16,16 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.scores import (
-    LOG2E,
-    ROWS,
-    compiler_params,
-    store_unoptimised,
-    tile_layout,
-)
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.paged_attention.hopper.softmax import online_softmax
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
 
@@ -80,7 +75,7 @@ class ChunkPlan:
         """
         return [
             plgpu.SMEM(self.queries.tile, self.dtype),
-            *(2 * self.keys.scratch()),
+            *ring_scratch((self.keys, self.keys)),
             plgpu.SMEM(self.queries.tile, self.dtype, transforms=self.queries.transforms),
             plgpu.Barrier(num_arrivals=self.pieces),
             plgpu.Barrier(num_arrivals=CONSUMERS),
@@ -256,7 +251,6 @@ def chunk_kernel(
     """
     (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
     plan, each, width = call.plan(dtype, dim), call.tokens, call.width
-    statistics = tile_layout().reduce(1)
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
     registers = REGISTERS[dim <= 64]
@@ -267,10 +261,10 @@ def chunk_kernel(
 
     def body(
         q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, bits_ref: Any, work_ref: Any, out_ref: Any, lse_ref: Any,
-        *scratch: Any,
+        *refs: Any,
     ) -> None:  # fmt: skip
-        k_ring, v_ring = (plan.keys.bind(*scratch[3 * i + 1 : 3 * i + 4]) for i in range(2))
-        rows_smem, q_smem, queries_ready, cleared = scratch[0], *scratch[7:]
+        rows_smem, *scratch = refs
+        (k_ring, v_ring), (q_smem, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), scratch)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         within = lax.rem(program, jnp.int32(width * call.kv_heads))
         kv_head = lax.div(within, jnp.int32(width))
@@ -326,9 +320,6 @@ def chunk_kernel(
             lax.fori_loop(0, plan.pieces, load_queries, None)
             lax.fori_loop(1, visits, load_both, None)
             load(v_ring, v_ref, zero + (visits - 1))
-
-        def across(vector: Any, columns: int) -> Any:
-            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
         def iota(size: int, axis: int) -> Any:
             return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
@@ -395,7 +386,7 @@ def chunk_kernel(
         def scores_of(scores: Any, visit: Any) -> None:
             # Addresses that do not change from block to block would all be kept in registers, and others spilled. So
             # they hang on the visit, of which there are not so many.
-            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
+            none = opaque_zero(visit, VISIT_BITS)
             rows = pl.ds((warpgroup + none) * ROWS, ROWS)
             plgpu.wgmma(scores, q_smem.at[rows], k_ring.get_mma_tile(visit, transposed=True))
 
@@ -428,8 +419,7 @@ def chunk_kernel(
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
             k_ring.release(zero)
             bits = bits_of(zero)
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            m, total = initial_statistics()
             p, _, m, total = softmax(products, zero, bits, m, total)
             p, m, total, _ = lax.fori_loop(1, visits, visit_one, (p, m, total, bits_of(zero + 1)))
             fill(visits - 1, bits_of(visits - 1))
@@ -441,7 +431,7 @@ def chunk_kernel(
         def store(out: Any, m: Any, total: Any) -> None:
             """Of the tokens that there are; rows lie where the warpgroup's queries came to."""
             work = look_up()
-            weight = jnp.where(total == 0.0, 0.0, 1 / total)
+            weight = normaliser(total)
             held = rows_smem.at[my_rows]
             store_unoptimised(held, (out * across(weight, dim)).astype(dtype))
             plgpu.commit_smem()
@@ -463,7 +453,7 @@ def chunk_kernel(
             def _() -> None:
                 lax.fori_loop(0, mine, lambda begin, _: copy(begin, 1), None)
 
-            lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+            lse = row_lse(m, total)
             lse_ref.at[work.tile, kv_head, warpgroup][...] = lse
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -497,17 +487,14 @@ def chunk_kernel(
             plgpu.set_max_registers(registers[1], action="decrease")
             produce()
 
-    kernel = plgpu.kernel(
+    kernel = warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct(query.shape, dtype),
             jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
         ),
-        scratch_types=plan.scratch(),
-        grid=(call.places * call.kv_heads,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        plan.scratch(),
+        call.places * call.kv_heads,
+        CONSUMERS + 1,
     )
     return kernel(query, key, value, table, bits, work)

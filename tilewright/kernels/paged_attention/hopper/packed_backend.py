@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import SHARED_KB, Footprint
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.paged_attention.hopper.packed import (
     CONSUMERS,
     ChunkCall,
@@ -66,7 +67,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[str]:
         taken = _call(problem, params).plan(problem.dtype, problem.head_dim).shared_bytes
-        if taken > SHARED_KB[90] << 10:
+        if taken > SHARED_BYTES:
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
 
@@ -78,7 +79,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
     ) -> list[Footprint]:
         call = _call(problem, params)
         plan = call.plan(problem.dtype, problem.head_dim)
-        return [Footprint(call.tiles * call.kv_heads, 128 * (CONSUMERS + 1), plan.shared_bytes)]
+        return [Footprint(call.tiles * call.kv_heads, WARPGROUP_THREADS * (CONSUMERS + 1), plan.shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperChunkParams) -> Results:
         """``(out, lse)``; lse is float32."""
