@@ -46,10 +46,14 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
 from tilewright.ops.utils.stable_ids import stable_id
 
 CONSUMERS = 2
+
+RESERVED = 32
+"""Shared memory beside each output for alignment, in bytes."""
 
 
 @stable_id(
@@ -92,12 +96,12 @@ class BackwardPlan:
     bias_gradient: BiasGradient | None = None
 
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
-        return RingPlan((rows, columns), self.dtype, stages, CONSUMERS)
+        return RingPlan(SharedTile((rows, columns), self.dtype), stages, CONSUMERS)
 
     @property
     def keys(self) -> RingPlan:
-        consumers = CONSUMERS + (not self.params.deterministic)
-        return RingPlan((self.params.block_k, self.head_dim), self.dtype, 1, consumers)
+        tile = SharedTile((self.params.block_k, self.head_dim), self.dtype)
+        return RingPlan(tile, 1, CONSUMERS + (not self.params.deterministic))
 
     @property
     def values(self) -> RingPlan:
@@ -113,14 +117,13 @@ class BackwardPlan:
 
     @property
     def statistics(self) -> RingPlan:
-        return RingPlan((2, self.params.block_q), jnp.float32, self.params.num_stages, CONSUMERS, swizzle=0)
+        return RingPlan(SharedTile((2, self.params.block_q), jnp.float32, 0), self.params.num_stages, CONSUMERS)
 
     @property
     def d_scores(self) -> RingPlan:
         """dS on its way from the warpgroups that own dK to the one that computes dQ."""
-        return RingPlan(
-            (self.params.block_k, self.params.block_q), self.dtype, 2, 1, CONSUMERS, swizzle=self.queries.swizzle
-        )
+        shape = self.params.block_k, self.params.block_q
+        return RingPlan(SharedTile(shape, self.dtype, self.queries.tile.swizzle), 2, 1, CONSUMERS)
 
     @property
     def converts(self) -> bool:
@@ -130,7 +133,7 @@ class BackwardPlan:
     @property
     def count(self) -> RingPlan:
         """What has been counted of the head whose dQ is to be converted."""
-        return RingPlan((ROW // 2,), jnp.float32, 1, 1)
+        return RingPlan(SharedTile((ROW // 2,), jnp.float32), 1, 1)
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
@@ -168,7 +171,7 @@ class BackwardPlan:
         return self.head_dim // STRIP, self.params.block_q, STRIP
 
     @property
-    def outputs(self) -> tuple[RingPlan, ...]:
+    def outputs(self) -> tuple[SharedTile, ...]:
         """Where a warpgroup's dV and dK wait for their stores: one after the other in one place if they are alike.
 
         Gradients of a bias that are added want their memory: with those they are stored from registers.
@@ -176,11 +179,12 @@ class BackwardPlan:
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
         widths = dict.fromkeys((self.value_dim, self.head_dim))
-        return tuple(RingPlan((ROWS, width), self.dtype, CONSUMERS, 1) for width in widths)
+        return tuple(SharedTile((ROWS, width), self.dtype) for width in widths)
 
     @property
     def shared_bytes(self) -> int:
-        rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
+        rings = sum(ring.shared_bytes for ring in self.rings)
+        rings += sum(output.stack_bytes(CONSUMERS) + RESERVED for output in self.outputs)
         if self.converts:
             rings += self.count.shared_bytes
         if self.bias_gradient is not None:
@@ -510,7 +514,7 @@ def key_value_kernel(
         pl.when(warpgroup == CONSUMERS + fused)(functools.partial(run, load, plan.registers[-1], "decrease"))
 
     scratch = ring_scratch(rings)
-    scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
+    scratch += [output.scratch(CONSUMERS) for output in plan.outputs]
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(CONSUMERS))
     if fused:
@@ -531,18 +535,17 @@ class QueryPlan:
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
-        rows = CONSUMERS * ROWS
+        rows, dims = CONSUMERS * ROWS, (self.head_dim, self.value_dim)
         return (
-            RingPlan((rows, self.head_dim), self.dtype, 1, CONSUMERS),
-            RingPlan((rows, self.value_dim), self.dtype, 1, CONSUMERS),
-            RingPlan((2, rows), jnp.float32, 1, CONSUMERS, swizzle=0),
-            RingPlan((self.block_k, self.head_dim), self.dtype, self.num_stages, CONSUMERS),
-            RingPlan((self.block_k, self.value_dim), self.dtype, self.num_stages, CONSUMERS),
+            *(RingPlan(SharedTile((rows, dim), self.dtype), 1, CONSUMERS) for dim in dims),
+            RingPlan(SharedTile((2, rows), jnp.float32, 0), 1, CONSUMERS),
+            *(RingPlan(SharedTile((self.block_k, dim), self.dtype), self.num_stages, CONSUMERS) for dim in dims),
         )
 
     @property
-    def output(self) -> RingPlan:
-        return RingPlan((ROWS, self.head_dim), self.dtype, CONSUMERS, 1)
+    def output(self) -> SharedTile:
+        """Where a warpgroup's dQ waits for its store."""
+        return SharedTile((ROWS, self.head_dim), self.dtype)
 
     @property
     def out_steps(self) -> int:
@@ -608,7 +611,7 @@ def query_kernel(
                     outs = v_ring.smem.at[v_ring.slot(steps_of_out[0]), own]
                 else:
                     outs = v_ring.smem.at[v_ring.slot(out_step(turn, first, warpgroup))]
-                sums = sums_of_products(outs, do_ring.smem.at[0, own], do_ring.plan)
+                sums = sums_of_products(outs, do_ring.smem.at[0, own], do_ring.plan.tile)
                 minus_delta = completed(shift, d_lse, sums)
                 plgpu.commit_smem()  # threads have read what TMA writes next
                 for step in steps_of_out:
@@ -700,7 +703,7 @@ def query_kernel(
         jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
         [
             *ring_scratch(plan.rings),
-            plgpu.SMEM((CONSUMERS, *plan.output.tile), dtype, transforms=plan.output.transforms),
+            plan.output.scratch(CONSUMERS),
         ],
         len(lists[0]) - 1,
         CONSUMERS + 1,

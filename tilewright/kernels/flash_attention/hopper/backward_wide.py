@@ -37,8 +37,8 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
-from tilewright.kernels.hopper.transforms import aligned_bytes
 from tilewright.ops.utils.stable_ids import stable_id
 
 BLOCK = ROWS
@@ -110,44 +110,47 @@ class WideBackwardPlan:
     bias_gradient: BiasGradient | None = None
 
     @property
+    def tiles(self) -> tuple[SharedTile, SharedTile]:
+        """Of queries and keys; of values and d_out."""
+        return SharedTile((BLOCK, self.head_dim), self.dtype), SharedTile((BLOCK, self.value_dim), self.dtype)
+
+    @property
     def rings(self) -> tuple[RingPlan, ...]:
         """Keys, values, queries, d_out, both rows of the statistics, what dP is multiplied by; if not deterministic
         gradients of scores."""
-        params, dtype = self.params, self.dtype
-        queries = RingPlan((BLOCK, self.head_dim), dtype, params.query_stages, 1)
-        d_outs = RingPlan((BLOCK, self.value_dim), dtype, params.d_out_stages, CONSUMERS)
-        exchanges = [RingPlan(_SHAPE, dtype, 1, 1, writers=1, swizzle=d_outs.swizzle)]
-        if not params.deterministic:
-            exchanges.append(RingPlan(_SHAPE, dtype, 1, 1, writers=1, swizzle=queries.swizzle))
+        params, (of_head, of_value), of_rows = self.params, self.tiles, SharedTile((BLOCK,), jnp.float32)
+        exchanged = (of_value,) if params.deterministic else (of_value, of_head)
         return (
-            RingPlan((BLOCK, self.head_dim), dtype, 1, 1),
-            RingPlan((BLOCK, self.value_dim), dtype, 1, 1),
-            queries,
-            d_outs,
-            RingPlan((BLOCK,), jnp.float32, params.query_stages, 1),
-            RingPlan((BLOCK,), jnp.float32, params.d_out_stages, 1),
-            *exchanges,
+            RingPlan(of_head, 1, 1),
+            RingPlan(of_value, 1, 1),
+            RingPlan(of_head, params.query_stages, 1),
+            RingPlan(of_value, params.d_out_stages, CONSUMERS),
+            RingPlan(of_rows, params.query_stages, 1),
+            RingPlan(of_rows, params.d_out_stages, 1),
+            *(RingPlan(SharedTile(_SHAPE, self.dtype, tile.swizzle), 1, 1, writers=1) for tile in exchanged),
         )
 
     @property
     def query_rings(self) -> tuple[RingPlan, ...]:
         """Of the kernel for dQ: queries and d_out, a stage for each warpgroup; keys; values."""
+        of_head, of_value = self.tiles
         return (
-            RingPlan((BLOCK, self.head_dim), self.dtype, CONSUMERS, 1),
-            RingPlan((BLOCK, self.value_dim), self.dtype, CONSUMERS, 1),
-            RingPlan((BLOCK, self.head_dim), self.dtype, self.params.key_stages, CONSUMERS),
-            RingPlan((BLOCK, self.value_dim), self.dtype, self.params.value_stages, CONSUMERS),
+            RingPlan(of_head, CONSUMERS, 1),
+            RingPlan(of_value, CONSUMERS, 1),
+            RingPlan(of_head, self.params.key_stages, CONSUMERS),
+            RingPlan(of_value, self.params.value_stages, CONSUMERS),
         )
 
     @property
     def d_query_split(self) -> int:
         """The column of dQ where the second warpgroup's part begins: operands can be cut where a swizzle repeats."""
-        width = (self.rings[0].swizzle or 2) // 2
+        width = (self.tiles[0].swizzle or 2) // 2
         return -(-self.head_dim // (2 * width)) * width
 
     @property
-    def weights_shape(self) -> tuple[int, ...]:
-        return (1, *_SHAPE)
+    def weights(self) -> SharedTile:
+        """What d_out is multiplied by, where dP is multiplied by something else."""
+        return SharedTile(_SHAPE, self.dtype, self.tiles[1].swizzle)
 
     @property
     def staging_shape(self) -> tuple[int, ...]:
@@ -169,7 +172,7 @@ class WideBackwardPlan:
     @property
     def shared_bytes(self) -> int:
         """Of the kernel that takes more, with what soft caps and dropout add, barriers and alignment."""
-        size = sum(ring.shared_bytes for ring in self.rings) + aligned_bytes(self.weights_shape, self.dtype)
+        size = sum(ring.shared_bytes for ring in self.rings) + self.weights.stack_bytes(1)
         if self.bias_gradient is not None:
             size += self.bias_gradient.staging_bytes(1)
         if self.params.deterministic:
@@ -637,7 +640,7 @@ def wide_key_value_kernel(
 
     scratch = ring_scratch(plan.rings)
     if apart:
-        scratch.append(plgpu.SMEM(plan.weights_shape, dtype, transforms=plan.rings[6].transforms))
+        scratch.append(plan.weights.scratch(1))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
     if bias_gradient is not None and bias_gradient.added:
@@ -731,7 +734,7 @@ def wide_query_kernel(
                     def store(i: int = i) -> None:
                         b, h, q_start, _ = program(item)
                         outs = out_ring.smem.at[out_ring.slot(i)]
-                        sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan)
+                        sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan.tile)
                         minus_delta = completed(statistic(0, item), statistic(1, item), sums)
                         store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)], minus_delta)
 

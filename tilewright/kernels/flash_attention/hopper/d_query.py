@@ -19,8 +19,8 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import MAX_TMA_BOX
-from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
 
 STRIP = 8
@@ -133,7 +133,7 @@ def convert_kernel(
     """
     batch, q_length, heads, head_dim = shape
     tiles = -(-q_length // ROWS)
-    plan = RingPlan((ROWS, head_dim), dtype, 1, 1)
+    staged = SharedTile((ROWS, head_dim), dtype).scratch()
     # Backwards: the sums that were added to last are still in the L2 cache.
     parts = np.arange(batch * heads * tiles, dtype=np.int32)[::-1]
     operands: tuple[Any, ...] = (sums,)
@@ -166,6 +166,5 @@ def convert_kernel(
         else:
             convert()
 
-    staged = plgpu.SMEM(plan.tile, dtype, transforms=plan.transforms)
     found = warpgroup_kernel(body, out_type, [staged], len(parts))(*operands)
     return found if result is None else jax.freeze(result)

@@ -30,6 +30,7 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS, SHARED_BYTES
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 from tilewright.ops.utils.stable_ids import stable_id
@@ -93,16 +94,16 @@ class ForwardPlan:
     @property
     def keys(self) -> RingPlan:
         params = self.params
-        return RingPlan((params.block_k, self.head_dim), self.dtype, params.num_stages, params.consumers)
+        tile = SharedTile((params.block_k, self.head_dim), self.dtype)
+        return RingPlan(tile, params.num_stages, params.consumers)
 
     @property
     def values(self) -> RingPlan:
         params = self.params
         # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
         width = math.gcd(params.block_k, self.value_dim, 64)
-        return RingPlan(
-            (params.block_k, self.value_dim), self.dtype, params.num_stages, params.consumers, swizzle=2 * width
-        )
+        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
+        return RingPlan(tile, params.num_stages, params.consumers)
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
@@ -123,7 +124,7 @@ class ForwardPlan:
         return self._bytes(2 if self.ahead else 1, self.own_output)
 
     def _queries(self, stages: int) -> RingPlan:
-        return RingPlan((self.params.block_q, self.head_dim), self.dtype, stages, self.params.consumers)
+        return RingPlan(SharedTile((self.params.block_q, self.head_dim), self.dtype), stages, self.params.consumers)
 
     def _bytes(self, query_stages: int, own_output: bool) -> int:
         rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
@@ -433,8 +434,7 @@ def forward_kernel(
     scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
     scratch.append(plgpu.Barrier(num_barriers=consumers))
     if own_output:
-        output = RingPlan((block_q, value_dim), dtype, 1, 1)
-        scratch.append(plgpu.SMEM((block_q, value_dim), dtype, transforms=output.transforms))
+        scratch.append(SharedTile((block_q, value_dim), dtype).scratch())
     out_type = (
         jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),

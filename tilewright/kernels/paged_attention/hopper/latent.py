@@ -20,6 +20,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
@@ -58,20 +59,23 @@ class LatentPlan:
     @property
     def queries(self) -> tuple[RingPlan, ...]:
         """The output takes the place of the first two."""
-        return tuple(RingPlan((ROWS, size), self.dtype, 1, 1) for size in SIZES)
+        return tuple(RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
 
     @property
     def left(self) -> RingPlan:
-        return RingPlan((KEYS, HALF), self.dtype, STAGES, 1)
+        return self._part(HALF, 1)
 
     @property
     def right(self) -> RingPlan:
-        return RingPlan((KEYS, HALF), self.dtype, STAGES, 2)
+        return self._part(HALF, 2)
 
     @property
     def rest(self) -> RingPlan:
         """What only logits need of a latent, and then the probabilities of the tile, for both warpgroups."""
-        return RingPlan((KEYS, LATENT_DIM - VALUE_DIM), self.dtype, STAGES, 2)
+        return self._part(LATENT_DIM - VALUE_DIM, 2)
+
+    def _part(self, columns: int, consumers: int) -> RingPlan:
+        return RingPlan(SharedTile((KEYS, columns), self.dtype), STAGES, consumers)
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:

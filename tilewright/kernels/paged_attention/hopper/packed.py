@@ -19,6 +19,7 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
@@ -38,7 +39,7 @@ VISIT_BITS = 24
 CHUNK = 64
 """Columns that are read and written at once where rows are cleared."""
 
-RESERVED = 2048
+RESERVED = 2080
 """Shared memory for the remaining barriers and alignment, in bytes."""
 
 TOGETHER = 48
@@ -61,11 +62,12 @@ class ChunkPlan:
 
     @property
     def keys(self) -> RingPlan:
-        return RingPlan((self.block_k, self.dim), self.dtype, self.num_stages, CONSUMERS, copies=self.copies)
+        tile = SharedTile((self.block_k, self.dim), self.dtype)
+        return RingPlan(tile, self.num_stages, CONSUMERS, copies=self.copies)
 
     @property
-    def queries(self) -> RingPlan:
-        return RingPlan((BLOCK_ROWS, self.dim), self.dtype, 1, CONSUMERS)
+    def queries(self) -> SharedTile:
+        return SharedTile((BLOCK_ROWS, self.dim), self.dtype)
 
     def scratch(self) -> list[Any]:
         """Rings of keys and values; queries as they come, and as the product wants them; barriers: all pieces have
@@ -74,16 +76,16 @@ class ChunkPlan:
         Queries come, and outputs go, row by row: TMA swizzles whole groups of 8 rows only, from every eighth row on.
         """
         return [
-            plgpu.SMEM(self.queries.tile, self.dtype),
+            plgpu.SMEM(self.queries.shape, self.dtype),
             *ring_scratch((self.keys, self.keys)),
-            plgpu.SMEM(self.queries.tile, self.dtype, transforms=self.queries.transforms),
+            self.queries.scratch(),
             plgpu.Barrier(num_arrivals=self.pieces),
             plgpu.Barrier(num_arrivals=CONSUMERS),
         ]
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * (self.keys.shared_bytes + self.queries.shared_bytes) + RESERVED
+        return 2 * (self.keys.shared_bytes + self.queries.stack_bytes(1)) + RESERVED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
