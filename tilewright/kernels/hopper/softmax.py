@@ -13,6 +13,12 @@ from tilewright.kernels.hopper.tiles import across, row_constants
 LOG2E = math.log2(math.e)
 
 
+def split_scale(softmax_scale: float) -> tuple[float, float]:
+    """What products are multiplied by before ``online_softmax``, and its multiplier, which must be positive."""
+    scale = softmax_scale * LOG2E
+    return (1.0, scale) if scale > 0 else (scale, 1.0)
+
+
 def initial_statistics() -> tuple[Any, Any]:
     """The maximum and the sum of rows before their first key."""
     return row_constants(-jnp.inf), row_constants(0.0)

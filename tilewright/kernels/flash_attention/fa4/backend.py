@@ -161,13 +161,8 @@ class Fa4Mask:
 
     def reasons(self) -> list[str]:
         """What of the mask has no such terms."""
-        reasons, parts = [], self.parts
-        if parts.segments is not None:
-            reasons.append("has no segments, of which packed sequences are made as well")
-        if parts.positions is not None:
-            reasons.append("takes a query's index for its position, got positions of their own")
-        if parts.matrix is not None:
-            reasons.append("masks by causality, windows and lengths, got a mask that is none of them")
+        parts = self.parts
+        reasons = parts.beyond_bands_and_lengths()
         if self.is_band and parts.positions is None and any(part.kv_lengths is not None for part in parts.lengths):
             reasons.append(
                 "counts causality and windows from the end of each sequence's keys, so it has none beside lengths of "

@@ -24,10 +24,11 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
-from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.footprint import max_shared_bytes
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.softmax import sinks_lse
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.stable_ids import stable_id
@@ -36,9 +37,6 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 WIDEST = 256
 """Head dim; beyond it an accumulator does not fit the registers."""
-
-LEAST_BLOCK = 16
-"""Rows, columns and depth of the smallest product of tensor cores."""
 
 CACHED_BYTES = 16 << 20
 """Of keys and values that are worked on at a time, so that they stay in the cache between a head's programs."""
@@ -78,7 +76,7 @@ class Tiles:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("block_q", LEAST_BLOCK, 256), ("block_k", LEAST_BLOCK, 256), ("num_warps", 1, 16),
+            ("block_q", MIN_DOT, 256), ("block_k", MIN_DOT, 256), ("num_warps", 1, 16),
         ):  # fmt: skip
             value = getattr(self, name)
             if not _is_int(value) or value & (value - 1) or not least <= value <= most:
@@ -130,7 +128,7 @@ class TritonBackwardParams:
 
 def padded_dim(dim: int) -> int:
     """The head dim that kernels compute with."""
-    return max(LEAST_BLOCK, 1 << (dim - 1).bit_length())
+    return power_of_two(dim, MIN_DOT)
 
 
 class TritonFlashAttention(Implementation):
@@ -181,8 +179,7 @@ class TritonFlashAttention(Implementation):
                 wanted["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
             elif tiles.tma:  # tiles of dQ in float32, which are added from there
                 wanted["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
-        limits = block_limits(device.capability)
-        most = LEAST_SHARED_BYTES if limits is None else limits.shared_bytes
+        most = max_shared_bytes(device, LEAST_SHARED_BYTES)
         return [
             f"{getattr(params, name)} takes about {size} bytes of shared memory at head dims of {dims} together; "
             f"a block has {most}"
@@ -307,7 +304,7 @@ def _has_tma(problem: AttentionProblem, device: Device) -> bool:
 
 
 def _smallest(direction: Direction) -> TritonForwardParams | TritonBackwardParams:
-    tiles = Tiles(LEAST_BLOCK, LEAST_BLOCK, 4, 1)
+    tiles = Tiles(MIN_DOT, MIN_DOT, 4, 1)
     return TritonForwardParams(tiles) if direction == "forward" else TritonBackwardParams(tiles, tiles)
 
 

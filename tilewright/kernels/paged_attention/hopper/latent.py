@@ -21,7 +21,7 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
+from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
 
@@ -188,10 +188,7 @@ def latent_kernel(
     dtype = query.dtype
     plan = LatentPlan(dtype)
     columns = [pl.ds(start, size) for start, size in zip((0, HALF, VALUE_DIM), SIZES, strict=True)]
-    # Greater logits have to be greater multiples: a scale that is not positive goes first.
-    early, multiplier = call.softmax_scale * LOG2E, 1.0
-    if early > 0:
-        early, multiplier = 1.0, early
+    early, multiplier = split_scale(call.softmax_scale)
     tiles_per_page = call.page_size // KEYS
 
     def body(q_ref: Any, pages_ref: Any, table_ref: Any, lengths_ref: Any, *refs: Any) -> None:

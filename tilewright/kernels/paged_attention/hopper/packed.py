@@ -20,7 +20,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, normaliser, online_softmax, row_lse
+from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
@@ -256,10 +256,7 @@ def chunk_kernel(
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
     registers = REGISTERS[dim <= 64]
-    # Greater logits have to be greater multiples: a scale that is not positive goes first.
-    early, multiplier = call.softmax_scale * LOG2E, 1.0
-    if early > 0:
-        early, multiplier = 1.0, early
+    early, multiplier = split_scale(call.softmax_scale)
 
     def body(
         q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, bits_ref: Any, work_ref: Any, out_ref: Any, lse_ref: Any,
