@@ -12,9 +12,11 @@ from tests.kernels.test_roofline import RESULTS, invocation
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
 from tilewright.kernels.flash_attention.cuda.backend import TABLES, CudaForwardParams, queries_of_a_block
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.params import (
+    HopperBackwardParams,
+    HopperForwardParams,
+    WideBackwardParams,
+)
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.footprint import Footprint, block_limits, busy_share, launch_reasons
 from tilewright.kernels.hopper.limits import SHARED_BYTES

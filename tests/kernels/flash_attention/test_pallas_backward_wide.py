@@ -15,13 +15,10 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward_wide import (
-    BLOCK,
-    WideBackwardParams,
-    WideBackwardPlan,
-    wide_key_value_kernel,
-)
+from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.params import BLOCK, WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 

@@ -8,31 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tilewright.kernels.flash_attention.hopper.backward import (
-    BackwardPlan,
-    HopperBackwardParams,
-    key_value_kernel,
-    query_kernel,
-)
-from tilewright.kernels.flash_attention.hopper.backward_wide import (
-    WideBackwardParams,
-    WideBackwardPlan,
-    wide_key_value_kernel,
-    wide_query_kernel,
-)
+from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
+from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import (
     EarlyConversions,
     convert_kernel,
     d_query_shape,
 )
-from tilewright.kernels.flash_attention.hopper.delta import BackwardParams, row_sums_kernel
-from tilewright.kernels.flash_attention.hopper.forward import (
-    ForwardPlan,
+from tilewright.kernels.flash_attention.hopper.delta import row_sums_kernel
+from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
+from tilewright.kernels.flash_attention.hopper.params import (
+    BackwardParams,
+    HopperBackwardParams,
     HopperForwardParams,
-    forward_kernel,
-    heads_at_once,
+    WideBackwardParams,
 )
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, ForwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, prepare_scores, transposed
 from tilewright.kernels.flash_attention.inputs import AttentionInputs

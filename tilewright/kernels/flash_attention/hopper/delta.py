@@ -3,7 +3,6 @@
 Both take one pass: zeros are stored while ``out`` and ``d_out`` are read.
 """
 
-import abc
 from typing import Any
 
 import jax
@@ -19,24 +18,6 @@ from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
 
 ZEROS = (8, ROW)
 """A tile of zeros in shared memory, which is stored again and again."""
-
-
-class BackwardParams(abc.ABC):
-    """What the params of all backward kernels have."""
-
-    __slots__ = ()
-
-    deterministic: bool
-
-    @property
-    @abc.abstractmethod
-    def block_q(self) -> int:
-        """Queries per step of the kernel for dK and dV."""
-
-    @property
-    @abc.abstractmethod
-    def block_k(self) -> int:
-        """Keys per work item of the kernel for dK and dV."""
 
 
 def sums_of_products(out: Any, d_out: Any, tile: SharedTile) -> Any:

@@ -6,8 +6,6 @@ exponentials of the next are computed (Shah et al., "FlashAttention-3", 2024, se
 ``ping_pong`` makes them take turns at the tensor cores (section 3.1).
 """
 
-import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Walk, visits
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
@@ -27,109 +27,15 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
-from tilewright.kernels.hopper.limits import REGISTERS, SHARED_BYTES
-from tilewright.kernels.hopper.ring import RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
-from tilewright.ops.utils.stable_ids import stable_id
-
-RESERVED = 2048
-"""Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
-
-
-@stable_id(
-    "tilewright/flash_attention.HopperForwardParams",
-    formerly=("tilewright.kernels.flash_attention.pallas_gpu_forward:HopperForwardParams",),
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class HopperForwardParams:
-    """How the forward kernel is cut and scheduled.
-
-    Attributes:
-      block_q: query rows per program, 64 for each consumer warpgroup.
-      block_k: keys per tile.
-      num_stages: tiles of keys, and of values, in shared memory at once.
-      persistent: one program per multiprocessor, which goes on to its next tile of queries while the last one's
-        output is on its way; otherwise one program per tile.
-      ping_pong: whether the consumers take turns at the tensor cores.
-    """
-
-    block_q: int = 128
-    block_k: int = 128
-    num_stages: int = 2
-    persistent: bool = True
-    ping_pong: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_q not in (128, 192):
-            raise ValueError(f"two or three warpgroups of 64 rows each, got {self.block_q=}")
-        if self.block_k % 16 or not 16 <= self.block_k <= 256:
-            raise ValueError(f"a tile has a multiple of 16 keys, 256 at most, got {self.block_k=}")
-        if self.num_stages < 2:
-            raise ValueError(f"the producer needs a stage ahead of the consumers, got {self.num_stages=}")
-
-    @property
-    def consumers(self) -> int:
-        return self.block_q // ROWS
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForwardPlan:
-    """The shared memory of one forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
-
-    params: HopperForwardParams
-    head_dim: int
-    value_dim: int
-    dtype: Any
-
-    @property
-    def queries(self) -> RingPlan:
-        return self._queries(2 if self.ahead else 1)
-
-    @property
-    def keys(self) -> RingPlan:
-        params = self.params
-        tile = SharedTile((params.block_k, self.head_dim), self.dtype)
-        return RingPlan(tile, params.num_stages, params.consumers)
-
-    @property
-    def values(self) -> RingPlan:
-        params = self.params
-        # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
-        width = math.gcd(params.block_k, self.value_dim, 64)
-        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
-        return RingPlan(tile, params.num_stages, params.consumers)
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        return self.queries, self.keys, self.values
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
-        return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
-
-    @property
-    def own_output(self) -> bool:
-        """Whether the output has shared memory of its own; else it goes where the queries were."""
-        return self._bytes(1, True) <= SHARED_BYTES or self.head_dim != self.value_dim
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._bytes(2 if self.ahead else 1, self.own_output)
-
-    def _queries(self, stages: int) -> RingPlan:
-        return RingPlan(SharedTile((self.params.block_q, self.head_dim), self.dtype), stages, self.params.consumers)
-
-    def _bytes(self, query_stages: int, own_output: bool) -> int:
-        rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
-        output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
-        return rings + RESERVED + (output if own_output else 0)
 
 
 def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
