@@ -11,7 +11,8 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.test_roofline import RESULTS, invocation
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
-from tilewright.kernels.flash_attention.cuda.backend import TABLES, CudaForwardParams, queries_of_a_block
+from tilewright.kernels.flash_attention.cuda.backend import CudaForwardParams
+from tilewright.kernels.flash_attention.cuda.selection import TABLES, queries_of_a_block
 from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     HopperForwardParams,

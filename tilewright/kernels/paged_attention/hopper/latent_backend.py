@@ -9,15 +9,8 @@ from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.paged_attention.hopper.latent import (
-    KEYS,
-    LATENT_DIM,
-    VALUE_DIM,
-    WARPGROUPS,
-    LatentCall,
-    LatentPlan,
-    latent_kernel,
-)
+from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
+from tilewright.kernels.paged_attention.hopper.latent_work import KEYS, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.registry import InferenceImplementation, Platform

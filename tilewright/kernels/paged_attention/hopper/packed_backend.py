@@ -7,13 +7,8 @@ import jax.numpy as jnp
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
-from tilewright.kernels.paged_attention.hopper.packed import (
-    CONSUMERS,
-    ChunkCall,
-    chunk_kernel,
-    ordered_work,
-    present_pages,
-)
+from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
+from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
