@@ -13,7 +13,7 @@ from tests.aot.compiler import H100, compile_for_h100, missing_packages
 from tests.kernels.conftest import abstract_arguments
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem

@@ -26,12 +26,8 @@ from tests.kernels.flash_attention.conformance import (
 )
 from tilewright.kernels.cuda.devices import capability_of
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.cuda.backend import (
-    TABLES,
-    CudaBackwardParams,
-    CudaFlashAttention,
-    CudaForwardParams,
-)
+from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
+from tilewright.kernels.flash_attention.cuda.selection import TABLES
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection

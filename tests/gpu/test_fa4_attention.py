@@ -15,7 +15,7 @@ from tests.kernels.flash_attention.cudnn_cases import case_of, check_residuals, 
 from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
-from tilewright.kernels.flash_attention.fa4.backend import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem

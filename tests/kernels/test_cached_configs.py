@@ -13,7 +13,7 @@ import pytest
 
 from tests.kernels.test_portfolio import Double, Plain
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform

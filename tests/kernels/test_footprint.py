@@ -11,12 +11,16 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.test_roofline import RESULTS, invocation
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
-from tilewright.kernels.flash_attention.cuda.backend import TABLES, CudaForwardParams, queries_of_a_block
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.forward import SHARED_MEMORY, HopperForwardParams
+from tilewright.kernels.flash_attention.cuda.backend import CudaForwardParams
+from tilewright.kernels.flash_attention.cuda.selection import TABLES, queries_of_a_block
+from tilewright.kernels.flash_attention.hopper.params import (
+    HopperBackwardParams,
+    HopperForwardParams,
+    WideBackwardParams,
+)
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.footprint import Footprint, block_limits, busy_share, launch_reasons
+from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.tuning.race import PLAUSIBLE
@@ -28,7 +32,7 @@ UNKNOWN = Device("gpu", "of tomorrow", (19, 3), 500)
 
 
 def test_what_a_block_may_have():
-    assert SHARED_MEMORY == 227 << 10
+    assert SHARED_BYTES == 227 << 10
     hopper = block_limits((9, 0))
     assert hopper is not None
     assert (hopper.shared_bytes, hopper.registers, hopper.threads) == (232448, 65536, 1024)

@@ -45,6 +45,12 @@ def block_limits(capability: tuple[int, int] | None) -> BlockLimits | None:
     return BlockLimits(SHARED_KB[number] << 10, 1 << (15 if number in _FEW_REGISTERS else 16))
 
 
+def max_shared_bytes(device: Device, unknown: int) -> int:
+    """Shared memory that a block may have on a device; ``unknown`` where that is not known here."""
+    limits = block_limits(device.capability)
+    return unknown if limits is None else limits.shared_bytes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
     """What one kernel takes; what is ``None`` is not known, and bounds nothing.

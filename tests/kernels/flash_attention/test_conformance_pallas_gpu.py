@@ -23,9 +23,11 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.params import (
+    HopperBackwardParams,
+    HopperForwardParams,
+    WideBackwardParams,
+)
 from tilewright.kernels.flash_attention.op import FlashAttention
 
 

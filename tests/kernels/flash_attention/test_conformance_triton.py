@@ -10,12 +10,8 @@ from tests.kernels.flash_attention.conformance import Conformance, chosen, run_a
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton.backend import (
-    Tiles,
-    TritonBackwardParams,
-    TritonFlashAttention,
-    TritonForwardParams,
-)
+from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Direction

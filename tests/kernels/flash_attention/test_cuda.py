@@ -22,7 +22,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, library, toolchain
 from tilewright.kernels.cuda.devices import device_values
 from tilewright.kernels.cuda.table import VariantTable
-from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.flash_attention.cuda import selection
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
 from tilewright.kernels.flash_attention.cuda.cutlass_variants import BACKWARD, FIELDS, FORWARD
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -49,8 +49,8 @@ def problem_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128,
 @pytest.fixture
 def in_real_cache(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
     """The backend's kernels build there, those on CUTLASS's example 41 alone: the others take minutes to compile."""
-    made = {d: (CudaKernel(cuda.TABLES[d][-1], real_cache),) for d in cuda.TABLES}
-    monkeypatch.setattr(cuda, "kernels", made.__getitem__)
+    made = {d: (CudaKernel(selection.TABLES[d][-1], real_cache),) for d in selection.TABLES}
+    monkeypatch.setattr(selection, "kernels", made.__getitem__)
     return real_cache
 
 
@@ -78,7 +78,7 @@ def test_a_group_is_compiled_loaded_and_says_its_facts(direction: Direction, dev
 @pytest.mark.full
 def test_a_kernel_with_one_stage_waits_as_often_as_its_source_says(real_cache: BuildCache):
     """For keys, for values, and before each is copied over: nothing here runs it, and on a GPU such a race hides."""
-    (table,) = {table for table in cuda.TABLES["forward"] if table.name == "flash_attention_ampere_forward"}
+    (table,) = {table for table in selection.TABLES["forward"] if table.name == "flash_attention_ampere_forward"}
     group = Group(table, "f32_k128_plain", 90)
     waits = collections.Counter(
         name.partition(".")[0] for name in instructions(build([group], cache=real_cache)[group])
@@ -88,8 +88,8 @@ def test_a_kernel_with_one_stage_waits_as_often_as_its_source_says(real_cache: B
 
 @needs_nvcc
 def test_workspaces(in_real_cache: BuildCache):
-    fields = cuda.problem_fields(problem_of(head_dim=32, length=100), False)
-    kernel = cuda.kernels("forward")[-1]
+    fields = selection.problem_fields(problem_of(head_dim=32, length=100), False)
+    kernel = selection.kernels("forward")[-1]
     sizes = [
         kernel.workspace(variant, {**fields, "value_dim": 200}, H100)
         for variant in FORWARD.in_group("bf16_aligned_plain")
@@ -101,9 +101,9 @@ def test_workspaces(in_real_cache: BuildCache):
 @needs_nvcc
 @pytest.mark.full
 def test_workspaces_of_the_backward_pass(in_real_cache: BuildCache):
-    fields = cuda.problem_fields(problem_of(head_dim=32, length=100), False)
+    fields = selection.problem_fields(problem_of(head_dim=32, length=100), False)
     (variant,) = BACKWARD.in_group("bf16_aligned_k32_dropout")
-    kernel = cuda.kernels("backward")[-1]
+    kernel = selection.kernels("backward")[-1]
     fields = {**fields, "dropout": 1}
     terms, tiles = 2 * 2 * 4 * 100, 2 * 4 * 2  # two floats for each row, and the tiles of 64 queries
     assert kernel.workspace(variant, {**fields, "deterministic": 1}, H100) == 4 * terms
@@ -261,8 +261,8 @@ def test_what_drops_is_for_calls_that_drop(direction: Direction, monkeypatch: py
         assert ampere
         assert all(("_dropout_" in name) == drops for name in ampere)
         assert len(params) < 20
-        fields = cuda.problem_fields(problem, False)
-        for kernel, variant, each in cuda.each_variant(direction, fields, 2):
+        fields = selection.problem_fields(problem, False)
+        for kernel, variant, each in selection.each_variant(direction, fields, 2):
             if "ampere" in variant.name and ("_dropout_" in variant.name) != drops:
                 assert any("dropout" in why for why in kernel.variant_reasons(variant, each, H100))
 
@@ -274,7 +274,7 @@ def test_a_variant_that_is_asked_for_by_name_must_exist_and_fit():
     narrow = CudaForwardParams("fmha_cutlassF_bf16_aligned_64x64_rf_sm80")
     assert any("head_dim must be at most 64" in why for why in BACKEND.config_reasons(problem, H100, "forward", narrow))
     with pytest.raises(ValueError, match="no CUDA variant 'nonesuch'"):
-        cuda.select("forward", cuda.problem_fields(problem, False), 2, H100, "nonesuch")
+        selection.select("forward", selection.problem_fields(problem, False), 2, H100, "nonesuch")
 
 
 @pytest.mark.parametrize(("capability", "least"), [((8, 0), 512), ((8, 6), 256), ((9, 0), None)])
@@ -284,9 +284,9 @@ def test_nothing_is_compiled_to_find_out_that_it_has_too_little_shared_memory(
     """The float32 backward pass at wide head dims, where no tile of ours is small enough for every device."""
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     device = Device("gpu", "a GPU", capability, 80)
-    kernel = cuda.kernels("backward")[1]
+    kernel = selection.kernels("backward")[1]
     for dim in (64, 128, 256, 512):
-        fields = cuda.problem_fields(problem_of(jnp.float32, head_dim=dim), False)
+        fields = selection.problem_fields(problem_of(jnp.float32, head_dim=dim), False)
         assert bool(kernel.reasons(fields, device)) == (least is not None and dim >= least)
 
 
@@ -305,15 +305,15 @@ def test_nothing_is_compiled_to_find_out_that_it_has_too_little_shared_memory(
 )
 def test_precision(precision: Any, default: Any, exact: int):
     with jax.default_matmul_precision(default):
-        fields = cuda.problem_fields(problem_of(jnp.float32, precision=precision), False)
-        assert cuda.problem_fields(problem_of(jnp.float16, precision=precision), False)["exact"] == 0
+        fields = selection.problem_fields(problem_of(jnp.float32, precision=precision), False)
+        assert selection.problem_fields(problem_of(jnp.float16, precision=precision), False)["exact"] == 0
     assert fields["exact"] == exact
 
 
 def test_fields_are_those_of_the_tables():
     problem = dataclasses.replace(problem_of(), mask=CausalMask(3))
-    fields = cuda.problem_fields(problem, True)
+    fields = selection.problem_fields(problem, True)
     assert tuple(fields) == FIELDS
     assert (fields["lowest"], fields["highest"], fields["deterministic"]) == (-(1 << 30), 3, 1)
-    tables: list[VariantTable] = [table for tables in cuda.TABLES.values() for table in tables]
+    tables: list[VariantTable] = [table for tables in selection.TABLES.values() for table in tables]
     assert all(table.fields == FIELDS for table in tables)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tilewright.kernels.cuda import CudaKernel, generate, library
 from tilewright.kernels.cuda.devices import device_values
 from tilewright.kernels.cuda.table import Variant
-from tilewright.kernels.flash_attention.cuda import backend as cuda
-from tilewright.kernels.flash_attention.cuda import cutlass_variants
+from tilewright.kernels.flash_attention.cuda import cutlass_variants, selection
 from tilewright.kernels.flash_attention.cuda.cutlass_variants import (
     BACKWARD,
     DTYPES,
@@ -106,7 +105,7 @@ def test_order():
     ]
 
 
-@pytest.mark.parametrize("table", [*cuda.TABLES["forward"], *cuda.TABLES["backward"]], ids=lambda table: table.name)
+@pytest.mark.parametrize("table", sum(selection.TABLES.values(), ()), ids=lambda table: table.name)
 def test_the_sources_are_those_of_the_golden_files(table):
     """Two files whole, all by their hashes."""
     made = generate(table)
@@ -195,9 +194,9 @@ def test_the_selector_takes_the_first_that_fits(table, problem, capability):
 
 def test_padded_fields():
     odd = fields(head_dim=20, value_dim=64)
-    assert [each["head_dim"] for each in cuda.padded_fields(odd, 2)] == [20, 24]
-    assert [each["head_dim"] for each in cuda.padded_fields(odd, 4)] == [20]
-    assert len(list(cuda.padded_fields(fields(), 2))) == 1
+    assert [each["head_dim"] for each in selection.padded_fields(odd, 2)] == [20, 24]
+    assert [each["head_dim"] for each in selection.padded_fields(odd, 4)] == [20]
+    assert len(list(selection.padded_fields(fields(), 2))) == 1
 
 
 def test_every_field_is_given():

@@ -26,7 +26,7 @@ from tests.kernels.flash_attention.fa4_emulation import KERNELS
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.fa4 import cute
-from tilewright.kernels.flash_attention.fa4.backend import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
+from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention

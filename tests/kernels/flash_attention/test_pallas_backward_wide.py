@@ -15,15 +15,12 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward_wide import (
-    BLOCK,
-    WideBackwardParams,
-    WideBackwardPlan,
-    wide_key_value_kernel,
-)
+from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.forward import SHARED_MEMORY
+from tilewright.kernels.flash_attention.hopper.params import BLOCK, WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.hopper.limits import SHARED_BYTES
 
 DETERMINISTIC = WideBackwardParams()
 FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)
@@ -147,9 +144,9 @@ def test_plans():
     for dims in ((256, 256), (192, 128), (64, 256), (256, 64)):
         for params in (DETERMINISTIC, FUSED, WideBackwardParams(False, d_query_columns=16)):
             plan = WideBackwardPlan(params, *dims, jnp.bfloat16)
-            assert plan.shared_bytes <= SHARED_MEMORY, (params, dims)
+            assert plan.shared_bytes <= SHARED_BYTES, (params, dims)
             assert not plan.reason
-    assert WideBackwardPlan(WideBackwardParams(False), 256, 256, jnp.bfloat16).shared_bytes > SHARED_MEMORY
+    assert WideBackwardPlan(WideBackwardParams(False), 256, 256, jnp.bfloat16).shared_bytes > SHARED_BYTES
     assert "32 columns" in WideBackwardPlan(FUSED, 96, 256, jnp.bfloat16).reason
     assert WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16).d_query_split == 128
 

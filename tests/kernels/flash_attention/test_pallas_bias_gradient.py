@@ -17,9 +17,8 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import SEPARATE_BYTES, PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams, WideBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention

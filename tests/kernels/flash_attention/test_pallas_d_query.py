@@ -15,7 +15,6 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ROW,
     STRIP,
@@ -23,7 +22,8 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     convert_kernel,
     d_query_shape,
 )
-from tilewright.kernels.flash_attention.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
+from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
+from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
 
 ONE_PROGRAM = dataclasses.replace(H100, cores=1)
 

@@ -13,9 +13,7 @@ from jax.experimental.mosaic.gpu import layout_inference
 
 import tilewright
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.backward_wide import WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.delta import BackwardParams
+from tilewright.kernels.flash_attention.hopper.params import BackwardParams, HopperBackwardParams, WideBackwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 

@@ -11,7 +11,7 @@ from tests.kernels.flash_attention.conformance import inputs_of
 from tests.kernels.hopper.schedule import check_schedules
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.forward import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Direction

@@ -20,7 +20,7 @@ from tests.kernels.conftest import H100
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward import HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.modules import FlashAttention, flash_attention

@@ -5,15 +5,13 @@ import numpy as np
 import pytest
 
 from tilewright.kernels.flash_attention.hopper.forward import masked_visits
-from tilewright.kernels.flash_attention.hopper.schedule import (
+from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
+from tilewright.kernels.hopper.schedule import (
     ITEM_OVERHEAD,
-    Extent,
     group_sizes,
     item_by_arithmetic,
-    plan_walk,
     program_lists,
     program_order,
-    visits,
 )
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
 

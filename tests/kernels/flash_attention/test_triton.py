@@ -14,12 +14,8 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton.backend import (
-    Tiles,
-    TritonBackwardParams,
-    TritonFlashAttention,
-    TritonForwardParams,
-)
+from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention

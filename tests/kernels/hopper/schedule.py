@@ -15,7 +15,7 @@ from typing import Any
 from jax._src import source_info_util
 
 from tests.kernels.hopper.follow import Event, Region, Warpgroup, follow_kernels
-from tilewright.kernels.hopper import ProtocolError
+from tests.support.ring_protocol import ProtocolError
 
 
 def check_schedules(function: Callable[..., Any], *arguments: Any, max_programs: int | None = None) -> int:

@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.hopper import KVTileSpec, Ring, RingPlan, Role
+from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.shared import SharedTile
 
 CONSUMERS = 2
 ROWS = 64  # per consumer
@@ -31,9 +32,8 @@ def ring_plans(
 ) -> tuple[RingPlan, RingPlan]:
     """The rings of both operands."""
     b_tile = (columns, DEPTH) if transposed else (DEPTH, columns)
-    a = KVTileSpec(CONSUMERS * ROWS, DEPTH, dtype, num_stages, Role.QUERY)
-    b = KVTileSpec(*b_tile, dtype, num_stages, Role.KEY, writers=writers)
-    return RingPlan.of(a, CONSUMERS), RingPlan.of(b, CONSUMERS)
+    a = SharedTile((CONSUMERS * ROWS, DEPTH), dtype)
+    return RingPlan(a, num_stages, CONSUMERS), RingPlan(SharedTile(b_tile, dtype), num_stages, CONSUMERS, writers)
 
 
 def streaming_matmul(
@@ -51,7 +51,7 @@ def streaming_matmul(
     columns = b.shape[0] if transposed else b.shape[1]
     steps = a.shape[1] // DEPTH
     converts = b.dtype != a.dtype
-    a_plan, b_plan = ring_plans(columns, a.dtype, num_stages, transposed, int(converts))
+    plans = ring_plans(columns, a.dtype, num_stages, transposed, int(converts))
 
     def consume(a_ring: Ring, b_ring: Ring, warpgroup: jax.Array, out_ref: Any, out_smem: Any) -> None:
         own_rows = pl.ds(warpgroup * ROWS, ROWS)
@@ -100,20 +100,15 @@ def streaming_matmul(
         b_ring.drain(steps - 1)
 
     def body(a_ref: Any, b_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        a_ring, b_ring = a_plan.bind(*scratch[:3]), b_plan.bind(*scratch[3:6])
+        (a_ring, b_ring), (out_smem,) = bind_rings(plans, scratch)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup < CONSUMERS)(lambda: consume(a_ring, b_ring, warpgroup, out_ref, scratch[6]))
+        pl.when(warpgroup < CONSUMERS)(lambda: consume(a_ring, b_ring, warpgroup, out_ref, out_smem))
         pl.when(warpgroup == CONSUMERS)(lambda: produce(a_ring, b_ring, a_ref, b_ref))
 
-    out_plan = RingPlan((CONSUMERS * ROWS, columns), a.dtype, 1, 1)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype),
-        scratch_types=[
-            *a_plan.scratch(),
-            *b_plan.scratch(),
-            plgpu.SMEM(out_plan.tile, a.dtype, transforms=out_plan.transforms),
-        ],
+        scratch_types=[*ring_scratch(plans), SharedTile((CONSUMERS * ROWS, columns), a.dtype).scratch()],
         grid=(a.shape[0] // (CONSUMERS * ROWS),),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,

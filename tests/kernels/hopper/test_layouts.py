@@ -7,18 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.layouts import WarpAccess, bank_conflicts, inverse, is_bijective
 from tilewright.kernels.hopper.layouts import (
     Layout,
     Swizzle,
     SwizzledLayout,
-    WarpAccess,
-    bank_conflicts,
     blocked_product,
     coalesce,
     complement,
     composition,
-    inverse,
-    is_bijective,
     row_major,
 )
 

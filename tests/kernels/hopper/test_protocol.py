@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.kernels.hopper import ProtocolError, RingPlan
-from tilewright.kernels.hopper.ring_protocol import RingProtocol, SlotState, Warpgroup
-from tilewright.kernels.hopper.ring_reference import ReferenceRing, wgmma
+from tests.support.ring_protocol import ProtocolError, RingProtocol, SlotState, Warpgroup
+from tests.support.ring_reference import ReferenceRing, wgmma
+from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.shared import SharedTile
 
 ROWS, COLUMNS = 8, 64
 
 
 def ring_of(num_stages: int = 2, consumers: int = 1, writers: int = 0) -> ReferenceRing:
-    return ReferenceRing(RingPlan((ROWS, COLUMNS), jnp.float32, num_stages, consumers, writers), "keys")
+    return ReferenceRing(RingPlan(SharedTile((ROWS, COLUMNS), jnp.float32), num_stages, consumers, writers), "keys")
 
 
 def tiles(count: int, seed: int = 0) -> np.ndarray:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.kernels.hopper.streaming_matmul import Fault, streaming_matmul
 from tests.support.mosaic_interpret import KernelError, interpret_mosaic
-from tilewright.kernels.hopper import KVTileSpec, RingPlan
+from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.shared import SharedTile
 
 
 def operands(b_dtype=jnp.bfloat16, transposed: bool = False, steps: int = 5) -> tuple[jax.Array, jax.Array, np.ndarray]:
@@ -57,32 +58,29 @@ def test_faults_are_races(fault: Fault):
 
 
 def test_scratch_has_the_shapes_and_arrivals_of_the_plan():
-    plan = RingPlan.of(KVTileSpec(128, 96, jnp.bfloat16, 3), consumers=2)
+    plan = RingPlan(SharedTile((128, 96), jnp.bfloat16), 3, consumers=2)
     smem, full, empty = plan.scratch()
     assert smem.shape == (3, 128, 96)
-    assert list(smem.transforms) == list(plan.transforms) != []
+    assert list(smem.transforms) == list(plan.tile.transforms) != []
     assert (full.num_arrivals, full.num_barriers) == (1, (3,))
     assert (empty.num_arrivals, empty.num_barriers) == (2, (3,))
-    assert plan.tile_bytes == 128 * 96 * 2
-    assert plan.shared_bytes == 3 * plan.tile_bytes + 2 * 3 * 8
-    assert RingPlan((64, 64), jnp.int8, 2, 2, writers=2).scratch()[1].num_arrivals == 2
-    assert RingPlan((64, 64), jnp.int8, 2, 1, copies=4).scratch()[1].num_arrivals == 4
+    assert plan.shared_bytes == 3 * 128 * 96 * 2 + 2 * 3 * 8
+    narrow = SharedTile((64, 64), jnp.int8)
+    assert RingPlan(narrow, 2, 2, writers=2).scratch()[1].num_arrivals == 2
+    assert RingPlan(narrow, 2, 1, copies=4).scratch()[1].num_arrivals == 4
 
 
 def test_rows_of_numbers_stay_as_they_are():
-    plan = RingPlan((128,), jnp.float32, 2, 3)
-    assert (plan.transforms, plan.swizzle, plan.shared_bytes) == ((), 0, 1024 + 32)
-    assert RingPlan((4, 6), jnp.float32, 2, 1, swizzle=0).transforms == ()
-    assert RingPlan((64, 128), jnp.bfloat16, 2, 1, swizzle=64).transforms[1].swizzle == 64
+    row = SharedTile((128,), jnp.float32)
+    assert (row.transforms, row.swizzle, RingPlan(row, 2, 3).shared_bytes) == ((), 0, 1024 + 32)
+    assert SharedTile((4, 6), jnp.float32, 0).transforms == ()
+    assert SharedTile((4, 6), jnp.float32, 0).layout.matrix().tolist() == np.arange(24).reshape(4, 6).tolist()
+    assert SharedTile((64, 128), jnp.bfloat16, 64).transforms[1].swizzle == 64
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tile": ()}, "self.tile=()"),
-        ({"tile": (64, 0)}, "self.tile=(64, 0)"),
-        ({"tile": (60, 64)}, "rows=60"),
-        ({"tile": (128,), "swizzle": 64}, "only matrices"),
         ({"num_stages": 0}, "self.num_stages=0"),
         ({"num_stages": 33}, "self.num_stages=33"),
         ({"consumers": 0}, "self.consumers=0"),
@@ -94,12 +92,27 @@ def test_rows_of_numbers_stay_as_they_are():
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict, reason: str):
     with pytest.raises(ValueError, match=re.escape(reason)):
-        RingPlan(**({"tile": (64, 64), "dtype": jnp.bfloat16, "num_stages": 2, "consumers": 1} | change))
+        RingPlan(**({"tile": SharedTile((64, 64), jnp.bfloat16), "num_stages": 2, "consumers": 1} | change))
+
+
+@pytest.mark.parametrize(
+    ("shape", "swizzle", "reason"),
+    [
+        ((), None, "self.shape=()"),
+        ((64, 0), None, "self.shape=(64, 0)"),
+        ((60, 64), None, "rows=60"),
+        ((128,), 64, "only matrices"),
+    ],
+)
+def test_a_tile_that_cannot_be_is_refused(shape: tuple[int, ...], swizzle: int | None, reason: str):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        SharedTile(shape, jnp.bfloat16, swizzle)
 
 
 def test_values_go_only_where_there_are_writers():
-    by_tma = RingPlan((64, 64), jnp.bfloat16, 2, 1).bind(None, None, None)
-    by_threads = RingPlan((64, 64), jnp.bfloat16, 2, 1, writers=1).bind(None, None, None)
+    tile = SharedTile((64, 64), jnp.bfloat16)
+    by_tma = RingPlan(tile, 2, 1).bind(None, None, None)
+    by_threads = RingPlan(tile, 2, 1, writers=1).bind(None, None, None)
     with pytest.raises(ValueError, match="takes no values"):
         by_tma.copy_to_shared(0, jnp.zeros((64, 64)))
     with pytest.raises(ValueError, match="got no values"):

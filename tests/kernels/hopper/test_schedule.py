@@ -11,7 +11,9 @@ import pytest
 
 from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.hopper.streaming_matmul import Fault, streaming_matmul
-from tilewright.kernels.hopper import ProtocolError, RingPlan
+from tests.support.ring_protocol import ProtocolError
+from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.shared import SharedTile
 
 
 def operands(b_dtype=jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -47,7 +49,7 @@ def test_each_fault_has_its_error(fault: Fault, reason: str):
 
 def reader(counts: jax.Array, source: jax.Array, *, releases: int = 1, take: int | None = None) -> jax.Array:
     """Loads as many tiles as ``counts`` says and waits for all of them, or for ``take``."""
-    plan = RingPlan((64, 64), source.dtype, 2, 1)
+    plan = RingPlan(SharedTile((64, 64), source.dtype), 2, 1)
 
     def body(counts_ref, source_ref, out_ref, *scratch) -> None:
         del out_ref

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton import kernels
 from tilewright.kernels.triton.compiler import Report, report
-from tilewright.kernels.triton.interpreter import interpret_triton, type_name
+from tilewright.kernels.triton.dtypes import type_name
+from tilewright.kernels.triton.interpreter import interpret_triton
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""What attention in CUDA C++ and Triton is told of scores: a band, rows of segments and positions, a matrix."""
+"""Masks taken apart for backends without masks as objects: a band, rows of segments and positions, a matrix."""
 
 import dataclasses
 import functools
@@ -57,6 +57,17 @@ class MaskParts:
     def has_rows(self) -> bool:
         """Whether anything is said of single queries and keys."""
         return self.segments is not None or self.positions is not None or bool(self.lengths)
+
+    def beyond_bands_and_lengths(self) -> list[str]:
+        """Why a backend cannot serve the mask that has bands of indices and lengths only; empty if it can."""
+        reasons = []
+        if self.segments is not None:
+            reasons.append("has no segments, of which packed sequences are made as well")
+        if self.positions is not None:
+            reasons.append("takes a query's index for its position, got positions of their own")
+        if self.matrix is not None:
+            reasons.append("masks by causality, windows and lengths, got a mask that is none of them")
+        return reasons
 
     def rows(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """``[batch|1, 2, length]`` int32 of queries and of keys: segments, then positions."""

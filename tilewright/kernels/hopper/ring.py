@@ -7,8 +7,7 @@ Kernels run without automatic barriers: every ordering is written here or in the
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +17,11 @@ from jax import lax
 from jaxtyping import Integer
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.kv_spec import KVTileSpec
-from tilewright.kernels.hopper.transforms import aligned_bytes, mosaic_transforms, swizzle_of
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, MAX_BARRIERS
+from tilewright.kernels.hopper.shared import SharedTile
 
 type Step = int | Integer[jax.Array, ""]
 type Ref = Any  # a Pallas reference or a view of one; jax exports no type for both
-
-BARRIER_BYTES = 8
-
-# The phases of a barrier array are the bits of one 32-bit word per thread.
-_MAX_STAGES = 32
 
 
 def _when(condition: bool | jax.Array, action: Callable[[], None]) -> None:
@@ -43,74 +37,35 @@ def _when(condition: bool | jax.Array, action: Callable[[], None]) -> None:
 class RingPlan:
     """The static half of a ring: what it takes of the shared memory, and who arrives on its barriers.
 
-    ``tile`` is the shape of a stage. ``consumers`` is the number of warpgroups that release a slot, ``writers`` of
-    those that fill it from registers; with none, the TMA unit does, by ``copies`` of equally many rows each.
-    ``swizzle`` in bytes: None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
-    tile that is not a matrix.
+    ``tile`` is a stage. ``consumers`` is the number of warpgroups that release a slot, ``writers`` of those that fill
+    it from registers; with none, the TMA unit does, by ``copies`` of equally many rows each.
     """
 
-    tile: tuple[int, ...]
-    dtype: Any
+    tile: SharedTile
     num_stages: int
     consumers: int
     writers: int = 0
-    swizzle: int | None = None
     copies: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        object.__setattr__(self, "tile", tuple(self.tile))
-        if not self.tile or min(self.tile) < 1:
-            raise ValueError(f"a tile needs positive dimensions, got {self.tile=}")
-        if not 1 <= self.num_stages <= _MAX_STAGES:
-            raise ValueError(f"a ring has 1 to {_MAX_STAGES} stages, got {self.num_stages=}")
+        if not 1 <= self.num_stages <= MAX_BARRIERS:
+            raise ValueError(f"a ring has 1 to {MAX_BARRIERS} stages, got {self.num_stages=}")
         if self.consumers < 1:
             raise ValueError(f"somebody must release a slot, got {self.consumers=}")
         if self.writers < 0:
             raise ValueError(f"{self.writers=} must not be negative")
-        if self.copies < 1 or self.tile[0] % self.copies or (self.copies > 1 and self.writers):
+        if self.copies < 1 or self.tile.shape[0] % self.copies or (self.copies > 1 and self.writers):
             raise ValueError(f"copies share the rows, and need TMA, got {self.copies=}, {self.tile=}, {self.writers=}")
-        if len(self.tile) != 2:
-            if self.swizzle:
-                raise ValueError(f"only matrices are swizzled, got {self.swizzle=} for {self.tile=}")
-            object.__setattr__(self, "swizzle", 0)
-        elif self.swizzle != 0:
-            object.__setattr__(self, "swizzle", swizzle_of(*self.tile, self.dtype, self.swizzle))
-
-    @classmethod
-    def of(cls, spec: KVTileSpec, consumers: int) -> "RingPlan":
-        """The ring of one operand's tiles."""
-        return cls(
-            tile=(spec.rows, spec.columns),
-            dtype=spec.dtype,
-            num_stages=spec.num_stages,
-            consumers=consumers,
-            writers=spec.writers,
-            swizzle=spec.swizzle,
-        )
-
-    @property
-    def transforms(self) -> tuple[Any, ...]:
-        """The Mosaic transforms of the buffer; none where the tile stays row-major."""
-        if not self.swizzle:
-            return ()
-        rows, columns = self.tile
-        return mosaic_transforms(rows, columns, self.dtype, self.swizzle)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the stages, aligned as Mosaic does, and of both barrier arrays."""
-        return aligned_bytes((self.num_stages, *self.tile), self.dtype) + 2 * self.num_stages * BARRIER_BYTES
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes that one load moves."""
-        return math.prod(self.tile) * self.dtype.itemsize
+        return self.tile.stack_bytes(self.num_stages) + 2 * self.num_stages * BARRIER_BYTES
 
     def scratch(self) -> "tuple[Any, plgpu.Barrier, plgpu.Barrier]":
         """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
         return (
-            plgpu.SMEM((self.num_stages, *self.tile), self.dtype, transforms=self.transforms),
+            self.tile.scratch(self.num_stages),
             plgpu.Barrier(num_arrivals=max(self.writers, self.copies), num_barriers=self.num_stages),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages),
         )
@@ -118,6 +73,17 @@ class RingPlan:
     def bind(self, smem: Ref, full: Ref, empty: Ref) -> "Ring":
         """The ring over the references that the kernel got for ``scratch()``."""
         return Ring(self, smem, full, empty)
+
+
+def ring_scratch(plans: Iterable[RingPlan]) -> list[Any]:
+    """Scratch types of several rings, in the order that ``bind_rings`` takes them."""
+    return [part for plan in plans for part in plan.scratch()]
+
+
+def bind_rings(plans: Sequence[RingPlan], scratch: Sequence[Ref]) -> tuple[list["Ring"], Sequence[Ref]]:
+    """The rings over the first references of a kernel's scratch memory, and the other references."""
+    rings = [plan.bind(*scratch[3 * i : 3 * i + 3]) for i, plan in enumerate(plans)]
+    return rings, scratch[3 * len(rings) :]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,7 +128,7 @@ class Ring:
             raise ValueError(f"a TMA copy passes no registers, got {layout=}")
         self._wait_empty(step)
         slot = self.slot(step)
-        rows = self.plan.tile[0] // self.plan.copies
+        rows = self.plan.tile.shape[0] // self.plan.copies
         for number, source_ref in zip(range(self.plan.copies), source_refs, strict=True):
             part = () if self.plan.copies == 1 else (pl.ds(number * rows, rows),)
             plgpu.copy_gmem_to_smem(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])

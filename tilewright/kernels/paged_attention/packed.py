@@ -3,7 +3,7 @@
 They are `hopper.packed`, and `cuda.packed` where there is a compiler for it.
 """
 
-from tilewright.kernels.flash_attention.hopper.backend import PROCESSORS
+from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.token_layout import most_tiles
 from tilewright.ops.types import Device
@@ -23,13 +23,10 @@ DIMS = (64, 128)
 
 def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
     """Why none of them can serve a problem; empty if they can, but for what is said by one alone."""
-    why, options = [], problem.options
-    if device.kind != "gpu" or device.capability != (9, 0):
-        why.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
+    why, options = device_reasons(device), problem.options
     if not problem.packed or not problem.paged or problem.starts or options.latent_dim is not None:
         why.append("takes packed queries and a page table")
-    if problem.dtype.name not in ("bfloat16", "float16"):
-        why.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+    why += dtype_reasons(problem)
     if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
         why.append(f"takes keys and values in the query's dtype and no scales, got {problem.kv_dtype=}")
     if problem.head_dim != problem.value_dim or problem.head_dim not in DIMS:
@@ -46,4 +43,4 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
 def is_for_others(problem: PagedProblem, device: Device) -> bool:
     """Where most tokens are decoded, or tiles do not fill the device: the keys of a chunk are not split."""
     tiles = most_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
-    return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < (device.cores or PROCESSORS)
+    return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < num_sms(device)

@@ -4,7 +4,8 @@ Nothing here imports Triton before a kernel is launched, so a backend can be ask
 backend keeps its ``@triton.jit`` functions in a module of their own, which it imports when it runs.
 """
 
-from tilewright.kernels.triton.launch import Launch, launch, recorded_launches
+from tilewright.kernels.triton.description import Launch
+from tilewright.kernels.triton.launch import launch, recorded_launches
 from tilewright.kernels.triton.requirements import LEAST_CAPABILITY, unavailable
 
 __all__ = ["LEAST_CAPABILITY", "Launch", "launch", "recorded_launches", "unavailable"]

@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewright.errors import BuildError
 from tilewright.kernels.footprint import block_limits
-from tilewright.kernels.triton.interpreter import type_name
-from tilewright.kernels.triton.launch import ALIGNMENT, Launch
+from tilewright.kernels.triton.description import ALIGNMENT, Launch
+from tilewright.kernels.triton.dtypes import type_name
 
 PTX_VERSION = 87
 """Of CUDA 12.8: the assembler that XLA finds, which compiles what the GPU runs, may be older than Triton's own."""

@@ -15,21 +15,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tilewright.kernels.triton.launch import Launch, run_by
+from tilewright.kernels.triton.description import Launch
+from tilewright.kernels.triton.dtypes import type_name
+from tilewright.kernels.triton.launch import run_by
 from tilewright.ops.utils.target import traced_as
 
 DEVICE = "NVIDIA H100 80GB HBM3"
-
-_NAMES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-    "bool": "i1",
-    **{f"{sign}int{bits}": f"{sign[:1] or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-}
 
 _LOCK = threading.Lock()  # the interpreter changes Triton's language for everyone while it runs
 
@@ -42,18 +33,6 @@ def interpret_triton(device_kind: str = DEVICE) -> Iterator[None]:
     """
     with traced_as(device_kind), run_by(_by_callback):
         yield
-
-
-def type_name(dtype: Any) -> str:
-    """Triton's name of an array's dtype.
-
-    Raises:
-      TypeError: it has none.
-    """
-    name = np.dtype(dtype).name
-    if name not in _NAMES:
-        raise TypeError(f"Triton has no {name}; it has {', '.join(_NAMES)}")
-    return _NAMES[name]
 
 
 def _by_callback(launch: Launch, inputs: tuple[Any, ...]) -> Any:

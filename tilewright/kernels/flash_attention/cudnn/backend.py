@@ -93,13 +93,8 @@ class CudnnMask:
 
     def reasons(self, q_length: int, kv_length: int) -> list[str]:
         """What of the mask has no such terms."""
-        reasons, parts = [], self.parts
-        if parts.segments is not None:
-            reasons.append("has no segments, of which packed sequences are made as well")
-        if parts.positions is not None:
-            reasons.append("takes a query's index for its position, got positions of their own")
-        if parts.matrix is not None:
-            reasons.append("masks by causality, windows and lengths, got a mask that is none of them")
+        parts = self.parts
+        reasons = parts.beyond_bands_and_lengths()
         if parts.positions is not None:
             return reasons
         if self.causal and parts.band.highest != 0:

@@ -1,18 +1,30 @@
 """Flash attention by FlashAttention-4's kernels for Hopper: what they serve, and the way to their layouts and back."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.fa4 import cute
+from tilewright.kernels.flash_attention.fa4.params import (
+    DTYPES,
+    WIDEST,
+    Fa4BackwardParams,
+    Fa4ForwardParams,
+    Fa4Mask,
+    backward_candidates,
+    backward_defaults,
+    backward_params_reasons,
+    computed_dims,
+    forward_candidates,
+    forward_defaults,
+    forward_params_reasons,
+)
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
-    least_lengths,
     over_batch,
     widened,
     with_blind_rows,
@@ -24,273 +36,6 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.stable_ids import stable_id
-
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-
-WIDEST = 256
-"""Elements of a head."""
-
-SHARED_BYTES = 232448
-"""Shared memory that a block may have on compute capability 9.0."""
-
-REGISTERS = {1: 256, 2: 240, 3: 160}
-"""Of a thread, by the warpgroups that compute."""
-
-
-class _Tunables:
-    """What both directions' params have in common: None is what the package itself picks for a call."""
-
-    __slots__ = ()
-
-    def completed(self, defaults: Self) -> Self:
-        """With the defaults in place of every None."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = {field.name: getattr(self, field.name) for field in fields}
-        return dataclasses.replace(defaults, **{name: x for name, x in given.items() if x is not None})  # type: ignore[type-var]
-
-
-def _check_counts(params: Any, names: Sequence[str]) -> None:
-    for name in names:
-        value = getattr(params, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{type(params).__name__} needs a positive integer, got {name}={value!r}")
-
-
-@stable_id(
-    "tilewright/flash_attention.Fa4ForwardParams", formerly=("tilewright.kernels.flash_attention.fa4:Fa4ForwardParams",)
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fa4ForwardParams(_Tunables):
-    """How the forward pass is tiled; None is what FlashAttention-4 itself picks for a call.
-
-    Attributes:
-      block_q: query rows per tile, 64 for each warpgroup that computes.
-      block_k: keys per tile.
-      num_stages: tiles of keys and of values in shared memory.
-      overlap: whether a warpgroup's softmax runs beside its products.
-      weights_in_registers: whether probabilities stay there between the two products.
-      pack_groups: whether the query heads that share a key share a tile.
-    """
-
-    block_q: int | None = None
-    block_k: int | None = None
-    num_stages: int | None = None
-    overlap: bool | None = None
-    weights_in_registers: bool | None = None
-    pack_groups: bool | None = None
-
-    def __post_init__(self) -> None:
-        _check_counts(self, ("block_q", "block_k", "num_stages"))
-
-
-@stable_id(
-    "tilewright/flash_attention.Fa4BackwardParams",
-    formerly=("tilewright.kernels.flash_attention.fa4:Fa4BackwardParams",),
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fa4BackwardParams(_Tunables):
-    """How the backward pass is tiled; None is what FlashAttention-4 itself picks for a call.
-
-    It adds the gradient of the queries, and of keys that query heads share, in no fixed order.
-
-    Attributes:
-      block_q: query rows per tile.
-      block_k: keys per tile.
-      query_stages: tiles of queries in shared memory.
-      d_out_stages: tiles of the gradient of the output; 1 or as many as of queries.
-      score_stages: tiles of probabilities and of their gradient; 1 or as many as of queries.
-      swap_scores: whether the product of keys and queries is computed instead of that of queries and keys.
-      swap_d_key: whether gradients of keys and values are computed with the head dim first.
-      swap_d_query: whether the gradient of queries is.
-      score_groups_q: among how many warpgroups the rows of a tile of scores are divided; its columns among the rest.
-      d_key_groups_k: the same of the keys of the gradients of keys and values.
-      d_query_groups_q: the same of the rows of the gradient of queries.
-      groups: warpgroups that compute.
-      one_d_query_group: whether one of them computes the gradient of queries alone.
-    """
-
-    deterministic: ClassVar[bool] = False
-
-    block_q: int | None = None
-    block_k: int | None = None
-    query_stages: int | None = None
-    d_out_stages: int | None = None
-    score_stages: int | None = None
-    swap_scores: bool | None = None
-    swap_d_key: bool | None = None
-    swap_d_query: bool | None = None
-    score_groups_q: int | None = None
-    d_key_groups_k: int | None = None
-    d_query_groups_q: int | None = None
-    groups: int | None = None
-    one_d_query_group: bool | None = None
-
-    def __post_init__(self) -> None:
-        counts = ("block_q", "block_k", "query_stages", "d_out_stages", "score_stages")
-        _check_counts(self, (*counts, "score_groups_q", "d_key_groups_k", "d_query_groups_q", "groups"))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fa4Mask:
-    """A mask in FlashAttention-4's terms, which counts a window from the end of both sequences.
-
-    Attributes:
-      left: keys before the query's own that it sees; None is all.
-      right: keys after it; negative where the last one is before it.
-    """
-
-    left: int | None
-    right: int | None
-    parts: MaskParts
-
-    @classmethod
-    def of(cls, mask: Any, q_length: int, kv_length: int) -> "Fa4Mask":
-        """The terms for a mask that ``reasons`` says nothing against."""
-        parts, more_keys = MaskParts.of(mask), kv_length - q_length
-        # Past these bounds nothing changes, and the kernels' sums of indices stay small.
-        lowest, highest = min(parts.band.lowest, kv_length), max(parts.band.highest, -q_length)
-        return cls(
-            None if lowest <= 1 - q_length else more_keys - lowest,
-            None if highest >= kv_length - 1 else highest - more_keys,
-            parts,
-        )
-
-    @property
-    def is_band(self) -> bool:
-        """Whether a query's index says anything of the keys that it sees."""
-        return self.left is not None or self.right is not None
-
-    def reasons(self) -> list[str]:
-        """What of the mask has no such terms."""
-        reasons, parts = [], self.parts
-        if parts.segments is not None:
-            reasons.append("has no segments, of which packed sequences are made as well")
-        if parts.positions is not None:
-            reasons.append("takes a query's index for its position, got positions of their own")
-        if parts.matrix is not None:
-            reasons.append("masks by causality, windows and lengths, got a mask that is none of them")
-        if self.is_band and parts.positions is None and any(part.kv_lengths is not None for part in parts.lengths):
-            reasons.append(
-                "counts causality and windows from the end of each sequence's keys, so it has none beside lengths of "
-                f"keys, got {parts.band}"
-            )
-        return reasons
-
-    def lengths(self, batch: int, q_length: int, kv_length: int) -> tuple[Any | None, Any | None]:
-        """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
-        given = self.parts.lengths
-        queries = [part.q_lengths for part in given if part.q_lengths is not None]
-        keys = [part.kv_lengths for part in given if part.kv_lengths is not None]
-        return (
-            least_lengths(queries, batch, q_length) if queries else None,
-            least_lengths(keys, batch, kv_length) if keys else None,
-        )
-
-
-def computed_dims(problem: AttentionProblem, direction: Direction) -> tuple[int, int]:
-    """The head dims of keys and of values that the kernels get; the rest of a head is zeros.
-
-    Sums of gradients are of tiles of 32 columns, above 128 of 64, where the kernels' own rounding does not agree with
-    itself for other head dims.
-    """
-    widest = max(problem.head_dim, problem.value_dim)
-    multiple = 8 if direction == "forward" else 32 if widest <= 128 else 64
-    head_dim, value_dim = (-(-dim // multiple) * multiple for dim in (problem.head_dim, problem.value_dim))
-    if 128 < head_dim <= 192 and value_dim <= 128 and (direction == "forward" or problem.groups == 1):
-        return head_dim, 128  # the one pair of different head dims that there are tiles for
-    return (max(head_dim, value_dim),) * 2
-
-
-def forward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4ForwardParams:
-    """FlashAttention-4's own choice on Hopper."""
-    head_dim, value_dim = computed_dims(problem, "forward")
-    local = mask.left is not None or mask.right not in (None, 0)
-    block_q, registers = 128, True
-    if head_dim <= 64:
-        block_q, block_k = 192, 128
-    elif head_dim <= 96:
-        block_q, block_k, registers = 192, 128 if mask.is_band else 144, False
-    elif head_dim <= 128:
-        block_k = 128
-    elif head_dim <= 192:
-        block_k = 96 if local else 128 if value_dim <= 128 else 112
-    else:
-        block_k = 64 if local else 80
-    return Fa4ForwardParams(block_q, block_k, 2, True, registers, problem.groups > 1)
-
-
-def backward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4BackwardParams:
-    """FlashAttention-4's own choice on Hopper."""
-    head_dim, value_dim = computed_dims(problem, "backward")
-    narrow = Fa4BackwardParams(64, 128, 2, 2, 2, True, False, False, 1, 2, 1, 2, False)
-    wide = Fa4BackwardParams(64, 96, 2, 1, 1, False, True, False, 1, 2, 1, 2, False)
-    if head_dim <= 64:
-        return dataclasses.replace(narrow, block_q=128, d_query_groups_q=2)
-    if head_dim <= 96:
-        return dataclasses.replace(narrow, one_d_query_group=True)
-    if head_dim <= 128:
-        return narrow if mask.is_band else dataclasses.replace(narrow, block_q=80, swap_d_query=True)
-    if head_dim <= 192:
-        return dataclasses.replace(wide, d_out_stages=2) if value_dim <= 128 else wide
-    return dataclasses.replace(wide, block_k=48, d_key_groups_k=1)
-
-
-def forward_shared_bytes(params: Any, head_dim: int, value_dim: int) -> int:
-    """Of the tiles of a block in shared memory."""
-    head_dim, value_dim = (-(-dim // 16) * 16 for dim in (head_dim, value_dim))
-    weights = 0 if params.weights_in_registers else params.block_q * params.block_k
-    # The output takes the queries' place.
-    queries = params.block_q * max(head_dim, value_dim)
-    return 2 * (queries + params.num_stages * params.block_k * (head_dim + value_dim) + weights)
-
-
-def forward_params_reasons(params: Any, head_dim: int, value_dim: int) -> list[str]:
-    """Why complete params cannot serve these head dims."""
-    reasons = []
-    if params.block_q not in (64, 128, 192):
-        reasons.append(f"tiles have 64, 128 or 192 queries, got {params.block_q=}")
-    if params.block_k % 16 or params.block_k > 256:
-        reasons.append(f"keys per tile are a multiple of 16 up to 256, got {params.block_k=}")
-    needed = forward_shared_bytes(params, head_dim, value_dim) + 1024
-    if needed > SHARED_BYTES:
-        reasons.append(f"tiles need {needed} bytes of shared memory of {SHARED_BYTES}, got {params=}")
-    if reasons:
-        return reasons
-    weights = 4 if params.weights_in_registers else 0
-    registers = (params.block_k * (8 + weights) // 8 + value_dim) // 2
-    limit = REGISTERS[params.block_q // 64] - 32
-    if registers > limit:
-        reasons.append(f"a thread's tiles need {registers} registers of {limit}, got {params=}")
-    return reasons
-
-
-def backward_params_reasons(params: Any, head_dim: int, value_dim: int, grouped: bool) -> list[str]:
-    """Why complete params cannot serve these head dims."""
-    reasons, queries, groups = [], params.query_stages, params.groups
-    if not {params.d_out_stages, params.score_stages} <= {1, queries}:
-        reasons.append(f"stages are 1 or as many as of queries, got {params=}")
-    if groups not in ((2,) if grouped else (2, 3)):
-        reasons.append(f"2 warpgroups compute, or 3 where each query head has a key of its own, got {params.groups=}")
-    if params.one_d_query_group and groups != 2:
-        reasons.append(f"one of two warpgroups may compute the gradient of queries, got {params.groups=}")
-    of_query = 1 if params.one_d_query_group else groups
-    if groups % params.score_groups_q or groups % params.d_key_groups_k or of_query % params.d_query_groups_q:
-        reasons.append(f"warpgroups are divided evenly, got {params=}")
-    if params.block_q % 16 or params.block_k % 16:
-        reasons.append(f"tiles are multiples of 16, got {params.block_q=}, {params.block_k=}")
-    if params.block_q * head_dim % 1024:
-        reasons.append(f"sums are cleared 1024 at a time, got {params.block_q=}, {head_dim=}")
-    in_registers = params.score_groups_q == 1 and params.d_key_groups_k == groups
-    in_registers = in_registers and params.swap_scores and not params.swap_d_key
-    halves = params.block_q * (queries * head_dim + params.d_out_stages * value_dim)
-    halves += params.block_k * (head_dim + value_dim)
-    halves += (1 if in_registers else 2) * params.score_stages * params.block_q * params.block_k
-    per_row = -(-params.block_q // 64) * 64 * (queries + params.d_out_stages)
-    needed = 2 * halves + 4 * (params.block_q * head_dim + per_row)
-    if needed > SHARED_BYTES:
-        reasons.append(f"tiles need {needed} bytes of shared memory of {SHARED_BYTES}, got {params=}")
-    return reasons
 
 
 class Fa4FlashAttention(Implementation):
@@ -334,7 +79,7 @@ class Fa4FlashAttention(Implementation):
         """The package's own choice, and tiles around it that fit."""
         mask = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length)
         found: Iterator[Fa4ForwardParams | Fa4BackwardParams]
-        found = _forward_candidates(problem, mask) if direction == "forward" else _backward_candidates(problem, mask)
+        found = forward_candidates(problem, mask) if direction == "forward" else backward_candidates(problem, mask)
         fitting = (each for each in found if not self.config_reasons(problem, device, direction, each))
         return list(dict.fromkeys(fitting))
 
@@ -392,34 +137,6 @@ class Fa4FlashAttention(Implementation):
             "bias": None,
             "softmax_aux": None,
         }
-
-
-def _forward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4ForwardParams]:
-    first = forward_defaults(problem, mask)
-    yield first
-    if problem.groups > 1:
-        yield dataclasses.replace(first, pack_groups=False)
-    rows = problem.q_length * (problem.groups if problem.groups > 1 else 1)
-    # Each is compiled for seconds, so only those next to the package's own.
-    own = first.block_k or 128
-    near = sorted((128, 176, 144, 112, 96, 80, 64), key=lambda block_k: abs(block_k - own))[:3]
-    for block_q in (192, 128, 64) if rows <= 64 else (192, 128):
-        for block_k in near:
-            yield dataclasses.replace(first, block_q=block_q, block_k=block_k)
-    yield dataclasses.replace(first, overlap=False)
-
-
-def _backward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4BackwardParams]:
-    first = backward_defaults(problem, mask)
-    yield first
-    head_dim, _ = computed_dims(problem, "backward")
-    if head_dim <= 64:
-        yield dataclasses.replace(first, block_q=64, d_query_groups_q=1)
-        yield dataclasses.replace(first, block_q=64, d_query_groups_q=1, one_d_query_group=True)
-    elif head_dim <= 128:
-        for one in (False, True):
-            yield dataclasses.replace(first, block_q=64, swap_d_query=False, one_d_query_group=one)
-        yield dataclasses.replace(first, block_q=80, swap_d_query=True, one_d_query_group=False)
 
 
 @dataclasses.dataclass(frozen=True)

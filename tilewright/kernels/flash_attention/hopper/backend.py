@@ -8,46 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tilewright.kernels.flash_attention.hopper.backward import (
-    BackwardPlan,
-    HopperBackwardParams,
-    key_value_kernel,
-    query_kernel,
-)
-from tilewright.kernels.flash_attention.hopper.backward_wide import (
-    WideBackwardParams,
-    WideBackwardPlan,
-    wide_key_value_kernel,
-    wide_query_kernel,
-)
+from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
+from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import (
     EarlyConversions,
     convert_kernel,
     d_query_shape,
 )
-from tilewright.kernels.flash_attention.hopper.delta import BackwardParams, row_sums_kernel
-from tilewright.kernels.flash_attention.hopper.forward import (
-    SHARED_MEMORY,
-    ForwardPlan,
+from tilewright.kernels.flash_attention.hopper.delta import row_sums_kernel
+from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
+from tilewright.kernels.flash_attention.hopper.params import (
+    BackwardParams,
+    HopperBackwardParams,
     HopperForwardParams,
-    forward_kernel,
-    heads_at_once,
+    WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.schedule import (
-    Extent,
-    plan_walk,
-    program_lists,
-    program_order,
-    visits,
-)
-from tilewright.kernels.flash_attention.hopper.scores import (
-    LOG2E,
-    ScoreArrays,
-    ScoreOptions,
-    prepare_scores,
-    transposed,
-)
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, ForwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
+from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, prepare_scores, transposed
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -59,6 +40,10 @@ from tilewright.kernels.flash_attention.results import (
     sinks_gradient,
 )
 from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
+from tilewright.kernels.hopper.limits import SHARED_BYTES, SWIZZLE_ROWS, WARPGROUP_THREADS
+from tilewright.kernels.hopper.schedule import program_lists, program_order
+from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.sharding import unvarying
@@ -68,9 +53,6 @@ from tilewright.ops.utils.device import current_device
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that kernels are built for; others are padded to the next."""
-
-ALIGNED_ROWS = 8
-"""Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
 
 CACHED_QUERIES = 16 << 20
 """Bytes of queries, their output gradients and the sums of dQ that the backward pass works on at a time."""
@@ -84,12 +66,6 @@ NARROW_DIM = 128
 SEPARATE_BYTES = 256 << 20
 """Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
 
-WARPGROUP = 128
-"""Threads of a warpgroup."""
-
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, where the device does not say."""
-
 
 def padded_dim(dim: int) -> int:
     """The head dim that kernels compute with."""
@@ -97,14 +73,9 @@ def padded_dim(dim: int) -> int:
 
 
 def aligned(array: Any, dim: int) -> Any:
-    """``[batch, length, heads, ...]`` with zeros to a whole number of ``ALIGNED_ROWS`` and ``dim`` at the end."""
-    widths = [(0, 0), (0, -array.shape[1] % ALIGNED_ROWS), (0, 0), (0, dim - array.shape[3])]
+    """``[batch, length, heads, ...]`` with zeros to a whole number of ``SWIZZLE_ROWS`` and ``dim`` at the end."""
+    widths = [(0, 0), (0, -array.shape[1] % SWIZZLE_ROWS), (0, 0), (0, dim - array.shape[3])]
     return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
-
-
-def processors() -> int:
-    """Multiprocessors of the device that is compiled for."""
-    return current_device().cores or PROCESSORS
 
 
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
@@ -126,11 +97,11 @@ def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradien
         raise ValueError(
             f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
         )
-    if plan.shared_bytes > SHARED_MEMORY:
+    if plan.shared_bytes > SHARED_BYTES:
         raise ValueError(
             f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}"
             f"{' with the gradient of a bias' if bias_gradient else ''}; "
-            f"a block has {SHARED_MEMORY}"
+            f"a block has {SHARED_BYTES}"
         )
     return plan
 
@@ -152,11 +123,7 @@ class PallasGpuFlashAttention(Implementation):
     backward_params: ClassVar[type] = BackwardParams
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
-        reasons = []
-        if device.kind != "gpu" or device.capability != (9, 0):
-            reasons.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
-        if problem.dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
-            reasons.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+        reasons = device_reasons(device) + dtype_reasons(problem)
         if max(problem.head_dim, problem.value_dim) > HEAD_DIMS[-1]:
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
@@ -248,19 +215,21 @@ class PallasGpuFlashAttention(Implementation):
         plan = plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
         by_queries = functools.partial(_tiles, problem.q_length, matrices=problem.batch * problem.heads)
         by_keys = functools.partial(_tiles, problem.kv_length, matrices=problem.batch * problem.kv_heads)
-        persistent = device.cores or PROCESSORS
+        persistent = num_sms(device)
         if isinstance(params, HopperForwardParams):
             blocks = by_queries(params.block_q)
             blocks = min(blocks, persistent) if params.persistent else blocks
-            return [Footprint(blocks, (params.consumers + 1) * WARPGROUP, plan.shared_bytes)]
+            return [Footprint(blocks, (params.consumers + 1) * WARPGROUP_THREADS, plan.shared_bytes)]
+        threads = 3 * WARPGROUP_THREADS
         if isinstance(params, HopperBackwardParams):
             fused = not params.deterministic
-            key_value = Footprint(min(by_keys(params.block_k), persistent), (3 + fused) * WARPGROUP, plan.shared_bytes)
-            return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), 3 * WARPGROUP)]
-        key_value = Footprint(by_keys(params.block_k), 3 * WARPGROUP, plan.shared_bytes)
+            blocks = min(by_keys(params.block_k), persistent)
+            key_value = Footprint(blocks, threads + fused * WARPGROUP_THREADS, plan.shared_bytes)
+            return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), threads)]
+        key_value = Footprint(by_keys(params.block_k), threads, plan.shared_bytes)
         if not params.deterministic:
             return [key_value]
-        return [key_value, Footprint(by_queries(params.query_rows), 3 * WARPGROUP, plan.shared_bytes)]
+        return [key_value, Footprint(by_queries(params.query_rows), threads, plan.shared_bytes)]
 
     def forward(self, inputs: AttentionInputs, params: HopperForwardParams) -> Results:
         """``(out, lse)``."""
@@ -285,7 +254,7 @@ class PallasGpuFlashAttention(Implementation):
             options=options,
             walk=walk,
             params=params,
-            processors=processors(),
+            num_sms=num_sms(current_device()),
         )
         return out[:, :q_length, :, :value_dim], lse[..., :q_length]
 
@@ -340,7 +309,7 @@ class PallasGpuFlashAttention(Implementation):
         early: Any = None
         kernel: Any
         if isinstance(params, HopperBackwardParams):
-            lists = program_lists(order, queue, min(processors(), len(order)))
+            lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
             if isinstance(plan, BackwardPlan) and plan.converts and q_padded == kv_padded:
                 early = EarlyConversions.plan(lists, queue, q_length // params.block_k)
             kernel = functools.partial(
@@ -397,7 +366,7 @@ def _query_gradient(
     order = program_order(queue, batch * heads, at_once)
     work: Any = jnp.asarray(order)
     if isinstance(params, HopperBackwardParams):
-        work = program_lists(order, queue, min(processors(), len(order)))
+        work = program_lists(order, queue, min(num_sms(current_device()), len(order)))
     return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
 
 

@@ -10,7 +10,7 @@ the others; its parts are added in float32 by TMA reductions, in the order in wh
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,7 +21,6 @@ from jax import lax
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import (
     COUNTER,
-    EARLY_DIM,
     EARLY_TILES,
     PIECE,
     ROW,
@@ -30,190 +29,22 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     store_strips,
     sums_of,
 )
-from tilewright.kernels.flash_attention.hopper.delta import BackwardParams, completed, sums_of_products
-from tilewright.kernels.flash_attention.hopper.schedule import Walk, hidden_zero, place_of
+from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.hopper.schedule import Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    ROWS,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
-    compiler_params,
     kept,
-    masked_logits,
-    store_unoptimised,
-    tile_layout,
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.ops.utils.stable_ids import stable_id
-
-CONSUMERS = 2
-REGISTERS = (240, 24)
-
-
-@stable_id(
-    "tilewright/flash_attention.HopperBackwardParams",
-    formerly=("tilewright.kernels.flash_attention.pallas_gpu_backward:HopperBackwardParams",),
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class HopperBackwardParams(BackwardParams):
-    """How the backward kernels are cut.
-
-    Attributes:
-      block_q: queries per step of the kernel for dK and dV.
-      num_stages: tiles of queries, and of output gradients, in shared memory at once.
-      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more.
-    """
-
-    block_q: int = 64
-    num_stages: int = 2
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_q not in (64, 128):
-            raise ValueError(f"a step takes 64 or 128 queries, got {self.block_q=}")
-        if self.num_stages < 1:
-            raise ValueError(f"the rings need a stage, got {self.num_stages=}")
-
-    @property
-    def block_k(self) -> int:
-        return CONSUMERS * ROWS
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BackwardPlan:
-    """The shared memory of the kernel for dK and dV."""
-
-    params: HopperBackwardParams
-    head_dim: int
-    value_dim: int
-    dtype: Any
-    bias_gradient: BiasGradient | None = None
-
-    def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
-        return RingPlan((rows, columns), self.dtype, stages, CONSUMERS)
-
-    @property
-    def keys(self) -> RingPlan:
-        consumers = CONSUMERS + (not self.params.deterministic)
-        return RingPlan((self.params.block_k, self.head_dim), self.dtype, 1, consumers)
-
-    @property
-    def values(self) -> RingPlan:
-        return self._ring(self.params.block_k, self.value_dim, 1)
-
-    @property
-    def queries(self) -> RingPlan:
-        return self._ring(self.params.block_q, self.head_dim, self.params.num_stages)
-
-    @property
-    def d_outs(self) -> RingPlan:
-        return self._ring(self.params.block_q, self.value_dim, self.params.num_stages)
-
-    @property
-    def statistics(self) -> RingPlan:
-        return RingPlan((2, self.params.block_q), jnp.float32, self.params.num_stages, CONSUMERS, swizzle=0)
-
-    @property
-    def d_scores(self) -> RingPlan:
-        """dS on its way from the warpgroups that own dK to the one that computes dQ."""
-        return RingPlan(
-            (self.params.block_k, self.params.block_q), self.dtype, 2, 1, CONSUMERS, swizzle=self.queries.swizzle
-        )
-
-    @property
-    def converts(self) -> bool:
-        """Whether the warpgroup for dQ may convert the sums of heads that are complete."""
-        return self.head_dim <= EARLY_DIM and not self.params.deterministic
-
-    @property
-    def count(self) -> RingPlan:
-        """What has been counted of the head whose dQ is to be converted."""
-        return RingPlan((ROW // 2,), jnp.float32, 1, 1)
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        rings = self.keys, self.values, self.queries, self.d_outs, self.statistics
-        return rings if self.params.deterministic else (*rings, self.d_scores)
-
-    @property
-    def d_query_parts(self) -> list[tuple[int, int, int]]:
-        """First query, first column and number of columns of each product for a step's dQ: 32 registers at most."""
-        return [
-            (row, column, min(64, self.head_dim - column))
-            for row in range(0, self.params.block_q, ROWS)
-            for column in range(0, self.head_dim, 64)
-        ]
-
-    @property
-    def registers(self) -> tuple[int, ...]:
-        """Per thread, of those that own dK and dV, of the warpgroup for dQ if there is one, and of the producer.
-
-        A block starts with all the registers of a multiprocessor, shared out evenly in multiples of 8: together these
-        must not be more.
-        """
-        return REGISTERS if self.params.deterministic else (208, 72, 24)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step's scores are computed beside dK, which leaves no product alone.
-
-        It takes the registers of a tile of scores over the step: with tiles of 64 queries the whole is 2 % faster, with
-        128 (head_dim 64) 1.5 % slower.
-        """
-        return self.params.block_q == ROWS and self.params.num_stages > 1
-
-    @property
-    def staging_shape(self) -> tuple[int, int, int]:
-        return self.head_dim // STRIP, self.params.block_q, STRIP
-
-    @property
-    def outputs(self) -> tuple[RingPlan, ...]:
-        """Where a warpgroup's dV and dK wait for their stores: one after the other in one place if they are alike.
-
-        Gradients of a bias that are added want their memory: with those they are stored from registers.
-        """
-        if self.bias_gradient is not None and self.bias_gradient.added:
-            return ()
-        widths = dict.fromkeys((self.value_dim, self.head_dim))
-        return tuple(RingPlan((ROWS, width), self.dtype, CONSUMERS, 1) for width in widths)
-
-    @property
-    def shared_bytes(self) -> int:
-        rings = sum(ring.shared_bytes for ring in (*self.rings, *self.outputs))
-        if self.converts:
-            rings += self.count.shared_bytes
-        if self.bias_gradient is not None:
-            rings += self.bias_gradient.staging_bytes(CONSUMERS)
-        return rings + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
-
-
-def over_items(lists: tuple[Any, Any], one: Any) -> None:
-    """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
-    starts_ref, items_ref = lists
-    program = lax.axis_index("program")
-    start, end = starts_ref[program], starts_ref[program + 1]
-
-    def of_turn(turn: Any, state: Any) -> Any:
-        first, item = state
-        following = items_ref[turn + 1]  # on its way while this item is worked on
-        return one(turn - start, item, first), following
-
-    lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
-
-
-def play(lists: tuple[Any, Any], role: Any, registers: int, action: Literal["increase", "decrease"]) -> None:
-    """What a warpgroup does: its role in every item of this program, until its stores have left shared memory."""
-    plgpu.set_max_registers(registers, action=action)
-    over_items(lists, role)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
-    """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
-    return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
+from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
 
 
 def key_value_kernel(
@@ -273,16 +104,17 @@ def key_value_kernel(
         )
         scratch = refs[len(leaves) + len(out_type) :]
         dk_ref, dv_ref, *converted_refs = refs[len(leaves) : len(leaves) + len(out_type)]
-        bound: list[Any] = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(rings)]
-        # Not all kernels have the last two.
-        k_ring, v_ring, q_ring, do_ring, stat_ring, ds_ring, count_ring = [*bound, None, None][:7]
-        outputs = scratch[3 * len(rings) : 3 * len(rings) + len(plan.outputs)]
+        bound, others = bind_rings(rings, scratch)
+        k_ring, v_ring, q_ring, do_ring, stat_ring, *optional = bound
+        some: list[Any] = [*optional, None, None]  # not all kernels have these
+        ds_ring, count_ring = some[:2]
+        outputs = others[: len(plan.outputs)]
         staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
 
         def over_steps(item: Any, first: Any, one: Any, carry: Any = None) -> Any:
             """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
 
             def of_head(member: Any, state: Any) -> Any:
                 first, carry = state
@@ -301,7 +133,7 @@ def key_value_kernel(
             return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
         def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             own = pl.ds(warpgroup * ROWS, ROWS)
             kv_start = kv_tile * block_k + warpgroup * ROWS
 
@@ -316,7 +148,7 @@ def key_value_kernel(
                     return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
                 def operand(ring: Any, step: Any) -> Any:
-                    return ring.smem.at[hidden_zero(step, item), own]
+                    return ring.smem.at[opaque_zero(step + item), own]
 
                 def wait_for_queries(step: Any) -> None:
                     stat_ring.load_from_shared(step)
@@ -336,7 +168,7 @@ def key_value_kernel(
                     return plgpu.wgmma_accumulator_load(scores, wait_n=0)
 
                 def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, logits: Any) -> Any:
-                    zero = hidden_zero(step, item)
+                    zero = opaque_zero(step + item)
                     place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
@@ -455,7 +287,7 @@ def key_value_kernel(
 
         def convert(item: Any, number: Any) -> None:
             """One piece of the rows of dQ that an item stands for."""
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             pieces, steps = jnp.int32(head_dim // PIECE), jnp.int32(EARLY_TILES)
             step, piece = lax.div(number, pieces), lax.rem(number, pieces)
             head, rows = kv_head * group + lax.div(step, steps), kv_tile * EARLY_TILES + lax.rem(step, steps)
@@ -464,12 +296,12 @@ def key_value_kernel(
             store_unoptimised(target, (sums * options.scale).astype(dtype))
 
         def d_queries(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, _ = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, _ = decode_tile_index(item, kv_tiles, kv_heads)
             pieces: Any = 0
             if early is not None:
                 task = task_refs[0][list_refs[0][lax.axis_index("program")] + turn]
                 asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
-                other, other_head, _ = place_of(asked, kv_tiles, kv_heads)
+                other, other_head, _ = decode_tile_index(asked, kv_tiles, kv_heads)
                 # Through shared memory: all threads must see one value, whatever other programs add meanwhile.
                 count_ring.load_from_dram(turn, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
             k_ring.load_from_shared(turn)
@@ -481,7 +313,7 @@ def key_value_kernel(
                 pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
-                zero = hidden_zero(step, item)
+                zero = opaque_zero(step + item)
                 ds_ring.load_from_shared(step)
                 for index, (row, column, columns) in enumerate(plan.d_query_parts):
 
@@ -517,7 +349,7 @@ def key_value_kernel(
             return last
 
         def load(turn: Any, item: Any, first: Any) -> Any:
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             rows = pl.ds(kv_tile * block_k, block_k)
 
             def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
@@ -530,222 +362,17 @@ def key_value_kernel(
             v_ring.load_from_dram(turn, v_ref.at[b, rows, kv_head])
             return over_steps(item, first, one)
 
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, plan.registers[0], "increase"))
+        run = functools.partial(run_warpgroup, list_refs)
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, gradients, plan.registers[0], "increase"))
         if fused:
-            pl.when(warpgroup == CONSUMERS)(
-                functools.partial(play, list_refs, d_queries, plan.registers[1], "decrease")
-            )
-        pl.when(warpgroup == CONSUMERS + fused)(
-            functools.partial(play, list_refs, load, plan.registers[-1], "decrease")
-        )
+            pl.when(warpgroup == CONSUMERS)(functools.partial(run, d_queries, plan.registers[1], "decrease"))
+        pl.when(warpgroup == CONSUMERS + fused)(functools.partial(run, load, plan.registers[-1], "decrease"))
 
-    scratch: list[Any] = [part for ring in rings for part in ring.scratch()]
-    scratch += [plgpu.SMEM((CONSUMERS, *output.tile), dtype, transforms=output.transforms) for output in plan.outputs]
+    scratch = ring_scratch(rings)
+    scratch += [output.scratch(CONSUMERS) for output in plan.outputs]
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(CONSUMERS))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=scratch,
-        grid=(len(lists[0]) - 1,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1 + fused,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
-    return kernel(*leaves)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueryPlan:
-    """The shared memory of the kernel for dQ alone: 128 queries per program, ``block_k`` keys per step."""
-
-    block_k: int
-    num_stages: int
-    head_dim: int
-    value_dim: int
-    dtype: Any
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        rows = CONSUMERS * ROWS
-        return (
-            RingPlan((rows, self.head_dim), self.dtype, 1, CONSUMERS),
-            RingPlan((rows, self.value_dim), self.dtype, 1, CONSUMERS),
-            RingPlan((2, rows), jnp.float32, 1, CONSUMERS, swizzle=0),
-            RingPlan((self.block_k, self.head_dim), self.dtype, self.num_stages, CONSUMERS),
-            RingPlan((self.block_k, self.value_dim), self.dtype, self.num_stages, CONSUMERS),
-        )
-
-    @property
-    def output(self) -> RingPlan:
-        return RingPlan((ROWS, self.head_dim), self.dtype, CONSUMERS, 1)
-
-    @property
-    def out_steps(self) -> int:
-        """Loads that bring an item's rows of ``out``, which pass through the ring of the values."""
-        return CONSUMERS * ROWS // self.block_k
-
-
-def query_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    out: Any,
-    statistics: Any,
-    lists: tuple[np.ndarray, np.ndarray],
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
-    walk: Walk,
-    block_k: int,
-) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries.
-
-    Args:
-      statistics: as ``key_value_kernel`` wants them, a reference. Of the second row only the gradient of lse is there:
-        the row sums of ``d_out · out`` are subtracted here, where d_out is at hand.
-    """
-    batch, q_length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
-    group = heads // kv_heads
-    dtype, block_q = query.dtype, CONSUMERS * ROWS
-    plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
-    q_tiles = walk.extent.row_tiles
-    shape = (ROWS, block_k)
-    operands = (query, key, value, d_out, out, statistics, operands_of(lists), tables, arrays)
-    leaves, structure = jax.tree.flatten(operands)
-
-    def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
-        )
-        dq_ref, *scratch = refs[len(leaves) :]
-        q_ring, do_ring, stat_ring, k_ring, v_ring = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)
-        )
-        warpgroup = lax.axis_index("warpgroup")
-
-        def out_step(turn: Any, first: Any, number: Any) -> Any:
-            """Where a load is in the ring of the values, which has brought ``first`` tiles of these."""
-            return first + turn * plan.out_steps + number
-
-        def gradients(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item, q_tiles, heads)
-            steps = walk.steps(table_refs, b, h, q_tile)
-            own = pl.ds(warpgroup * ROWS, ROWS)
-            q_start = q_tile * block_q + warpgroup * ROWS
-
-            def complete(shift: Any, d_lse: Any) -> Any:
-                """The second statistic of this warpgroup's rows, which is stored for the kernel for dK and dV."""
-                steps_of_out = [out_step(turn, first, i) for i in range(plan.out_steps)]
-                for step in steps_of_out:
-                    v_ring.load_from_shared(step)
-                if plan.out_steps == 1:
-                    outs = v_ring.smem.at[v_ring.slot(steps_of_out[0]), own]
-                else:
-                    outs = v_ring.smem.at[v_ring.slot(out_step(turn, first, warpgroup))]
-                sums = sums_of_products(outs, do_ring.smem.at[0, own], do_ring.plan)
-                minus_delta = completed(shift, d_lse, sums)
-                plgpu.commit_smem()  # threads have read what TMA writes next
-                for step in steps_of_out:
-                    v_ring.release(step)
-                store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)], minus_delta)
-                return minus_delta
-
-            def accumulate(dq: Any) -> Any:
-                stat_ring.load_from_shared(turn)
-                do_ring.load_from_shared(turn)
-                rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=tile_layout().reduce(1)) for row in range(2)]
-                lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], complete(*rows)))
-                q_ring.load_from_shared(turn)
-
-                def one(number: Any, _: Any) -> None:
-                    step, v_step = first + number, out_step(turn + 1, first, number)
-                    zero = hidden_zero(step, item)
-                    q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
-                    place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
-
-                    def of_scores(scores: Any, d_probabilities: Any) -> Any:
-                        k_ring.load_from_shared(step)
-                        plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
-                        v_ring.load_from_shared(v_step)
-                        plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(v_step, transposed=True))
-                        logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=1), None
-                        if not options.plain:
-                            logits, tanh = biased_and_capped(logits, options, array_refs, place)
-                        logits = (logits + lse) * options.multiplier
-                        masked = number < steps.masked if walk.may_mask else False
-                        logits = masked_logits(logits, masked, options, array_refs, place)
-                        p = jnp.exp2(logits)
-                        dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
-                        v_ring.release(v_step)
-                        if options.dropout_prob:
-                            keep = kept(options, array_refs, place)
-                            dp = jnp.where(keep, dp * (1 / (1 - options.dropout_prob)), 0.0)
-                        ds = p * (dp + delta)
-                        if tanh is not None:
-                            ds = ds * (1 - tanh * tanh)
-                        return ds.astype(dtype)
-
-                    accumulator = plgpu.ACC(shape, jnp.float32)
-                    ds = pl.run_scoped(of_scores, accumulator, accumulator)
-                    plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
-
-                lax.fori_loop(0, steps.total, one, None)
-                q_ring.release(turn)
-                do_ring.release(turn)
-                return dq[...]
-
-            dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32))
-            output = scratch[-1].at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            output[...] = (dq * options.scale).astype(dtype)
-            plgpu.commit_smem()
-            stat_ring.release(turn)  # behind a fence, as in the kernel for dK and dV
-            plgpu.copy_smem_to_gmem(output, dq_ref.at[b, pl.ds(q_start, ROWS), h])
-            return first + steps.total
-
-        def load(turn: Any, item: Any, first: Any) -> Any:
-            b, h, q_tile = place_of(item, q_tiles, heads)
-            steps = walk.steps(table_refs, b, h, q_tile)
-            kv_head = lax.div(h, jnp.int32(group))
-            rows = pl.ds(q_tile * block_q, block_q)
-            for i in range(plan.out_steps):
-                part = pl.ds(q_tile * block_q + i * block_k, block_k)
-                v_ring.load_from_dram(out_step(turn, first, i), out_ref.at[b, part, h])
-            stat_ring.load_from_dram(turn, stat_ref.at[b, h, :, rows])
-            do_ring.load_from_dram(turn, do_ref.at[b, rows, h])
-            q_ring.load_from_dram(turn, q_ref.at[b, rows, h])
-
-            def one(number: Any, carry: Any) -> None:
-                columns = pl.ds(steps.tile(number) * block_k, block_k)
-                k_ring.load_from_dram(first + number, k_ref.at[b, columns, kv_head])
-                v_ring.load_from_dram(out_step(turn + 1, first, number), v_ref.at[b, columns, kv_head])
-
-            lax.fori_loop(0, steps.total, one, None)
-            return first + steps.total
-
-        pl.when(warpgroup < CONSUMERS)(functools.partial(play, list_refs, gradients, REGISTERS[0], "increase"))
-        pl.when(warpgroup == CONSUMERS)(functools.partial(play, list_refs, load, REGISTERS[1], "decrease"))
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        scratch_types=[
-            *(part for ring in plan.rings for part in ring.scratch()),
-            plgpu.SMEM((CONSUMERS, *plan.output.tile), dtype, transforms=plan.output.transforms),
-        ],
-        grid=(len(lists[0]) - 1,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    kernel = warpgroup_kernel(body, tuple(out_type), scratch, len(lists[0]) - 1, CONSUMERS + 1 + fused)
     return kernel(*leaves)

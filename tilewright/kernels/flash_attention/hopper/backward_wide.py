@@ -6,7 +6,6 @@ gradients of the scores and dK; what they need of each other goes through rings 
 global memory by both, a part of the columns each, or (``deterministic``) computed by ``wide_query_kernel``.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,272 +16,27 @@ from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
-from tilewright.kernels.flash_attention.hopper.delta import (
-    BackwardParams,
-    completed,
-    statistic_of_rows,
-    sums_of_products,
-)
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, Walk, hidden_zero, place_of
+from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
+from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.schedule import Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    ROWS,
     Place,
     ScoreArrays,
     ScoreOptions,
-    biased_and_capped,
-    compiler_params,
-    kept,
-    masked_logits,
-    store_unoptimised,
-    tile_layout,
+)
+from tilewright.kernels.flash_attention.hopper.wide_scores import (
+    QueryVisits,
+    again,
+    has_unlike_factors,
+    probabilities,
+    score_gradients,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.hopper.transforms import aligned_bytes
-from tilewright.ops.utils.stable_ids import stable_id
-
-BLOCK = ROWS
-"""Keys, and queries, of a step: the M of a warpgroup's matrix instruction and the N of the products for scores."""
-
-CONSUMERS = 2
-REGISTERS = (240, 24)
-_SHAPE = (BLOCK, BLOCK)
-
-
-@stable_id(
-    "tilewright/flash_attention.WideBackwardParams",
-    formerly=("tilewright.kernels.flash_attention.pallas_gpu_backward_wide:WideBackwardParams",),
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class WideBackwardParams(BackwardParams):
-    """How the backward kernels for wide heads are cut.
-
-    Attributes:
-      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more.
-      query_stages: tiles of queries in shared memory at once in the kernel for dK and dV.
-      d_out_stages: the same of output gradients; with two, their product with the values runs a step ahead.
-      d_query_columns: columns of dQ that one reduction adds up; unused if deterministic.
-      d_query_buffers: reductions of a warpgroup that may be under way; unused if deterministic.
-      key_stages, value_stages: tiles of keys and of values in the kernel for dQ; used only if deterministic.
-    """
-
-    deterministic: bool = True
-    query_stages: int = 2
-    d_out_stages: int = 2
-    d_query_columns: int = 32
-    d_query_buffers: int = 1
-    key_stages: int = 2
-    value_stages: int = 1
-
-    def __post_init__(self) -> None:
-        if self.query_stages < 2 or self.d_out_stages < 1:
-            raise ValueError(f"queries want 2 stages, d_out 1, got {self.query_stages=}, {self.d_out_stages=}")
-        if self.key_stages < 2 or self.value_stages < 1:
-            raise ValueError(f"keys want 2 stages, values 1, got {self.key_stages=}, {self.value_stages=}")
-        if self.d_query_columns not in (16, 32, 64):
-            raise ValueError(f"a reduction takes 16, 32 or 64 columns, got {self.d_query_columns=}")
-        if self.d_query_buffers < 1:
-            raise ValueError(f"a reduction needs a buffer, got {self.d_query_buffers=}")
-
-    @property
-    def block_q(self) -> int:
-        """Queries per step of the kernel for dK and dV."""
-        return BLOCK
-
-    @property
-    def block_k(self) -> int:
-        """Keys per program of the kernel for dK and dV, and per step of the kernel for dQ."""
-        return BLOCK
-
-    @property
-    def query_rows(self) -> int:
-        """Queries per program of the kernel for dQ."""
-        return CONSUMERS * BLOCK
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WideBackwardPlan:
-    """The shared memory of the kernels; ``head_dim`` and ``value_dim`` are padded ones."""
-
-    params: WideBackwardParams
-    head_dim: int
-    value_dim: int
-    dtype: Any
-    bias_gradient: BiasGradient | None = None
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        """Keys, values, queries, d_out, both rows of the statistics, what dP is multiplied by; if not deterministic
-        gradients of scores."""
-        params, dtype = self.params, self.dtype
-        queries = RingPlan((BLOCK, self.head_dim), dtype, params.query_stages, 1)
-        d_outs = RingPlan((BLOCK, self.value_dim), dtype, params.d_out_stages, CONSUMERS)
-        exchanges = [RingPlan(_SHAPE, dtype, 1, 1, writers=1, swizzle=d_outs.swizzle)]
-        if not params.deterministic:
-            exchanges.append(RingPlan(_SHAPE, dtype, 1, 1, writers=1, swizzle=queries.swizzle))
-        return (
-            RingPlan((BLOCK, self.head_dim), dtype, 1, 1),
-            RingPlan((BLOCK, self.value_dim), dtype, 1, 1),
-            queries,
-            d_outs,
-            RingPlan((BLOCK,), jnp.float32, params.query_stages, 1),
-            RingPlan((BLOCK,), jnp.float32, params.d_out_stages, 1),
-            *exchanges,
-        )
-
-    @property
-    def query_rings(self) -> tuple[RingPlan, ...]:
-        """Of the kernel for dQ: queries and d_out, a stage for each warpgroup; keys; values."""
-        return (
-            RingPlan((BLOCK, self.head_dim), self.dtype, CONSUMERS, 1),
-            RingPlan((BLOCK, self.value_dim), self.dtype, CONSUMERS, 1),
-            RingPlan((BLOCK, self.head_dim), self.dtype, self.params.key_stages, CONSUMERS),
-            RingPlan((BLOCK, self.value_dim), self.dtype, self.params.value_stages, CONSUMERS),
-        )
-
-    @property
-    def d_query_split(self) -> int:
-        """The column of dQ where the second warpgroup's part begins: operands can be cut where a swizzle repeats."""
-        width = (self.rings[0].swizzle or 2) // 2
-        return -(-self.head_dim // (2 * width)) * width
-
-    @property
-    def weights_shape(self) -> tuple[int, ...]:
-        return (1, *_SHAPE)
-
-    @property
-    def staging_shape(self) -> tuple[int, ...]:
-        params = self.params
-        return CONSUMERS, params.d_query_buffers, params.d_query_columns // STRIP, BLOCK, STRIP
-
-    @property
-    def reason(self) -> str:
-        """Why a warpgroup's part of dQ cannot be cut into reductions; empty if it can."""
-        if self.params.deterministic:
-            return ""
-        split, width = self.d_query_split, self.params.d_query_columns
-        for part in (split, self.head_dim - split):
-            # Which buffer is the oldest must be known while a program is written.
-            if part % (width * self.params.d_query_buffers):
-                return f"cannot cut {part} columns of dQ into {self.params.d_query_buffers} buffers of {width} in turn"
-        return ""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of the kernel that takes more, with what soft caps and dropout add, barriers and alignment."""
-        size = sum(ring.shared_bytes for ring in self.rings) + aligned_bytes(self.weights_shape, self.dtype)
-        if self.bias_gradient is not None:
-            size += self.bias_gradient.staging_bytes(1)
-        if self.params.deterministic:
-            size = max(size, sum(ring.shared_bytes for ring in self.query_rings))
-        else:
-            size += aligned_bytes(self.staging_shape, jnp.float32)
-        return size + 512
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Visits:
-    """The query tiles that a program of dK and dV visits, over all heads of its group, as one sequence.
-
-    A visit is a pair (member of the group, its number among that head's visits).
-    """
-
-    walk: Walk
-    tables: Any
-    batch: Any
-    first_head: Any
-    group: int
-    row_tile: Any
-    shared: Steps | None
-    nothing: Any
-
-    @classmethod
-    def of(
-        cls, walk: Walk, tables: Any, batch: Any, first_head: Any, group: int, row_tile: Any, nothing: Any
-    ) -> "_Visits":
-        alike = group == 1 or not tables or tables[0].shape[1] == 1
-        shared = walk.steps(tables, batch, first_head, row_tile) if alike else None
-        return cls(walk, tables, batch, first_head, group, row_tile, shared, nothing)
-
-    def steps(self, member: Any) -> Steps:
-        """The visits of one head."""
-        if self.shared is not None:
-            return self.shared
-        return self.walk.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
-
-    @property
-    def total(self) -> Any:
-        if self.shared is not None:
-            # A loop whose length the compiler knows may be unrolled or dropped, and ``hidden_zero`` with it.
-            return self.shared.total * self.group + self.nothing
-        return lax.fori_loop(0, self.group, lambda member, total: total + self.steps(member).total, jnp.int32(0))
-
-    @property
-    def first(self) -> tuple[Any, Any]:
-        return jnp.int32(0), jnp.int32(0)
-
-    def after(self, visit: tuple[Any, Any]) -> tuple[Any, Any]:
-        member, number = visit
-        if self.group == 1:
-            return member, number + 1
-        last = number + 1 == self.steps(member).total
-        return jnp.where(last, member + 1, member), jnp.where(last, 0, number + 1)
-
-    def head(self, visit: tuple[Any, Any]) -> Any:
-        return self.first_head if self.group == 1 else self.first_head + visit[0]
-
-    def q_start(self, visit: tuple[Any, Any]) -> Any:
-        return self.steps(visit[0]).tile(visit[1]) * BLOCK
-
-    def masked(self, visit: tuple[Any, Any]) -> Any:
-        return visit[1] < self.steps(visit[0]).masked
-
-
-def _apart(options: ScoreOptions) -> bool:
-    """Whether d_out and dP are multiplied by different things: see ``_probabilities``."""
-    return options.soft_cap is not None or options.dropout_prob > 0
-
-
-def _probabilities(
-    logits: Any, shift: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place, masked: Any, dtype: Any
-) -> tuple[Any, Any]:
-    """``(weights, factors)``: what d_out is multiplied by for dV, short of dropout's scale, and what dP is for dS.
-
-    Factors have the derivative of the soft cap in them, and a negative sign where dropout drops.
-
-    Args:
-      shift: what is added in the exponent of two; None if it is in the logits.
-      masked: a bool, or a scalar that is decided on the device.
-    """
-    if not options.plain:
-        logits, _ = biased_and_capped(logits, options, arrays, place)
-    logits = masked_logits(logits, masked, options, arrays, place)
-    exponents = logits * options.multiplier
-    weights = factors = jnp.exp2(exponents if shift is None else exponents + shift)
-    if options.soft_cap is not None:
-        # Had from the capped logits, of which −∞ is a masked one: a second tile of registers over the mask is spilled.
-        tanh = jnp.maximum(logits * (1 / options.soft_cap), -1.0)
-        factors = factors * (1 - tanh * tanh)
-    if options.dropout_prob:
-        # Narrowed first: the generator takes the registers.
-        weights, factors = weights.astype(dtype), factors.astype(dtype)
-        keep = kept(options, arrays, place)
-        weights, factors = jnp.where(keep, weights, jnp.zeros((), dtype)), jnp.where(keep, factors, -factors)
-    return weights, factors
-
-
-def _score_gradients(factors: Any, d_probabilities: Any, minus_delta: Any, options: ScoreOptions) -> Any:
-    """dS; ``minus_delta`` is None if the product for dP started from it, which dropout's scale does not allow."""
-    if minus_delta is None:
-        return factors * d_probabilities
-    factors = factors.astype(jnp.float32)
-    dropped = jnp.where(factors < 0, 0.0, d_probabilities * (1 / (1 - options.dropout_prob)))
-    return jnp.abs(factors) * (dropped + minus_delta)
-
-
-def _again(item: Any, step: Any) -> Any:
-    """The item as if it were another in each step, so that what follows from it takes no registers over the loop."""
-    return item + hidden_zero(step, item)
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.tiles import opaque_zero, tile_layout
 
 
 def wide_key_value_kernel(
@@ -319,13 +73,13 @@ def wide_key_value_kernel(
         raise ValueError(f"{params.deterministic=} and a place for dQ exclude each other")
     if plan.reason:
         raise ValueError(f"{params} {plan.reason}")
-    fused, ahead, apart = not params.deterministic, params.d_out_stages > 1, _apart(options)
+    fused, ahead, apart = not params.deterministic, params.d_out_stages > 1, has_unlike_factors(options)
     # Where it may be, an operand made on the way is one in registers, which the shared memory need not feed.
     in_registers = not fused and not apart
     split = plan.d_query_split
     kv_tiles = walk.extent.row_tiles
     of_columns = tile_layout().reduce(0)
-    accumulator = plgpu.ACC(_SHAPE, jnp.float32)
+    accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
     operands = (query, key, value, d_out, statistics, d_query, d_bias, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
@@ -334,10 +88,10 @@ def wide_key_value_kernel(
             jax.tree.unflatten(structure, refs[: len(leaves)])
         )
         dk_ref, dv_ref, *scratch = refs[len(leaves) :]
-        rings = [ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings)]
+        rings, others = bind_rings(plan.rings, scratch)
         k_ring, v_ring, q_ring, do_ring, shift_ring, delta_ring, factor_ring = rings[:7]
         ds_ring = rings[-1]
-        more = scratch[3 * len(rings) :]
+        more = list(others)
         weights_smem = more.pop(0) if apart else factor_ring.smem
         staging_smem: Any = more.pop(0) if fused else None
         bias_smem: Any = more.pop(0) if bias_gradient is not None and bias_gradient.added else None
@@ -345,14 +99,14 @@ def wide_key_value_kernel(
         def current_item() -> Any:
             return order_ref[lax.axis_index("program")]
 
-        def program(item: Any) -> tuple[Any, Any, Any, _Visits]:
+        def program(item: Any) -> tuple[Any, Any, Any, QueryVisits]:
             """Batch element, kv head, first key and visits.
 
             Worked out anew by each role, and by the consumers in each step, where they would be spilled otherwise.
             """
-            b, kv_head, kv_tile = place_of(item, kv_tiles, kv_heads)
-            nothing = hidden_zero(jnp.int32(0), item)
-            visits = _Visits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
+            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
+            nothing = opaque_zero(jnp.int32(0) + item)
+            visits = QueryVisits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
             return b, kv_head, kv_tile * BLOCK, visits
 
         def row_statistic(ring: Any, step: Any) -> Any:
@@ -362,7 +116,7 @@ def wide_key_value_kernel(
             """
             ring.load_from_shared(step)
             values = plgpu.load(ring.smem.at[ring.slot(step)], layout=of_columns)
-            return lax.broadcast_in_dim(values, _SHAPE, [1])
+            return lax.broadcast_in_dim(values, WIDE_SHAPE, [1])
 
         def add_to_d_query(part: Any, item: Any, visit: Any, role: int, begin: int) -> None:
             b, _, _, visits = program(item)
@@ -380,7 +134,7 @@ def wide_key_value_kernel(
 
         def value_role() -> None:
             """Scores, probabilities, dV and the first columns of dQ."""
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
             item = current_item()
             _, _, _, visits = program(item)
             steps = visits.total
@@ -389,14 +143,15 @@ def wide_key_value_kernel(
                 if options.plain:
                     scores[...] = row_statistic(shift_ring, step)
                 q_ring.load_from_shared(step)
-                plgpu.wgmma(scores, k_ring.smem.at[hidden_zero(step, item)], q_ring.get_mma_tile(step, transposed=True))
+                keys = k_ring.smem.at[opaque_zero(step + item)]
+                plgpu.wgmma(scores, keys, q_ring.get_mma_tile(step, transposed=True))
 
             def weigh(scores: Any, step: Any, visit: Any) -> tuple[Any, Any]:
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
-                b, _, kv_start, visits = program(_again(item, step))
-                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, _SHAPE, 1)
+                b, _, kv_start, visits = program(again(item, step))
+                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
                 masked = visits.masked(visit) if walk.may_mask else False
-                weights, factors = _probabilities(scores, shift, options, array_refs, place, masked, dtype)
+                weights, factors = probabilities(scores, shift, options, array_refs, place, masked, dtype)
                 # Registers that are an operand must not be written while a product runs: see below.
                 return weights if in_registers else weights.astype(dtype), factors.astype(dtype)
 
@@ -419,7 +174,7 @@ def wide_key_value_kernel(
                     return weigh(scores[...], jnp.int32(0), visits.first)
 
                 def d_query_part(step: Any, dq: Any) -> Any:
-                    keys = k_ring.smem.at[hidden_zero(step, item), :, pl.ds(0, split)]
+                    keys = k_ring.smem.at[opaque_zero(step + item), :, pl.ds(0, split)]
                     plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), keys)
                     return dq[...]
 
@@ -430,11 +185,11 @@ def wide_key_value_kernel(
                     part = functools.partial(d_query_part, step)
                     dq = pl.run_scoped(part, plgpu.ACC((BLOCK, split), jnp.float32))
                     ds_ring.release(step)
-                    add_to_d_query(dq, _again(item, step), visit, 0, 0)
+                    add_to_d_query(dq, again(item, step), visit, 0, 0)
 
                 def one(step: Any, carry: Any) -> Any:
                     visit, weights = carry
-                    following = program(_again(item, step))[-1].after(visit)
+                    following = program(again(item, step))[-1].after(visit)
 
                     def products(scores: Any) -> Any:
                         if ahead:
@@ -474,12 +229,12 @@ def wide_key_value_kernel(
                 dv = dv * (1 / (1 - options.dropout_prob))
             # The other role has taken the last factors, so its last product with d_out is over.
             factor_ring.drain(steps - 1)
-            b, kv_head, kv_start, _ = program(_again(item, steps))
+            b, kv_head, kv_start, _ = program(again(item, steps))
             store(do_ring, steps - 1, dv, dv_ref.at[b, pl.ds(kv_start, BLOCK), kv_head])
 
         def key_role() -> None:
             """Gradients of probabilities and scores, dK and the rest of dQ's columns."""
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
             item = current_item()
             _, _, _, visits = program(item)
             steps = visits.total
@@ -490,13 +245,13 @@ def wide_key_value_kernel(
                 if not options.dropout_prob:
                     dp[...] = row_statistic(delta_ring, step)
                 do_ring.load_from_shared(step)
-                plgpu.wgmma(dp, v_ring.smem.at[hidden_zero(step, item)], do_ring.get_mma_tile(step, transposed=True))
+                plgpu.wgmma(dp, v_ring.smem.at[opaque_zero(step + item)], do_ring.get_mma_tile(step, transposed=True))
 
             def store_bias(ds: Any, step: Any, visit: Any) -> None:
                 if bias_gradient is None:
                     return
-                b, _, kv_start, visits = program(_again(item, step))
-                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, _SHAPE, 1)
+                b, _, kv_start, visits = program(again(item, step))
+                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
                 bias_gradient.store(d_bias_ref, None if bias_smem is None else bias_smem.at[0], ds, place)
 
             def finish(dp: Any, step: Any, visit: Any) -> Any:
@@ -510,7 +265,7 @@ def wide_key_value_kernel(
                 factors = plgpu.load(factor_ring.smem.at[factor_ring.slot(step)], layout=tile_layout()).astype(
                     jnp.float32
                 )
-                ds = _score_gradients(factors, dp, minus_delta, options)
+                ds = score_gradients(factors, dp, minus_delta, options)
                 factor_ring.release(step)
                 if not fused:
                     return ds
@@ -534,7 +289,7 @@ def wide_key_value_kernel(
 
             def issue_own_columns(dq: Any, step: Any) -> None:
                 rest = pl.ds(split, head_dim - split)
-                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[hidden_zero(step, item), :, rest])
+                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[opaque_zero(step + item), :, rest])
 
             def accumulate(dk: Any) -> Any:
                 def issue_dk(step: Any, ds: Any) -> None:
@@ -548,7 +303,7 @@ def wide_key_value_kernel(
                     def products(dp: Any) -> Any:
                         issue_dp(dp, step + 1)
                         issue_dk(step, ds)
-                        next_visit = None if bias_gradient is None else program(_again(item, step))[-1].after(visit)
+                        next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
                         return finish(plgpu.wgmma_accumulator_load(dp, wait_n=1), step + 1, next_visit)
 
                     def own(dq: Any) -> Any:
@@ -559,11 +314,11 @@ def wide_key_value_kernel(
                     plgpu.wgmma_wait(0)
                     q_ring.release(step)
                     dq = pl.run_scoped(own, d_query_part) if own_columns else None
-                    next_visit = None if bias_gradient is None else program(_again(item, step))[-1].after(visit)
+                    next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
                     following = publish(step + 1, made, next_visit)
                     if own_columns:
-                        add_to_d_query(dq, _again(item, step), visit, 1, split)
-                    return program(_again(item, step))[-1].after(visit), following
+                        add_to_d_query(dq, again(item, step), visit, 1, split)
+                    return program(again(item, step))[-1].after(visit), following
 
                 def one(step: Any, carry: Any) -> Any:
                     """dP, then dQ and dK of one step."""
@@ -571,7 +326,7 @@ def wide_key_value_kernel(
                     ds = publish(step, pl.run_scoped(functools.partial(alone, step, visit), accumulator), visit)
                     last_products(step, visit, ds)
                     q_ring.release(step)
-                    return program(_again(item, step))[-1].after(visit), jnp.int32(0)
+                    return program(again(item, step))[-1].after(visit), jnp.int32(0)
 
                 def last_products(step: Any, visit: Any, ds: Any) -> None:
                     def products(dq: Any) -> Any:
@@ -580,7 +335,7 @@ def wide_key_value_kernel(
                         return plgpu.wgmma_accumulator_load(dq, wait_n=1)
 
                     if own_columns:
-                        add_to_d_query(pl.run_scoped(products, d_query_part), _again(item, step), visit, 1, split)
+                        add_to_d_query(pl.run_scoped(products, d_query_part), again(item, step), visit, 1, split)
                     else:
                         issue_dk(step, ds)
                     plgpu.wgmma_wait(0)
@@ -599,7 +354,7 @@ def wide_key_value_kernel(
                 return dk[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, head_dim), jnp.float32)) * options.scale
-            b, kv_head, kv_start, _ = program(_again(item, steps))
+            b, kv_head, kv_start, _ = program(again(item, steps))
             # The last scores came before the last dS: nothing reads queries any more.
             store(q_ring, steps - 1, dk, dk_ref.at[b, pl.ds(kv_start, BLOCK), kv_head])
 
@@ -612,7 +367,7 @@ def wide_key_value_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def producer_role() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
             b, kv_head, kv_start, visits = program(current_item())
             kv_rows = pl.ds(kv_start, BLOCK)
             k_ring.load_from_dram(0, k_ref.at[b, kv_rows, kv_head])
@@ -635,251 +390,21 @@ def wide_key_value_kernel(
         for warpgroup, role in enumerate((value_role, key_role, producer_role)):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(role)
 
-    scratch: list[Any] = [part for ring in plan.rings for part in ring.scratch()]
+    scratch = ring_scratch(plan.rings)
     if apart:
-        scratch.append(plgpu.SMEM(plan.weights_shape, dtype, transforms=plan.rings[6].transforms))
+        scratch.append(plan.weights.scratch(1))
     if fused:
         scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
     if bias_gradient is not None and bias_gradient.added:
         scratch.append(bias_gradient.staging(1))
-    kernel = plgpu.kernel(
+    kernel = warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
         ),
-        scratch_types=scratch,
-        grid=(batch * kv_heads * kv_tiles,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
-    return kernel(*leaves)
-
-
-def wide_query_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    out: Any,
-    statistics: Any,
-    order: Any,
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
-    walk: Walk,
-    params: WideBackwardParams,
-) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``query_kernel``.
-
-    Each of two warpgroups holds 64 rows of dQ. The walk has rows of ``query_rows`` and columns of ``block_k``.
-    """
-    batch, q_length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
-    group = heads // kv_heads
-    dtype, block_q = query.dtype, params.query_rows
-    plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
-    q_tiles = walk.extent.row_tiles
-    # What else is done to a tile takes the registers that a second tile in flight would need.
-    light = options.plain and not options.dropout_prob
-    accumulator = plgpu.ACC(_SHAPE, jnp.float32)
-    leaves, structure = jax.tree.flatten((query, key, value, d_out, out, statistics, order, tables, arrays))
-
-    def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
-        )
-        dq_ref, *scratch = refs[len(leaves) :]
-        q_ring, do_ring, k_ring, v_ring = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.query_rings)
-        )
-        # The rows of ``out`` come first, by a ring that has both stages at once where they fit.
-        if head_dim == value_dim:
-            out_ring, k_ring = k_ring, dataclasses.replace(k_ring, offset=CONSUMERS)
-        else:
-            out_ring, v_ring = v_ring, dataclasses.replace(v_ring, offset=CONSUMERS)
-        warpgroup = lax.axis_index("warpgroup")
-
-        def current_item() -> Any:
-            return order_ref[lax.axis_index("program")]
-
-        def program(item: Any) -> tuple[Any, Any, Any, Steps]:
-            """Batch element, head, first query and visits."""
-            b, h, q_tile = place_of(item, q_tiles, heads)
-            return b, h, q_tile * block_q, walk.steps(table_refs, b, h, q_tile)
-
-        def consume() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-            item = current_item()
-            steps = program(item)[-1]
-
-            def needs_mask(step: Any) -> Any:
-                return step < program(_again(item, step))[-1].masked if walk.may_mask else False
-
-            def statistic(row: int, item: Any) -> Any:
-                b, h, q_start, _ = program(item)
-                rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
-                return statistic_of_rows(stat_ref, b, h, row, rows)
-
-            def spread(x: Any) -> Any:
-                return lax.broadcast_in_dim(x, _SHAPE, [0])
-
-            def complete_statistics() -> None:
-                """Stores the gradient of lse less the row sums of this warpgroup."""
-                do_ring.load_from_shared(warpgroup)
-                for i in range(CONSUMERS):
-                    out_ring.load_from_shared(i)
-
-                    def store(i: int = i) -> None:
-                        b, h, q_start, _ = program(item)
-                        outs = out_ring.smem.at[out_ring.slot(i)]
-                        sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan)
-                        minus_delta = completed(statistic(0, item), statistic(1, item), sums)
-                        store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)], minus_delta)
-
-                    pl.when(warpgroup == i)(store)
-                    plgpu.commit_smem()  # threads have read what TMA writes next
-                    out_ring.release(i)
-
-            complete_statistics()
-            # Read again in each step where registers are short.
-            of_rows = (statistic(0, item) * options.multiplier, statistic(1, item)) if light else None
-
-            def shift(step: Any) -> Any:
-                return spread(of_rows[0] if of_rows else statistic(0, _again(item, step)) * options.multiplier)
-
-            def minus_delta(step: Any) -> Any:
-                return spread(of_rows[1] if of_rows else statistic(1, _again(item, step)))
-
-            def issue_scores(scores: Any, step: Any) -> None:
-                k_ring.load_from_shared(step)
-                queries = q_ring.smem.at[warpgroup + hidden_zero(step, item)]
-                plgpu.wgmma(scores, queries, k_ring.get_mma_tile(step, transposed=True))
-
-            def issue_dp(dp: Any, step: Any) -> None:
-                v_ring.load_from_shared(step)
-                d_outs = do_ring.smem.at[warpgroup + hidden_zero(step, item)]
-                plgpu.wgmma(dp, d_outs, v_ring.get_mma_tile(step, transposed=True))
-
-            def weigh(logits: Any, step: Any, masked: Any) -> Any:
-                b, h, q_start, steps = program(_again(item, step))
-                place = Place(b, h, q_start + warpgroup * BLOCK, steps.tile(step) * BLOCK, _SHAPE, 0)
-                return _probabilities(logits, shift(step), options, array_refs, place, masked, dtype)[1]
-
-            def together(step: Any, scores: Any, dp: Any, *, masked: Any, other: Any = None) -> Any:
-                """dS with both products at once; ``other`` issues one that is still in flight afterwards."""
-                dp[...] = minus_delta(step)
-                issue_scores(scores, step)
-                issue_dp(dp, step)
-                if other is not None:
-                    other()
-                behind = 0 if other is None else 1
-                factors = weigh(plgpu.wgmma_accumulator_load(scores, wait_n=behind + 1), step, masked)
-                d_probabilities = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
-                v_ring.release(step)
-                return factors * d_probabilities
-
-            def in_turn(step: Any, masked: Any) -> Any:
-                def first(scores: Any) -> Any:
-                    issue_scores(scores, step)
-                    return weigh(scores[...], step, masked)
-
-                def second(dp: Any) -> Any:
-                    if not options.dropout_prob:
-                        dp[...] = minus_delta(step)
-                    issue_dp(dp, step)
-                    d_probabilities = dp[...]
-                    v_ring.release(step)
-                    return d_probabilities
-
-                factors = pl.run_scoped(first, accumulator)
-                dp = pl.run_scoped(second, accumulator)
-                return _score_gradients(factors, dp, minus_delta(step) if options.dropout_prob else None, options)
-
-            def accumulate(dq: Any) -> Any:
-                def issue_dq(step: Any, ds: Any) -> None:
-                    plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
-
-                def alone(step: Any, masked: Any) -> Any:
-                    # Two products at once want more registers than a mask leaves.
-                    if not light or masked:
-                        return in_turn(step, masked).astype(dtype)
-                    both = functools.partial(together, step, masked=masked)
-                    return pl.run_scoped(both, accumulator, accumulator).astype(dtype)
-
-                def one(step: Any, _: Any, masked: Any) -> None:
-                    issue_dq(step, alone(step, masked))
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
-
-                def one_ahead(step: Any, ds: Any) -> Any:
-                    other = functools.partial(issue_dq, step, ds)
-                    both = functools.partial(together, step + 1, masked=False, other=other)
-                    following = pl.run_scoped(both, accumulator, accumulator)
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
-                    # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made
-                    # while one is in flight (C7513).
-                    return following.astype(dtype)
-
-                q_ring.load_from_shared(warpgroup)
-                if not light:
-                    lax.fori_loop(0, steps.total, lambda step, _: one(step, _, needs_mask(step)), None)
-                    return dq[...]
-                begin: Any = jnp.int32(0)
-                if walk.may_mask:
-                    # One after another: overlapped, they would need more registers than there are.
-                    begin = jnp.maximum(steps.masked - 1, 0)
-                    lax.fori_loop(0, begin, functools.partial(one, masked=True), None)
-                ds = alone(begin, walk.may_mask)
-                ds = lax.fori_loop(begin, steps.total - 1, one_ahead, ds)
-                issue_dq(steps.total - 1, ds)
-                plgpu.wgmma_wait(0)
-                k_ring.release(steps.total - 1)
-                return dq[...]
-
-            dq = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, head_dim), jnp.float32)) * options.scale
-            stage = q_ring.smem.at[warpgroup]
-            stage[...] = dq.astype(dtype)
-            plgpu.commit_smem()
-            b, h, q_start, _ = program(_again(item, steps.total))
-            rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
-            plgpu.copy_smem_to_gmem(stage, dq_ref.at[b, rows, h])
-            plgpu.wait_smem_to_gmem(0)
-
-        def produce() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            b, h, q_start, steps = program(current_item())
-            kv_head = lax.div(h, jnp.int32(group))
-
-            def load_rows(ring: Any, ref: Any) -> None:
-                for i in range(CONSUMERS):
-                    ring.load_from_dram(i, ref.at[b, pl.ds(q_start + i * BLOCK, BLOCK), h])
-
-            def load(step: Any, _: Any) -> None:
-                columns = pl.ds(steps.tile(step) * BLOCK, BLOCK)
-                k_ring.load_from_dram(step, k_ref.at[b, columns, kv_head])
-                v_ring.load_from_dram(step, v_ref.at[b, columns, kv_head])
-
-            load_rows(do_ring, do_ref)
-            load_rows(out_ring, out_ref)
-            load_rows(q_ring, q_ref)
-            lax.fori_loop(0, steps.total, load, None)
-
-        pl.when(warpgroup < CONSUMERS)(consume)
-        pl.when(warpgroup == CONSUMERS)(produce)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        scratch_types=[part for ring in plan.query_rings for part in ring.scratch()],
-        grid=(batch * heads * q_tiles,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        scratch,
+        batch * kv_heads * kv_tiles,
+        CONSUMERS + 1,
     )
     return kernel(*leaves)

@@ -9,9 +9,10 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
-from tilewright.kernels.flash_attention.hopper.scores import ROWS, Place, store_unoptimised
+from tilewright.kernels.flash_attention.hopper.scores import Place
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.transforms import aligned_bytes
+from tilewright.kernels.hopper.shared import aligned_bytes
+from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised
 
 BIAS_TILE = 128
 """Keys and queries of which the gradient of a bias has a whole number in global memory: the largest step's."""

@@ -16,17 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.schedule import ITEM_OVERHEAD, place_of
-from tilewright.kernels.flash_attention.hopper.scores import ROWS, compiler_params, tile_layout
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import MAX_TMA_BOX
+from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
 
 STRIP = 8
 """Columns of dQ that lie together while it is added up: a warp's store of an accumulator is then 256 contiguous bytes,
 without bank conflicts and without the shuffles and registers that a swizzled tile takes."""
 
-ROW = 256
-"""Elements that TMA takes along one dimension. With rows of a strip, 8 elements, its reductions are a fifth slower."""
+ROW = MAX_TMA_BOX
+"""Elements of a row of the sums. With rows of a strip, 8 elements, its reductions are a fifth slower."""
 
 EARLY_DIM = 64
 """Widest head dim at which dQ is converted beside the rest: causal attention over 4096 is 4 % faster, full as fast.
@@ -48,7 +50,7 @@ def store_strips(staging: Any, part: Any) -> None:
     # Row-major memory that TMA takes as rows of ROW has no tiling, which layout inference would find out by trying one
     # for each strip, again at each of its guesses. It tries none where strips begin at a place that it cannot tell: it
     # does not see that this is 0, as LLVM does.
-    zero = lax.shift_right_logical(lax.axis_index("program") & 1, jnp.int32(1))
+    zero = opaque_zero(lax.axis_index("program") & 1, bits=1)
     for strip in range(part.shape[1] // STRIP):
         staging.at[strip, :, pl.ds(zero, STRIP)][...] = part[:, strip * STRIP : (strip + 1) * STRIP]
 
@@ -131,7 +133,7 @@ def convert_kernel(
     """
     batch, q_length, heads, head_dim = shape
     tiles = -(-q_length // ROWS)
-    plan = RingPlan((ROWS, head_dim), dtype, 1, 1)
+    staged = SharedTile((ROWS, head_dim), dtype).scratch()
     # Backwards: the sums that were added to last are still in the L2 cache.
     parts = np.arange(batch * heads * tiles, dtype=np.int32)[::-1]
     operands: tuple[Any, ...] = (sums,)
@@ -150,7 +152,7 @@ def convert_kernel(
         *others, result_ref, staging = refs
         program = lax.axis_index("program")
         part = others[1][program, 0] if others else len(parts) - 1 - program
-        b, head, rows = place_of(part, tiles, heads)
+        b, head, rows = decode_tile_index(part, tiles, heads)
 
         def convert() -> None:
             staging[...] = (sums_of(sums_ref, b, head, rows, block_q, head_dim) * scale).astype(dtype)
@@ -164,12 +166,5 @@ def convert_kernel(
         else:
             convert()
 
-    found = plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=[plgpu.SMEM(plan.tile, dtype, transforms=plan.transforms)],
-        grid=(len(parts),),
-        grid_names=("program",),
-        compiler_params=compiler_params(),
-    )(*operands)
+    found = warpgroup_kernel(body, out_type, [staged], len(parts))(*operands)
     return found if result is None else jax.freeze(result)

@@ -3,7 +3,6 @@
 Both take one pass: zeros are stored while ``out`` and ``d_out`` are read.
 """
 
-import abc
 from typing import Any
 
 import jax
@@ -12,37 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.d_query import COUNTER, ROW
-from tilewright.kernels.flash_attention.hopper.scores import ROWS, compiler_params, store_unoptimised, tile_layout
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
 
 ZEROS = (8, ROW)
 """A tile of zeros in shared memory, which is stored again and again."""
 
 
-class BackwardParams(abc.ABC):
-    """What the params of all backward kernels have."""
-
-    __slots__ = ()
-
-    deterministic: bool
-
-    @property
-    @abc.abstractmethod
-    def block_q(self) -> int:
-        """Queries per step of the kernel for dK and dV."""
-
-    @property
-    @abc.abstractmethod
-    def block_k(self) -> int:
-        """Keys per work item of the kernel for dK and dV."""
-
-
-def sums_of_products(out: Any, d_out: Any, plan: RingPlan) -> Any:
-    """``[64]`` sums over ``out · d_out``, two tiles in shared memory as ``plan`` has them."""
-    width = (plan.swizzle or 0) // plan.dtype.itemsize
+def sums_of_products(out: Any, d_out: Any, tile: SharedTile) -> Any:
+    """``[64]`` sums over ``out · d_out``, two tiles in shared memory."""
+    width = (tile.swizzle or 0) // tile.dtype.itemsize
     products: Any = None
-    for column in range(0, plan.tile[1], width):  # in parts, for the registers
+    for column in range(0, tile.shape[1], width):  # in parts, for the registers
         columns = pl.ds(column, width)
         parts = [plgpu.load(ref.at[:, columns], layout=tile_layout()).astype(jnp.float32) for ref in (out, d_out)]
         products = parts[0] * parts[1] if products is None else products + parts[0] * parts[1]
@@ -64,7 +46,7 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
     """
     batch, q_length, heads, value_dim = out.shape
     tiles = -(-q_length // ROWS)
-    tile = RingPlan((ROWS, value_dim), out.dtype, 1, 1)
+    tile = SharedTile((ROWS, value_dim), out.dtype)
     share = -(-zeros[2] // tiles // ZEROS[0]) * ZEROS[0]
 
     def body(
@@ -92,21 +74,19 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
         store_unoptimised(stat_ref.at[b, head, 1, rows], completed(shift, d_lse, sums))
         plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    return warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct(zeros, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, *COUNTER), jnp.float32),
         ),
-        scratch_types=[
-            plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
-            plgpu.SMEM(tile.tile, out.dtype, transforms=tile.transforms),
+        [
+            tile.scratch(),
+            tile.scratch(),
             plgpu.SMEM(ZEROS, jnp.float32),
             plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(batch * heads * tiles,),
-        grid_names=("program",),
-        compiler_params=compiler_params(),
+        batch * heads * tiles,
     )(out, d_out, statistics)
 
 

@@ -6,8 +6,6 @@ exponentials of the next are computed (Shah et al., "FlashAttention-3", 2024, se
 ``ping_pong`` makes them take turns at the tensor cores (section 3.1).
 """
 
-import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,129 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.schedule import (
-    BandWalk,
-    Walk,
-    item_by_arithmetic,
-    place_of,
-    program_lists,
-    program_order,
-    visits,
-)
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
+from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Walk, visits
 from tilewright.kernels.flash_attention.hopper.scores import (
-    LOG2E,
-    ROWS,
     Place,
     ScoreArrays,
     ScoreOptions,
     biased_and_capped,
-    compiler_params,
     kept,
     masked_logits,
-    tile_layout,
 )
-from tilewright.kernels.footprint import SHARED_KB
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.ops.utils.stable_ids import stable_id
-
-SHARED_MEMORY = SHARED_KB[90] << 10
-"""Shared memory that one block may have on compute capability 9.0, in bytes."""
-
-RESERVED = 2048
-"""Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
+from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
-
-REGISTERS = {2: (240, 24), 3: (160, 32)}
-"""Registers per thread of a consumer and of the producer, by the number of consumer warpgroups."""
-
-
-@stable_id(
-    "tilewright/flash_attention.HopperForwardParams",
-    formerly=("tilewright.kernels.flash_attention.pallas_gpu_forward:HopperForwardParams",),
-)
-@dataclasses.dataclass(frozen=True, slots=True)
-class HopperForwardParams:
-    """How the forward kernel is cut and scheduled.
-
-    Attributes:
-      block_q: query rows per program, 64 for each consumer warpgroup.
-      block_k: keys per tile.
-      num_stages: tiles of keys, and of values, in shared memory at once.
-      persistent: one program per multiprocessor, which goes on to its next tile of queries while the last one's
-        output is on its way; otherwise one program per tile.
-      ping_pong: whether the consumers take turns at the tensor cores.
-    """
-
-    block_q: int = 128
-    block_k: int = 128
-    num_stages: int = 2
-    persistent: bool = True
-    ping_pong: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_q not in (128, 192):
-            raise ValueError(f"two or three warpgroups of 64 rows each, got {self.block_q=}")
-        if self.block_k % 16 or not 16 <= self.block_k <= 256:
-            raise ValueError(f"a tile has a multiple of 16 keys, 256 at most, got {self.block_k=}")
-        if self.num_stages < 2:
-            raise ValueError(f"the producer needs a stage ahead of the consumers, got {self.num_stages=}")
-
-    @property
-    def consumers(self) -> int:
-        return self.block_q // ROWS
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForwardPlan:
-    """The shared memory of one forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
-
-    params: HopperForwardParams
-    head_dim: int
-    value_dim: int
-    dtype: Any
-
-    @property
-    def queries(self) -> RingPlan:
-        return self._queries(2 if self.ahead else 1)
-
-    @property
-    def keys(self) -> RingPlan:
-        params = self.params
-        return RingPlan((params.block_k, self.head_dim), self.dtype, params.num_stages, params.consumers)
-
-    @property
-    def values(self) -> RingPlan:
-        params = self.params
-        # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
-        width = math.gcd(params.block_k, self.value_dim, 64)
-        return RingPlan(
-            (params.block_k, self.value_dim), self.dtype, params.num_stages, params.consumers, swizzle=2 * width
-        )
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
-        return self.params.persistent and self._bytes(2, True) <= SHARED_MEMORY
-
-    @property
-    def own_output(self) -> bool:
-        """Whether the output has shared memory of its own; else it goes where the queries were."""
-        return self._bytes(1, True) <= SHARED_MEMORY or self.head_dim != self.value_dim
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._bytes(2 if self.ahead else 1, self.own_output)
-
-    def _queries(self, stages: int) -> RingPlan:
-        return RingPlan((self.params.block_q, self.head_dim), self.dtype, stages, self.params.consumers)
-
-    def _bytes(self, query_stages: int, own_output: bool) -> int:
-        rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
-        output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
-        return rings + RESERVED + (output if own_output else 0)
 
 
 def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
@@ -170,14 +67,14 @@ def forward_kernel(
     options: ScoreOptions,
     walk: Walk,
     params: HopperForwardParams,
-    processors: int,
+    num_sms: int,
 ) -> tuple[Any, Any]:
     """``(out, lse)``: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
 
     Args:
       sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
       tables: of ``walk``.
-      processors: multiprocessors of the device.
+      num_sms: multiprocessors of the device.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
@@ -186,11 +83,10 @@ def forward_kernel(
     plan = ForwardPlan(params, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     items = batch * heads * q_tiles
-    programs = min(processors, items) if params.persistent else items
+    programs = min(num_sms, items) if params.persistent else items
     ahead, own_output = plan.ahead, plan.own_output
     first_masked, later_masked = masked_visits(walk)
     guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
-    statistics = tile_layout().reduce(1)
     # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
     in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
@@ -210,16 +106,13 @@ def forward_kernel(
         q_ref, k_ref, v_ref, sinks_ref, starts_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
-        out_ref, lse_ref, scratch = refs[len(leaves)], refs[len(leaves) + 1], refs[len(leaves) + 2 :]
-        q_ring, k_ring, v_ring = (
-            ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate((plan.queries, plan.keys, plan.values))
-        )
-        lse_smem, turns, *rest = scratch[9:]
+        out_ref, lse_ref, *scratch = refs[len(leaves) :]
+        (q_ring, k_ring, v_ring), (lse_smem, turns, *rest) = bind_rings(plan.rings, scratch)
         out_smem = rest[0] if own_output else None
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
 
         def work(item: Any) -> tuple[Any, Any, Any, Any]:
-            b, h, q_tile = place_of(item, q_tiles, heads)
+            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
 
         def over_items(one: Any, first: Any) -> None:
@@ -261,9 +154,6 @@ def forward_kernel(
 
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
 
-        def across(vector: Any, columns: int) -> Any:
-            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
-
         def softmax(products: Any, item: Any, visit: Any, m: Any, total: Any, masked: bool | None) -> Any:
             """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
             b, h, q_tile, steps = work(item)
@@ -274,21 +164,12 @@ def forward_kernel(
             # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
             needs_mask = visit < steps.masked if masked is None else masked
             logits = masked_logits(logits, needs_mask, options, array_refs, place)
-            largest = jnp.maximum(m, logits.max(axis=1) * options.multiplier)
-            # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
-            shift = jnp.where(largest == -jnp.inf, 0.0, largest) if guarded else largest
-            scale = jnp.exp2(m - shift)
-            p = jnp.exp2(logits * options.multiplier - across(shift, block_k))
-            total = total * scale + p.sum(axis=1)
+            p, scale, maximum, total = online_softmax(logits, options.multiplier, m, total, guarded)
             if options.dropout_prob:
                 # Nothing may run beside it: ptxas would serialise the matrix products (C7513).
                 plgpu.wgmma_wait(0)
                 p = jnp.where(kept(options, array_refs, place), p, 0.0)
-            return p.astype(dtype), scale, largest, total
-
-        def nothing_seen() -> tuple[Any, Any]:
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-            return m, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            return p.astype(dtype), scale, maximum, total
 
         def take_turn() -> None:
             if params.ping_pong:
@@ -314,7 +195,7 @@ def forward_kernel(
 
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
             k_ring.release(step)
-            p, _, m, total = softmax(products, item, jnp.int32(0), *nothing_seen(), first_masked)
+            p, _, m, total = softmax(products, item, jnp.int32(0), *initial_statistics(), first_masked)
             return p, m, total
 
         def values_of(acc: Any, p: Any, step: Any) -> None:
@@ -419,7 +300,7 @@ def forward_kernel(
                     def _() -> None:
                         k_ring.release(step)
 
-                    ahead = softmax(products, next_item, jnp.int32(0), *nothing_seen(), first_masked)
+                    ahead = softmax(products, next_item, jnp.int32(0), *initial_statistics(), first_masked)
                     plgpu.wgmma_wait(0)
                     v_ring.release(after - 1)
                     return ahead[0], ahead[2], ahead[3]
@@ -455,24 +336,14 @@ def forward_kernel(
                 plgpu.barrier_arrive(turns.at[0])
             over_items(produce, lambda _: jnp.int32(0))
 
-    scratch: list[Any] = [part for ring in (plan.queries, plan.keys, plan.values) for part in ring.scratch()]
+    scratch = ring_scratch(plan.rings)
     scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
     scratch.append(plgpu.Barrier(num_barriers=consumers))
     if own_output:
-        output = RingPlan((block_q, value_dim), dtype, 1, 1)
-        scratch.append(plgpu.SMEM((block_q, value_dim), dtype, transforms=output.transforms))
+        scratch.append(SharedTile((block_q, value_dim), dtype).scratch())
     out_type = (
         jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),
     )
-    kernel = plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    kernel = warpgroup_kernel(body, out_type, scratch, programs, consumers + 1)
     return kernel(*leaves)

@@ -6,8 +6,6 @@ a visit's number whether it needs one, in a branch or in a loop for either kind.
 """
 
 import dataclasses
-import heapq
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -220,84 +218,3 @@ def visits(walk: Walk) -> np.ndarray:
     if isinstance(walk, TableWalk):
         walk = BandWalk(walk.extent, walk.band, True, True)
     return walk.counts()[1]
-
-
-def place_of(item: Any, row_tiles: int, heads: int) -> tuple[Any, Any, Any]:
-    """Batch element, head and row of tiles of a work item, ``(batch · heads + head) · row_tiles + row tile``."""
-    matrix, row_tile = lax.div(item, jnp.int32(row_tiles)), lax.rem(item, jnp.int32(row_tiles))
-    return lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads)), row_tile
-
-
-def hidden_zero(step: Any, item: Any) -> Any:
-    """0, which the compiler cannot know: ``item`` comes from memory, and no call has 2³⁰ steps or items.
-
-    An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 32
-    slices, were hoisted out of the loop otherwise, and registers spilled for them (280 bytes at head_dim 256).
-    """
-    return lax.shift_right_logical(step + item, jnp.int32(30))
-
-
-ITEM_OVERHEAD = 1.5
-"""What a work item costs beside its visits, in visits: its first scores, which nothing overlaps, and its output."""
-
-
-def group_sizes(matrices: int, matrices_at_once: int) -> list[int]:
-    """Sizes of the groups in which matrices are taken, as even as can be.
-
-    A small last group has too few rows of tiles to fill the device: with 3 + 3 + 3 + 3 + 3 + 1 heads of 16384 causal
-    queries, 132 multiprocessors are 4 % idle, with six even groups 0.3 %, with equal ones 0.1 %.
-    """
-    fewest = -(-matrices // matrices_at_once)
-    groups = next((count for count in range(fewest, 2 * fewest) if matrices % count == 0), fewest)
-    ends = [matrices * group // groups for group in range(groups + 1)]
-    return [end - start for start, end in itertools.pairwise(ends)]
-
-
-def program_order(visits: np.ndarray, matrices: int, matrices_at_once: int) -> np.ndarray:
-    """Work items in the order in which they start, ``[matrices · row_tiles]``: matrix · row_tiles + row tile.
-
-    Matrices (a batch element's head) are taken in groups whose keys and values fit the L2 cache together; in a group
-    the longest rows of tiles start first, so that the short ones fill what is left at the end.
-    """
-    tiles = len(visits)
-    longest_first = np.argsort(-visits, kind="stable")
-    items, start = [], 0
-    for size in group_sizes(matrices, matrices_at_once):
-        group = np.arange(start, start + size)
-        items.append((group[None, :] * tiles + longest_first[:, None]).reshape(-1))
-        start += size
-    return np.concatenate(items).astype(np.int32)
-
-
-def program_lists(order: np.ndarray, visits: np.ndarray, programs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items of persistent programs: ``(starts, items)``; those of a program lie from its start to the next one's.
-
-    Each item of ``order`` goes to the program that is the first to have finished what it has: what a scheduler that
-    hands out work at run time would do if every visit took the same time.
-    """
-    costs = (visits + ITEM_OVERHEAD)[order % len(visits)]
-    busy = [(0.0, program) for program in range(programs)]
-    owners = np.empty(len(order), np.int64)
-    for index, cost in enumerate(costs.tolist()):
-        until, program = busy[0]
-        heapq.heapreplace(busy, (until + cost, program))
-        owners[index] = program
-    starts = np.searchsorted(np.sort(owners), np.arange(programs + 1))
-    return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
-
-
-def item_by_arithmetic(visits: np.ndarray, matrices: int, matrices_at_once: int) -> Callable[[Any], Any] | None:
-    """``program_order`` as a function of the place in it, for groups of one size and rows that grow or shrink."""
-    sizes, tiles = group_sizes(matrices, matrices_at_once), len(visits)
-    longest_first = np.argsort(-visits, kind="stable")
-    ascending = np.array_equal(longest_first, np.arange(tiles))
-    if len(set(sizes)) > 1 or not (ascending or np.array_equal(longest_first[::-1], np.arange(tiles))):
-        return None
-
-    def item(place: Any) -> Any:
-        size = jnp.int32(sizes[0])
-        group = lax.div(place, size * tiles)
-        row, matrix = lax.div(place - group * (size * tiles), size), lax.rem(place, size)
-        return (group * size + matrix) * tiles + (row if ascending else tiles - 1 - row)
-
-    return item

@@ -6,7 +6,6 @@ layout, and only where the options ask for it.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -19,6 +18,8 @@ from tilewright.kernels.dropout import keep_threshold, threefry2x32
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.softmax import LOG2E
+from tilewright.kernels.hopper.tiles import spread, tile_layout
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -28,39 +29,6 @@ from tilewright.kernels.masks import (
     OrMask,
     SegmentMask,
 )
-
-LOG2E = math.log2(math.e)
-ROWS = 64
-"""Rows of a tile that a warpgroup works on: the M of its matrix instruction."""
-
-
-def tile_layout() -> Any:
-    """The layout of the accumulators of a warpgroup's matrix instructions."""
-    return plgpu.Layout.WGMMA
-
-
-def compiler_params() -> Any:
-    """The parameters of all kernels: barriers are placed by hand, and rows are reduced in a warp, without scratch."""
-    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
-
-
-def store_unoptimised(target: Any, value: Any) -> None:
-    """Stores registers as they lie, also where that fills no whole sectors or makes banks of shared memory conflict."""
-    store: Any = getattr(plgpu, "store", None)
-    if store is None:  # jax 0.11, which takes every store so
-        target[...] = value
-    else:
-        store(target, value, optimized=False)
-
-
-def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
-    """A vector along ``axis`` of a tile of an accumulator's layout.
-
-    The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
-    operation, with a pass over the whole kernel for each.
-    """
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), tile_layout())
-
 
 LANE_COLUMNS = 6
 """The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""

@@ -8,7 +8,6 @@ section 3.2), so that exponentials are computed beside products of both warpgrou
 three parts, each of which is loaded anew as soon as its last product is done.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,26 +15,22 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.scores import LOG2E, ROWS, compiler_params, tile_layout
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.paged_attention.hopper.softmax import online_softmax
-from tilewright.kernels.paged_attention.inputs import FAR
-
-KEYS = 64
-"""Latents of a tile, and what a page has a whole number of."""
-
-LATENT_DIM = 576
-VALUE_DIM = 512
-
-HALF = VALUE_DIM // 2
-"""Columns of the output that a warpgroup adds up: 128 registers of each thread."""
-
-SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
-"""Columns of the parts in which a tile is loaded: both halves of the value, and the rest, as many as there are keys."""
-
-STAGES = 2
-"""Tiles in shared memory at once, beside the queries: a third does not fit."""
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.ring import bind_rings
+from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
+from tilewright.kernels.paged_attention.hopper.latent_work import (
+    HALF,
+    KEYS,
+    SIZES,
+    STAGES,
+    VALUE_DIM,
+    LatentCall,
+    LatentPlan,
+    work_of_program,
+)
 
 VISIT_BITS = 24
 """Bits of the number of a tile's visit; lengths have 30."""
@@ -43,129 +38,8 @@ VISIT_BITS = 24
 CHUNK = 64
 """Columns that are read and written at once where rows are cleared."""
 
-REGISTERS = (240, 24)
-"""Registers per thread of a consumer and of the producer."""
-
 FIRST, SECOND, PRODUCER = range(WARPGROUPS := 3)
 """The warpgroups: logits and the first half of the output, the second half, loads."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentPlan:
-    """The shared memory of the kernel: tiles of queries and latents in the halves of the value and the rest."""
-
-    dtype: Any
-
-    @property
-    def queries(self) -> tuple[RingPlan, ...]:
-        """The output takes the place of the first two."""
-        return tuple(RingPlan((ROWS, size), self.dtype, 1, 1) for size in SIZES)
-
-    @property
-    def left(self) -> RingPlan:
-        return RingPlan((KEYS, HALF), self.dtype, STAGES, 1)
-
-    @property
-    def right(self) -> RingPlan:
-        return RingPlan((KEYS, HALF), self.dtype, STAGES, 2)
-
-    @property
-    def rest(self) -> RingPlan:
-        """What only logits need of a latent, and then the probabilities of the tile, for both warpgroups."""
-        return RingPlan((KEYS, LATENT_DIM - VALUE_DIM), self.dtype, STAGES, 2)
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        return *self.queries, self.left, self.right, self.rest
-
-    def scratch(self) -> list[Any]:
-        """Of the rings, of what scales sums so far by turns, and of the barrier behind the last of these."""
-        scratch = [part for ring in self.rings for part in ring.scratch()]
-        return [
-            *scratch,
-            plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(),
-        ]
-
-    @property
-    def shared_bytes(self) -> int:
-        return sum(ring.shared_bytes for ring in self.rings) + 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentCall:
-    """The static half of a call.
-
-    Attributes:
-      q_length: query tokens of each sequence; a sequence's rows are its tokens' heads, token by token.
-      right: keys visible after a query's position, None for all.
-      splits: programs among which the tiles of some rows are shared out.
-      prefetched: how many tiles ahead of its load a latent is brought to the L2 cache, 0 for not at all.
-      parts: whether results come in float32, for each split, to be combined.
-    """
-
-    sequences: int
-    q_length: int
-    heads: int
-    num_pages: int
-    page_size: int
-    columns: int
-    softmax_scale: float
-    right: int | None
-    splits: int
-    prefetched: int
-    parts: bool
-
-    @property
-    def rows(self) -> int:
-        return self.q_length * self.heads
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.rows // ROWS)
-
-    @property
-    def capacity(self) -> int:
-        return self.page_size * self.columns
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """What one program has to do, as scalars on the device: ``total`` tiles from ``first`` on, at least one."""
-
-    sequence: Any
-    row_tile: Any
-    split: Any
-    position: Any  # of the sequence's first new token
-    highest: Any  # one past the last key that some row sees, 0 where there is nothing to do
-    lowest: Any  # keys before it are seen by every row
-    first: Any
-    total: Any
-
-
-def _work(call: LatentCall, program: Any, lengths_ref: Any) -> _Work:
-    row_tile = lax.rem(program, jnp.int32(call.row_tiles))
-    rest = lax.div(program, jnp.int32(call.row_tiles))
-    split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))
-    length = lax.max(lax.min(lengths_ref[sequence], jnp.int32(FAR)), jnp.int32(0))
-    position = length - call.q_length
-    length = lax.min(length, jnp.int32(min(call.capacity, FAR)))
-    highest = lowest = length
-    if call.right is not None:
-        # Of the first row and the last one.
-        token = lax.div(row_tile * ROWS, jnp.int32(call.heads))
-        last = lax.min(lax.div(row_tile * ROWS + (ROWS - 1), jnp.int32(call.heads)), jnp.int32(call.q_length - 1))
-        highest = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
-        lowest = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
-    tiles = lax.div(highest + (KEYS - 1), jnp.int32(KEYS))
-    each = lax.div(tiles + (call.splits - 1), jnp.int32(call.splits))
-    first = split * each
-    total = lax.min(tiles - first, each)
-    # A program without tiles looks at one of which it sees nothing.
-    highest = jnp.where(total > 0, highest, 0)
-    first = jnp.where(total > 0, first, 0)
-    return _Work(sequence, row_tile, split, position, highest, lowest, first, lax.max(total, jnp.int32(1)))
 
 
 def latent_kernel(
@@ -185,19 +59,14 @@ def latent_kernel(
     """
     dtype = query.dtype
     plan = LatentPlan(dtype)
-    statistics = tile_layout().reduce(1)
     columns = [pl.ds(start, size) for start, size in zip((0, HALF, VALUE_DIM), SIZES, strict=True)]
-    # Greater logits have to be greater multiples: a scale that is not positive goes first.
-    early, multiplier = call.softmax_scale * LOG2E, 1.0
-    if early > 0:
-        early, multiplier = 1.0, early
+    early, multiplier = split_scale(call.softmax_scale)
     tiles_per_page = call.page_size // KEYS
 
     def body(q_ref: Any, pages_ref: Any, table_ref: Any, lengths_ref: Any, *refs: Any) -> None:
         out_ref, lse_ref, *scratch = refs
-        *queries, left, right, rest = (ring.bind(*scratch[3 * i : 3 * i + 3]) for i, ring in enumerate(plan.rings))
-        scales, ready, finished = scratch[3 * len(plan.rings) :]
-        work = _work(call, lax.axis_index("program"), lengths_ref)
+        (*queries, left, right, rest), (scales, ready, finished) = bind_rings(plan.rings, scratch)
+        work = work_of_program(call, lax.axis_index("program"), lengths_ref)
         warpgroup = lax.axis_index("warpgroup")
         my_rows = pl.ds(work.row_tile * ROWS, ROWS)
         zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
@@ -214,9 +83,6 @@ def latent_kernel(
 
         def exists(page: Any) -> Any:
             return (page >= 0) & (page < call.num_pages)
-
-        def across(vector: Any, columns: int) -> Any:
-            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
         def produce() -> None:
             def load(visit: Any, page: Any, ring: Any, columns: Any) -> None:
@@ -291,7 +157,7 @@ def latent_kernel(
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses
             # of their own; those of the queries do not change from tile to tile, and kept in registers they are
             # spilled. So they hang on the visit, of which there are not so many.
-            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
+            none = opaque_zero(visit, VISIT_BITS)
             for query, ring in ((queries[1], right), (queries[2], rest), (queries[0], left)):
                 ring.load_from_shared(visit)
                 plgpu.wgmma(scores, query.smem.at[none], ring.get_mma_tile(visit, transposed=True))
@@ -315,8 +181,7 @@ def latent_kernel(
                 return scores[...]
 
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            m, total = initial_statistics()
             right.release(zero)
             p, scale, m, total = softmax(products, zero, page, m, total)
             hand_over(zero, p, scale)
@@ -348,10 +213,10 @@ def latent_kernel(
             carry = (*first_logits(page), page_of(zero + 1))
             m, total, _ = lax.fori_loop(1, work.total, visit_one, carry)
             plgpu.wgmma(acc, weights_of(work.total - 1), left.get_mma_tile(work.total - 1))
-            weight = jnp.where(total == 0.0, 0.0, 1 / total)
+            weight = normaliser(total)
             scales[STAGES, :] = weight
             plgpu.barrier_arrive(finished)
-            lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+            lse = row_lse(m, total)
             out = acc[...] * across(weight, HALF)
             rest.release(work.total - 1)
             left.release(work.total - 1)
@@ -365,7 +230,7 @@ def latent_kernel(
                 for ring in (right, rest):
                     ring.load_from_shared(visit)
                 plgpu.barrier_wait(ready.at[right.slot(visit)])
-                scale = plgpu.load(scales.at[right.slot(visit)], layout=statistics)
+                scale = plgpu.load(scales.at[right.slot(visit)], layout=row_layout())
                 acc[...] = acc[...] * across(scale, HALF)
                 clear(right, visit, page)
                 plgpu.wgmma(acc, weights_of(visit), right.get_mma_tile(visit))
@@ -376,7 +241,7 @@ def latent_kernel(
 
             lax.fori_loop(0, work.total, visit_one, page_of(zero))
             plgpu.barrier_wait(finished)
-            weight = plgpu.load(scales.at[STAGES], layout=statistics)
+            weight = plgpu.load(scales.at[STAGES], layout=row_layout())
             store(acc[...] * across(weight, HALF), HALF, queries[1].get_mma_tile(0))
 
         def store(out: Any, start: int, smem: Any) -> None:
@@ -392,17 +257,17 @@ def latent_kernel(
 
         @pl.when(warpgroup == FIRST)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
             pl.run_scoped(attend_first, plgpu.ACC((ROWS, HALF), jnp.float32))
 
         @pl.when(warpgroup == SECOND)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
             pl.run_scoped(attend_second, plgpu.ACC((ROWS, HALF), jnp.float32))
 
         @pl.when(warpgroup == PRODUCER)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
             produce()
 
     rows = call.row_tiles * ROWS
@@ -414,14 +279,6 @@ def latent_kernel(
             jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype),
             jax.ShapeDtypeStruct((call.sequences, rows), jnp.float32),
         ]
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=plan.scratch(),
-        grid=(call.sequences * call.splits * call.row_tiles,),
-        grid_names=("program",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-    )
+    programs = call.sequences * call.splits * call.row_tiles
+    kernel = warpgroup_kernel(body, tuple(out_type), plan.scratch(), programs, WARPGROUPS)
     return kernel(query, pages, page_table, lengths)

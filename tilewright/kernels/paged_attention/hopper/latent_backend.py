@@ -5,29 +5,18 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from tilewright.kernels.flash_attention.hopper.scores import ROWS
 from tilewright.kernels.footprint import Footprint
-from tilewright.kernels.paged_attention.hopper.latent import (
-    KEYS,
-    LATENT_DIM,
-    VALUE_DIM,
-    WARPGROUPS,
-    LatentCall,
-    LatentPlan,
-    latent_kernel,
-)
+from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
+from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
+from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
+from tilewright.kernels.paged_attention.hopper.latent_work import KEYS, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
-
-ALIGNED_ROWS = 8
-"""Rows of which TMA wants a whole number in global memory, where shared memory is tiled by as many."""
-
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, where the device does not say."""
 
 ITEM_OVERHEAD = 4
 """What a program takes besides its tiles, in tiles: its first loads, for which nothing is computed, and its output."""
@@ -72,16 +61,13 @@ class PallasGpuPagedAttention(InferenceImplementation):
     forward_params: ClassVar[type] = HopperLatentParams
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
-        why, options = [], problem.options
-        if device.kind != "gpu" or device.capability != (9, 0):
-            why.append(f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})")
+        why, options = device_reasons(device), problem.options
         if options.latent_dim is None or (problem.head_dim, problem.value_dim) != (LATENT_DIM, VALUE_DIM):
             why.append(
                 f"serves latents of {LATENT_DIM} whose first {VALUE_DIM} elements are the value, "
                 f"got {problem.head_dim=}, {problem.value_dim=}, {options.latent_dim=}"
             )
-        if problem.dtype.name not in ("bfloat16", "float16"):
-            why.append(f"computes in bfloat16 or float16, got {problem.dtype=}")
+        why += dtype_reasons(problem)
         if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
             why.append(f"takes latents in the query's dtype and no scales, got {problem.kv_dtype=}")
         if not problem.paged or problem.packed or problem.starts or problem.kv_heads != 1:
@@ -99,7 +85,7 @@ class PallasGpuPagedAttention(InferenceImplementation):
         """By what sequences that fill their tables would take; lengths are not looked at."""
         tiles = -(-problem.capacity // KEYS)
         items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
-        cores = device.cores or PROCESSORS
+        cores = num_sms(device)
 
         def cost(splits: int) -> int:
             rounds = -(-items * splits // cores)
@@ -120,7 +106,7 @@ class PallasGpuPagedAttention(InferenceImplementation):
     ) -> list[Footprint]:
         items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
         blocks = items * params.num_key_splits
-        return [Footprint(blocks, 128 * WARPGROUPS, LatentPlan(problem.dtype).shared_bytes)]
+        return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, LatentPlan(problem.dtype).shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperLatentParams) -> Results:
         """``(out, lse)``; lse is float32."""
@@ -147,8 +133,8 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
         parts=params.num_key_splits > 1 or inputs.softmax_aux is not None,
     )
     query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)
-    if call.rows % ALIGNED_ROWS:
-        query = jnp.pad(query, ((0, 0), (0, -call.rows % ALIGNED_ROWS), (0, 0)))
+    if call.rows % SWIZZLE_ROWS:
+        query = jnp.pad(query, ((0, 0), (0, -call.rows % SWIZZLE_ROWS), (0, 0)))
     pages = inputs.key.reshape(call.num_pages, call.page_size, LATENT_DIM)
     out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
     out, lse = out[..., : call.rows, :], lse[..., : call.rows]

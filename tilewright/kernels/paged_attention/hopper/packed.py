@@ -7,32 +7,25 @@ and run the product QKᵀ of the next block of keys beside PV of this one (Shah 
 memory where others wait for the tensor cores: so both kinds are begun side by side.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.scores import (
-    LOG2E,
-    ROWS,
-    compiler_params,
-    store_unoptimised,
-    tile_layout,
-)
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.paged_attention.hopper.softmax import online_softmax
+from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.ring import bind_rings
+from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.paged_attention.hopper.packed_work import (
+    CONSUMERS,
+    FIELDS,
+    ChunkCall,
+    TileWork,
+)
 from tilewright.kernels.paged_attention.inputs import FAR
-from tilewright.kernels.paged_attention.token_layout import TilePlan
-
-CONSUMERS = 2
-
-BLOCK_ROWS = CONSUMERS * ROWS
-"""Query rows of a tile."""
 
 REGISTERS = {False: (240, 24), True: (232, 40)}
 """Registers per thread of a consumer and of the producer, by whether consumers need few."""
@@ -42,196 +35,6 @@ VISIT_BITS = 24
 
 CHUNK = 64
 """Columns that are read and written at once where rows are cleared."""
-
-RESERVED = 2048
-"""Shared memory for the remaining barriers and alignment, in bytes."""
-
-TOGETHER = 48
-"""Tiles of a key head that are begun before those of the next one: they find its keys in the cache."""
-
-TILE_COST = 2
-"""What a tile takes besides its blocks of keys, in blocks."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """The shared memory of the kernel; ``copies`` of pages make a block of keys, ``pieces`` a tile of queries."""
-
-    dtype: Any
-    dim: int
-    block_k: int
-    num_stages: int
-    copies: int
-    pieces: int
-
-    @property
-    def keys(self) -> RingPlan:
-        return RingPlan((self.block_k, self.dim), self.dtype, self.num_stages, CONSUMERS, copies=self.copies)
-
-    @property
-    def queries(self) -> RingPlan:
-        return RingPlan((BLOCK_ROWS, self.dim), self.dtype, 1, CONSUMERS)
-
-    def scratch(self) -> list[Any]:
-        """Rings of keys and values; queries as they come, and as the product wants them; barriers: all pieces have
-        come, and values have been cleared.
-
-        Queries come, and outputs go, row by row: TMA swizzles whole groups of 8 rows only, from every eighth row on.
-        """
-        return [
-            plgpu.SMEM(self.queries.tile, self.dtype),
-            *(2 * self.keys.scratch()),
-            plgpu.SMEM(self.queries.tile, self.dtype, transforms=self.queries.transforms),
-            plgpu.Barrier(num_arrivals=self.pieces),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
-        ]
-
-    @property
-    def shared_bytes(self) -> int:
-        return 2 * (self.keys.shared_bytes + self.queries.shared_bytes) + RESERVED
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkCall:
-    """The static half of a call.
-
-    Attributes:
-      tiles: of queries, at most.
-      group: query heads of a key head.
-      page_size: a whole number of blocks of keys, or the other way round.
-      columns: of the page table, a whole number of blocks.
-      left, right: keys visible before and after a query's position, None for all.
-    """
-
-    tiles: int
-    kv_heads: int
-    group: int
-    page_size: int
-    columns: int
-    block_k: int
-    num_stages: int
-    softmax_scale: float
-    left: int | None
-    right: int | None
-
-    @property
-    def tokens(self) -> int:
-        """Of a warpgroup's rows, in which those of a head lie side by side."""
-        return ROWS // self.group
-
-    @property
-    def width(self) -> int:
-        """Tiles of a key head that are begun side by side."""
-        return min(TOGETHER, self.tiles)
-
-    @property
-    def places(self) -> int:
-        """Of tiles in their order: a whole number of widths, of which the last ones may have none."""
-        return -(-self.tiles // self.width) * self.width
-
-    @property
-    def capacity(self) -> int:
-        return self.page_size * self.columns
-
-    @property
-    def copies(self) -> int:
-        """Pages of a block of keys."""
-        return max(self.block_k // self.page_size, 1)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of keys of a sequence."""
-        return self.capacity // self.block_k
-
-    def plan(self, dtype: Any, dim: int) -> ChunkPlan:
-        return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies, CONSUMERS * self.group)
-
-
-@dataclasses.dataclass(frozen=True)
-class TileWork:
-    """What there is to do for tiles, as arrays or, in the kernel, as scalars.
-
-    Some row sees keys from ``low`` on and before ``high``, every row those from ``all_low`` on and before ``all_high``.
-    ``tile`` is the number in the plan, and ``token`` the first of the packed ones.
-    """
-
-    tile: Any
-    sequence: Any
-    token: Any
-    tokens: Any
-    position: Any
-    low: Any
-    high: Any
-    all_low: Any
-    all_high: Any
-
-    def first(self, block_k: int) -> Any:
-        """The first block of keys."""
-        return lax.div(self.low, jnp.int32(block_k))
-
-    def total(self, block_k: int) -> Any:
-        """Blocks of keys, at least one."""
-        return jnp.maximum(lax.div(self.high + (block_k - 1), jnp.int32(block_k)) - self.first(block_k), 1)
-
-
-FIELDS = len(dataclasses.fields(TileWork))
-
-
-def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
-    """A `TileWork` of all places in the order in which tiles are best begun, flat; a place without a tile has no rows.
-
-    The costliest come first, those of one warpgroup and those of two each at a steady pace: as much of the one kind's
-    cost has been begun as of the other's.
-
-    Args:
-      lengths: of the sequences of the plan, ``[tiles]``.
-    """
-    length = jnp.clip(lengths, 0, min(call.capacity, FAR))
-    low, high, all_low, all_high = jnp.zeros_like(length), length, jnp.zeros_like(length), length
-    if call.right is not None:
-        high = jnp.clip(plan.position + plan.rows + call.right, 0, length)
-        all_high = jnp.clip(plan.position + (call.right + 1), 0, length)
-    if call.left is not None:
-        low = jnp.clip(plan.position - call.left, 0, length)
-        all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
-    nothing = high <= low
-    low, high = jnp.where(nothing, 0, low), jnp.where(nothing, 0, high)
-    number = jnp.arange(call.tiles, dtype=jnp.int32)
-    work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high)
-    cost = jnp.where(plan.rows > 0, work.total(call.block_k) + TILE_COST, 0)
-
-    def before(key: jax.Array) -> jax.Array:
-        """``[tiles, tiles]``: whether the second tile comes before the first, a smaller key first."""
-        return (key[None] < key[:, None]) | ((key[None] == key[:, None]) & (number[None] < number[:, None]))
-
-    # By comparison of all with all: sorting takes a GPU longer.
-    short = plan.rows <= call.tokens
-    alike = short[None] == short[:, None]
-    begun, all_alike = (jnp.where(which & alike, cost, 0).sum(axis=1) for which in (before(-cost), True))
-    share = jnp.where(plan.rows > 0, begun / jnp.maximum(all_alike, 1), 2.0)
-    place = before(share).sum(axis=1, dtype=jnp.int32)
-    fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
-    ordered = jnp.zeros((FIELDS, call.places), jnp.int32)
-    return ordered.at[:, place].set(fields, unique_indices=True).reshape(-1)
-
-
-def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
-    """The table without what is no page, and for each block of keys the bits of those of its pages that are there.
-
-    Args:
-      page_table: ``[sequences, columns]``, at most ``call.columns``.
-
-    Returns:
-      int32 ``[sequences · call.columns]`` and ``[sequences · call.blocks]``.
-    """
-    table = jnp.pad(page_table, ((0, 0), (0, call.columns - page_table.shape[1])), constant_values=-1)
-    there = (table >= 0) & (table < num_pages)
-    if call.page_size > call.block_k:
-        bits = jnp.repeat(there.astype(jnp.int32), call.page_size // call.block_k, axis=1)
-    else:
-        bit = jnp.asarray(1 << np.arange(call.copies), jnp.int32)
-        bits = (there.reshape(len(table), call.blocks, call.copies) * bit).sum(axis=2, dtype=jnp.int32)
-    return jnp.where(there, table, 0).reshape(-1), bits.reshape(-1)
 
 
 def chunk_kernel(
@@ -256,21 +59,17 @@ def chunk_kernel(
     """
     (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
     plan, each, width = call.plan(dtype, dim), call.tokens, call.width
-    statistics = tile_layout().reduce(1)
     every = (1 << call.copies) - 1
     piece = block_k // call.copies
     registers = REGISTERS[dim <= 64]
-    # Greater logits have to be greater multiples: a scale that is not positive goes first.
-    early, multiplier = call.softmax_scale * LOG2E, 1.0
-    if early > 0:
-        early, multiplier = 1.0, early
+    early, multiplier = split_scale(call.softmax_scale)
 
     def body(
         q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, bits_ref: Any, work_ref: Any, out_ref: Any, lse_ref: Any,
-        *scratch: Any,
+        *refs: Any,
     ) -> None:  # fmt: skip
-        k_ring, v_ring = (plan.keys.bind(*scratch[3 * i + 1 : 3 * i + 4]) for i in range(2))
-        rows_smem, q_smem, queries_ready, cleared = scratch[0], *scratch[7:]
+        rows_smem, *scratch = refs
+        (k_ring, v_ring), (q_smem, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), scratch)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         within = lax.rem(program, jnp.int32(width * call.kv_heads))
         kv_head = lax.div(within, jnp.int32(width))
@@ -326,9 +125,6 @@ def chunk_kernel(
             lax.fori_loop(0, plan.pieces, load_queries, None)
             lax.fori_loop(1, visits, load_both, None)
             load(v_ring, v_ref, zero + (visits - 1))
-
-        def across(vector: Any, columns: int) -> Any:
-            return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
         def iota(size: int, axis: int) -> Any:
             return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
@@ -395,7 +191,7 @@ def chunk_kernel(
         def scores_of(scores: Any, visit: Any) -> None:
             # Addresses that do not change from block to block would all be kept in registers, and others spilled. So
             # they hang on the visit, of which there are not so many.
-            none = lax.shift_right_logical(visit, jnp.int32(VISIT_BITS))
+            none = opaque_zero(visit, VISIT_BITS)
             rows = pl.ds((warpgroup + none) * ROWS, ROWS)
             plgpu.wgmma(scores, q_smem.at[rows], k_ring.get_mma_tile(visit, transposed=True))
 
@@ -428,8 +224,7 @@ def chunk_kernel(
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
             k_ring.release(zero)
             bits = bits_of(zero)
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), statistics)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), statistics)
+            m, total = initial_statistics()
             p, _, m, total = softmax(products, zero, bits, m, total)
             p, m, total, _ = lax.fori_loop(1, visits, visit_one, (p, m, total, bits_of(zero + 1)))
             fill(visits - 1, bits_of(visits - 1))
@@ -441,7 +236,7 @@ def chunk_kernel(
         def store(out: Any, m: Any, total: Any) -> None:
             """Of the tokens that there are; rows lie where the warpgroup's queries came to."""
             work = look_up()
-            weight = jnp.where(total == 0.0, 0.0, 1 / total)
+            weight = normaliser(total)
             held = rows_smem.at[my_rows]
             store_unoptimised(held, (out * across(weight, dim)).astype(dtype))
             plgpu.commit_smem()
@@ -463,7 +258,7 @@ def chunk_kernel(
             def _() -> None:
                 lax.fori_loop(0, mine, lambda begin, _: copy(begin, 1), None)
 
-            lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+            lse = row_lse(m, total)
             lse_ref.at[work.tile, kv_head, warpgroup][...] = lse
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -497,17 +292,14 @@ def chunk_kernel(
             plgpu.set_max_registers(registers[1], action="decrease")
             produce()
 
-    kernel = plgpu.kernel(
+    kernel = warpgroup_kernel(
         body,
-        out_type=(
+        (
             jax.ShapeDtypeStruct(query.shape, dtype),
             jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
         ),
-        scratch_types=plan.scratch(),
-        grid=(call.places * call.kv_heads,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        plan.scratch(),
+        call.places * call.kv_heads,
+        CONSUMERS + 1,
     )
     return kernel(query, key, value, table, bits, work)

@@ -5,14 +5,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import SHARED_KB, Footprint
-from tilewright.kernels.paged_attention.hopper.packed import (
-    CONSUMERS,
-    ChunkCall,
-    chunk_kernel,
-    ordered_work,
-    present_pages,
-)
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
+from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
+from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
@@ -66,7 +62,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[str]:
         taken = _call(problem, params).plan(problem.dtype, problem.head_dim).shared_bytes
-        if taken > SHARED_KB[90] << 10:
+        if taken > SHARED_BYTES:
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
 
@@ -78,7 +74,7 @@ class PallasGpuPackedAttention(InferenceImplementation):
     ) -> list[Footprint]:
         call = _call(problem, params)
         plan = call.plan(problem.dtype, problem.head_dim)
-        return [Footprint(call.tiles * call.kv_heads, 128 * (CONSUMERS + 1), plan.shared_bytes)]
+        return [Footprint(call.tiles * call.kv_heads, WARPGROUP_THREADS * (CONSUMERS + 1), plan.shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperChunkParams) -> Results:
         """``(out, lse)``; lse is float32."""

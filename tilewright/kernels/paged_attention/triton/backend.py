@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.footprint import max_shared_bytes
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.paged_attention.token_layout import boundaries, packed_tiles, packed_tokens
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
@@ -32,9 +33,6 @@ MOST_SPLITS = 256
 
 LARGEST_SHARED_BYTES = 227 << 10
 """Of a block, where the device's own limit is not known."""
-
-LEAST_DOT = 16
-"""The least size of a side of a product on tensor cores."""
 
 
 class TritonPagedAttention(InferenceImplementation):
@@ -61,13 +59,13 @@ class TritonPagedAttention(InferenceImplementation):
 
     def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> FwdParams:
         """By what a sweep on an H200 found (benchmarks/results/nvidia-h200/serving_sweep.json)."""
-        wide = _power(max(problem.head_dim, problem.value_dim)) > 256
-        block_g = min(_power(problem.groups), 64)
+        wide = power_of_two(max(problem.head_dim, problem.value_dim)) > 256
+        block_g = min(power_of_two(problem.groups), 64)
         rows = 1
         if problem.longest_q > 1:
             mean = problem.tokens / max(problem.sequences, 1)
             rows = max((128 if mean >= 128 and not wide else 64) // block_g, 1)
-        block_m = max(rows * block_g, LEAST_DOT)
+        block_m = max(rows * block_g, MIN_DOT)
         narrow = problem.dtype.itemsize <= 2
         half = _half(problem)
         # Widened elements take registers of their own: 64 rows and four warps then spill.
@@ -80,7 +78,7 @@ class TritonPagedAttention(InferenceImplementation):
 
         def params(block_n: int, warps: int = warps) -> FwdParams:
             return FwdParams(
-                q_blocksize=min(rows, _power(max(problem.longest_q, 1))),
+                q_blocksize=min(rows, power_of_two(max(problem.longest_q, 1))),
                 kv_blocksize=block_n,
                 num_key_splits=_splits(problem, device, rows, block_n, warps),
                 num_warps=warps,
@@ -93,7 +91,7 @@ class TritonPagedAttention(InferenceImplementation):
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
         sizes = (64, 32, 16) if narrow and not wide else (32, 16)
         fits = (size for size in sizes if not self.config_reasons(problem, device, direction, params(size)))
-        return params(next(fits, LEAST_DOT))
+        return params(next(fits, MIN_DOT))
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
         best = self.heuristic(problem, device, direction)
@@ -119,22 +117,21 @@ class TritonPagedAttention(InferenceImplementation):
         """Products need sides of 16, and what the stages hold has to fit into shared memory."""
         block_n, why = params.kv_blocksize or 64, []
         for name, size in (("q_blocksize", params.q_blocksize or 1), ("kv_blocksize", block_n)):
-            if size != _power(size):
+            if size != power_of_two(size):
                 why.append(f"{name}={size} must be a power of two")
-        if block_n < LEAST_DOT:
-            why.append(f"kv_blocksize={block_n} must be at least {LEAST_DOT}")
+        if block_n < MIN_DOT:
+            why.append(f"kv_blocksize={block_n} must be at least {MIN_DOT}")
         main, rest = _dims(problem.head_dim, problem.value_dim, problem.options.latent_dim is not None)
-        elements = _power(main) + (_power(rest) if rest else 0)
-        elements += 0 if problem.options.latent_dim is not None else _power(problem.value_dim)
-        block_m = max((params.q_blocksize or 1) * min(_power(problem.groups), 64), LEAST_DOT)
+        elements = power_of_two(main) + (power_of_two(rest) if rest else 0)
+        elements += 0 if problem.options.latent_dim is not None else power_of_two(problem.value_dim)
+        block_m = max((params.q_blocksize or 1) * min(power_of_two(problem.groups), 64), MIN_DOT)
         stored = block_n * elements * problem.kv_dtype.itemsize * (params.num_stages or 1)
         widened = problem.kv_dtype != problem.dtype and not _half(problem)
-        held = (block_n * elements if widened else 0) + block_m * (_power(main) + block_n)
-        limits = block_limits(device.capability)
-        most = LARGEST_SHARED_BYTES if limits is None else limits.shared_bytes
+        held = (block_n * elements if widened else 0) + block_m * (power_of_two(main) + block_n)
+        most = max_shared_bytes(device, LARGEST_SHARED_BYTES)
         if stored + held * problem.dtype.itemsize > most:
             why.append(f"{params.num_stages} stages of {block_n} keys do not fit into {most} bytes of shared memory")
-        if block_m * _power(problem.value_dim) > 128 * 32 * (params.num_warps or 4):
+        if block_m * power_of_two(problem.value_dim) > 128 * 32 * (params.num_warps or 4):
             why.append(f"{block_m} rows of {problem.value_dim} do not fit into registers of {params.num_warps} warps")
         return why
 
@@ -150,7 +147,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
 
     problem, options = PagedProblem.of(inputs), inputs.options
     tokens, heads, value_dim = problem.tokens, problem.heads, problem.value_dim
-    block_g, block_q = min(_power(problem.groups), 64), params.q_blocksize or 1
+    block_g, block_q = min(power_of_two(problem.groups), 64), params.q_blocksize or 1
     splits = params.num_key_splits or 1
     main, rest = _dims(problem.head_dim, value_dim, options.latent_dim is not None)
     absent = jnp.zeros((0,), jnp.int32)
@@ -165,10 +162,10 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         per_sequence = -(-options.q_length // block_q)
         count = problem.sequences * per_sequence
     half = _half(problem)
-    least = LEAST_DOT * (2 if half else 1)
+    least = MIN_DOT * (2 if half else 1)
     float_absent = jnp.zeros((0,), jnp.float32)
     sinks = float_absent if inputs.softmax_aux is None else inputs.softmax_aux
-    sink_sizes = {"num_sinks": problem.sinks, "block_sinks": _power(max(problem.sinks, 1))}
+    sink_sizes = {"num_sinks": problem.sinks, "block_sinks": power_of_two(max(problem.sinks, 1))}
     arrays = [
         inputs.query,
         inputs.key,
@@ -212,11 +209,11 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         "splits": splits,
         "block_q": block_q,
         "block_g": block_g,
-        "block_m": max(block_q * block_g, LEAST_DOT),
+        "block_m": max(block_q * block_g, MIN_DOT),
         "block_n": params.kv_blocksize or 64,
-        "block_d": _power(main, least),
-        "block_r": _power(rest, least) if rest else 0,
-        "block_v": _power(value_dim, least),
+        "block_d": power_of_two(main, least),
+        "block_r": power_of_two(rest, least) if rest else 0,
+        "block_v": power_of_two(value_dim, least),
         "tile_dim": main,
         "exact": problem.dtype.itemsize > 2,
         "stages": params.num_stages or 2,
@@ -239,7 +236,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         num_stages=params.num_stages or 2,
     )
     if part:
-        block_v = _power(value_dim)
+        block_v = power_of_two(value_dim)
         out, lse = launch(
             triton_kernels.combine,
             [out, lse, sinks],
@@ -249,21 +246,16 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
             ],
             grid=[tokens, heads],
             constants={
-                "heads": heads, "value_dim": value_dim, "splits": splits, "block_s": _power(splits, 1),
+                "heads": heads, "value_dim": value_dim, "splits": splits, "block_s": power_of_two(splits, 1),
                 "block_v": block_v, **sink_sizes,
             },
-            num_warps=8 if _power(splits) * block_v > 8192 else 4,
+            num_warps=8 if power_of_two(splits) * block_v > 8192 else 4,
         )  # fmt: skip
     if owned is None:
         return out, lse
     # What belongs to no sequence was not written.
     nothing, nothing_lse = empty_forward(inputs)
     return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
-
-
-def _power(size: int, least: int = 1) -> int:
-    """The least power of two that is not below."""
-    return max(1 << (size - 1).bit_length() if size > 1 else 1, least)
 
 
 def _dims(head_dim: int, value_dim: int, latent: bool) -> tuple[int, int]:
@@ -294,7 +286,7 @@ def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, w
     tiles = problem.sequences * -(-problem.longest_q // block_q)
     if problem.packed:
         tiles = max(problem.sequences, -(-problem.tokens // block_q))
-    programs = tiles * problem.kv_heads * -(-problem.groups // min(_power(problem.groups), 64))
+    programs = tiles * problem.kv_heads * -(-problem.groups // min(power_of_two(problem.groups), 64))
     cores = max(device.cores, 1)
     enough = programs * min(warps, 2) >= 2 * ENOUGH_PER_CORE * cores
     wanted = 1 if enough else PROGRAMS_PER_CORE * cores // max(programs, 1)

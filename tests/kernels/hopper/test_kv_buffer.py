@@ -10,8 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tilewright.kernels.hopper.kv_spec import KVBufferConfig, KVTileSpec, Role, over_budget
-from tilewright.kernels.hopper.layouts import Swizzle, WarpAccess, bank_conflicts, is_bijective
+from tests.support.kv_buffer import KVBufferConfig, Role, over_budget
+from tests.support.layouts import WarpAccess, bank_conflicts, is_bijective
+from tilewright.kernels.hopper.layouts import Swizzle
+from tilewright.kernels.hopper.shared import SharedTile
 
 # 128 keys of depth 128 in strips of 32 by four warps, and an instruction of 16 × 16 × 16.
 SIZES: dict[str, Any] = {
@@ -126,27 +128,18 @@ def test_a_config_that_cannot_be_is_refused(role: str, change: dict[str, Any], r
 
 def test_tiles_for_wgmma_hold_one_or_more_strips():
     config = dataclasses.replace(KEY, block_k=64, num_stages=3)
-    assert dataclasses.astuple(config.tile_spec())[:4] == (128, 64, jnp.dtype(jnp.bfloat16), 3)
-    whole = config.tile_spec(strips=2)
-    assert (whole.rows, whole.columns, whole.role, whole.swizzle) == (128, 128, Role.KEY, 128)
-    assert (VALUE.tile_spec(4).rows, VALUE.tile_spec(4).columns) == (128, 128)
+    assert config.tile() == SharedTile((128, 64), jnp.bfloat16)
+    whole = config.tile(strips=2)
+    assert (whole.shape, whole.swizzle) == ((128, 128), 128)
+    assert VALUE.tile(4).shape == (128, 128)
     with pytest.raises(ValueError, match="strips=3"):
-        config.tile_spec(strips=3)
+        config.tile(strips=3)
 
 
-def test_a_tile_spec_knows_its_size_and_its_limits():
-    spec = KVTileSpec(128, 96, jnp.bfloat16, 2, Role.VALUE)
-    assert (spec.swizzle, spec.shared_bytes) == (64, 2 * 128 * 96 * 2)
-    assert is_bijective(spec.layout)
-    refused: dict[str, dict[str, Any]] = {
-        r"self\.num_stages=0": {"num_stages": 0},
-        "shared memory": {"num_stages": 10},
-        "rows=100": {"rows": 100},
-        r"self\.writers=-1": {"writers": -1},
-    }
-    for reason, change in refused.items():
-        with pytest.raises(ValueError, match=reason):
-            dataclasses.replace(spec, **change)
+def test_a_shared_tile_knows_its_size():
+    tile = SharedTile((128, 96), jnp.bfloat16)
+    assert (tile.swizzle, tile.stack_bytes(2)) == (64, 2 * 128 * 96 * 2)
+    assert is_bijective(tile.layout)
 
 
 def test_the_budget_counts_aligned_parts():

@@ -1,4 +1,8 @@
-"""What keys and values need of shared memory: their tiles, how threads and warps divide them, and the budget."""
+"""The buffer of keys and values in general terms: strips, how threads and warps divide them, and the budget.
+
+The kernels for Hopper have whole tiles, which wgmma reads from shared memory (``kernels/hopper/shared.py``); here is
+what other matrix instructions want, to try the layouts on.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,16 +18,8 @@ from tilewright.kernels.hopper.layouts import (
     blocked_product,
     row_major,
 )
-from tilewright.kernels.hopper.transforms import (
-    SHARED_ALIGNMENT,
-    aligned_bytes,
-    emit_transforms,
-    shared_layout,
-    swizzle_of,
-)
-
-HOPPER_SHARED_BYTES = 227 * 1024
-"""Shared memory that one block may have on compute capability 9.0."""
+from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SHARED_BYTES
+from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 
 VECTOR_BYTES = 16
 """The widest load or store of one thread."""
@@ -38,7 +34,7 @@ class Role(Enum):
     OUTPUT = "output"
 
 
-def over_budget(parts: Mapping[str, int], limit: int = HOPPER_SHARED_BYTES) -> str | None:
+def over_budget(parts: Mapping[str, int], limit: int = SHARED_BYTES) -> str | None:
     """The reason why buffers of so many bytes do not fit one block's shared memory, or None if they do.
 
     Each part takes whole units of Mosaic's alignment.
@@ -49,49 +45,6 @@ def over_budget(parts: Mapping[str, int], limit: int = HOPPER_SHARED_BYTES) -> s
         return None
     listed = ", ".join(f"{name} {size}" for name, size in aligned.items())
     return f"{total} bytes of shared memory are wanted, a block has {limit}: {listed}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KVTileSpec:
-    """One operand's tile: ``rows`` × ``columns`` in ``dtype``, kept in ``num_stages`` slots.
-
-    ``writers`` is the number of warpgroups that convert the operand on its way (quantised or paged KV); 0 leaves the
-    copy to the TMA unit. ``swizzle`` in bytes, None for the widest that fits: both shared-memory operands of one wgmma
-    must have the same.
-    """
-
-    rows: int
-    columns: int
-    dtype: Any
-    num_stages: int
-    role: Role = Role.KEY
-    writers: int = 0
-    swizzle: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        object.__setattr__(self, "role", Role(self.role))
-        if self.num_stages < 1:
-            raise ValueError(f"a tile needs a stage, got {self.num_stages=}")
-        if self.writers < 0:
-            raise ValueError(f"{self.writers=} must not be negative")
-        object.__setattr__(self, "swizzle", swizzle_of(self.rows, self.columns, self.dtype, self.swizzle))
-        if reason := over_budget({self.role.value: self.shared_bytes}):
-            raise ValueError(f"{reason}, from {self.rows=}, {self.columns=}, {self.num_stages=}")
-
-    @property
-    def layout(self) -> SwizzledLayout:
-        """Where the elements of a stage lie."""
-        return shared_layout(self.rows, self.columns, self.dtype, self.swizzle)
-
-    def transforms(self) -> tuple[Any, ...]:
-        """The Mosaic tiling and swizzle of the tile, emitted from its layout."""
-        return emit_transforms(self.layout, self.dtype)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of all stages, without their barriers."""
-        return aligned_bytes((self.num_stages, self.rows, self.columns), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +71,7 @@ class KVBufferConfig:
     group_size: int = 1
     decode: bool = False
     swizzle: Swizzle | None = None
-    shared_limit: int = HOPPER_SHARED_BYTES
+    shared_limit: int = SHARED_BYTES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -291,7 +244,7 @@ class KVBufferConfig:
             raise ValueError(f"rows of {self.depth=} overlap at {row_stride=}")
         return valid_rows * row_stride
 
-    def tile_spec(self, strips: int = 1, writers: int = 0, swizzle: int | None = None) -> KVTileSpec:
+    def tile(self, strips: int = 1, swizzle: int | None = None) -> SharedTile:
         """The tile that holds ``strips`` strips as an operand of wgmma, which reads shared memory without fragments.
 
         Raises:
@@ -304,4 +257,4 @@ class KVBufferConfig:
             columns *= strips
         else:
             rows *= strips
-        return KVTileSpec(rows, columns, self.dtype, self.num_stages, self.role, writers, swizzle)
+        return SharedTile((rows, columns), self.dtype, swizzle)

@@ -1,23 +1,17 @@
-"""From the layout of a tile in shared memory to Mosaic GPU's transforms, or the reason why there are none."""
+"""Tiles in shared memory: the layout that the hardware wants, Mosaic GPU's transforms for it, and the bytes."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
-
-SWIZZLES = (128, 64, 32)
-"""Widths in bytes, widest first: a wider one serves more columns with one TMA box and one wgmma descriptor."""
-
-SWIZZLE_ROWS = 8
-"""Rows of the block that a swizzle permutes, in TMA and in wgmma's descriptors alike."""
-
-SHARED_ALIGNMENT = 1024
-"""Bytes to which Mosaic GPU aligns each scratch buffer, the period of the 128-byte swizzle."""
+from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SWIZZLE_ROWS, SWIZZLES
 
 # The transforms of jax 0.12 count as abstract for a type checker, because one method of their base has no body.
 _mosaic: Any = plgpu
@@ -27,7 +21,7 @@ _VECTOR_BYTES = 16
 _LINE_SHIFT = 3
 
 
-def swizzle_of(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> int:
+def swizzle_of(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None = None) -> int:
     """The swizzle in bytes of a rows × columns tile: the one asked for, or the widest that divides the columns.
 
     Raises:
@@ -61,7 +55,7 @@ def hardware_swizzle(width: int, itemsize: int) -> Swizzle:
     return Swizzle((width // _VECTOR_BYTES).bit_length() - 1, base, _LINE_SHIFT)
 
 
-def shared_layout(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> SwizzledLayout:
+def shared_layout(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None = None) -> SwizzledLayout:
     """How a rows × columns tile lies in shared memory: blocks of 8 rows × one swizzle width, row-major in both.
 
     Raises:
@@ -75,7 +69,7 @@ def shared_layout(rows: int, columns: int, dtype: Any, swizzle: int | None = Non
 
 
 @functools.lru_cache(maxsize=256)
-def emit_transforms(layout: SwizzledLayout | Layout, dtype: Any) -> tuple[Any, ...]:
+def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[Any, ...]:
     """``(TilingTransform, SwizzleTransform)`` for a tile that lies as ``layout`` says.
 
     Raises:
@@ -103,16 +97,53 @@ def emit_transforms(layout: SwizzledLayout | Layout, dtype: Any) -> tuple[Any, .
     return _mosaic.TilingTransform((SWIZZLE_ROWS, width // itemsize)), _mosaic.SwizzleTransform(width)
 
 
-def mosaic_transforms(rows: int, columns: int, dtype: Any, swizzle: int | None = None) -> tuple[Any, ...]:
-    """The transforms of a rows × columns tile, and of any stack of such tiles.
-
-    Raises:
-      ValueError: no swizzle fits, with the reason.
-    """
-    return emit_transforms(shared_layout(rows, columns, dtype, swizzle), jnp.dtype(dtype))
-
-
-def aligned_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     """What a buffer takes of the shared memory, alignment included."""
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedTile:
+    """A tile in shared memory: shape, dtype and swizzle, from which its layout, its transforms and its size follow.
+
+    ``swizzle`` in bytes: None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
+    tile that is not a matrix. Both operands of one wgmma that lie in shared memory must have the same.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    swizzle: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"a tile needs positive dimensions, got {self.shape=}")
+        if len(self.shape) != 2:
+            if self.swizzle:
+                raise ValueError(f"only matrices are swizzled, got {self.swizzle=} for {self.shape=}")
+            object.__setattr__(self, "swizzle", 0)
+        elif self.swizzle != 0:
+            object.__setattr__(self, "swizzle", swizzle_of(*self.shape, self.dtype, self.swizzle))
+
+    @property
+    def layout(self) -> SwizzledLayout:
+        """Where the elements lie."""
+        if not self.swizzle:
+            return SwizzledLayout(row_major(*self.shape))
+        rows, columns = self.shape
+        return shared_layout(rows, columns, self.dtype, self.swizzle)
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """Mosaic's tiling and swizzle, emitted from the layout; none where the tile stays row-major."""
+        return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
+
+    def stack_bytes(self, count: int) -> int:
+        """What so many of them take of the shared memory, alignment included."""
+        return aligned_bytes((count, *self.shape), self.dtype)
+
+    def scratch(self, *stack: int) -> Any:
+        """The scratch type of the tile, or of a stack of such tiles."""
+        return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)

@@ -1,13 +1,11 @@
 """The ring in numpy: the same verbs, one after another, with every state checked."""
 
 import dataclasses
-import math
 
 import numpy as np
 
+from tests.support.ring_protocol import RingProtocol, Warpgroup
 from tilewright.kernels.hopper.ring import RingPlan
-from tilewright.kernels.hopper.ring_protocol import RingProtocol, Warpgroup
-from tilewright.kernels.hopper.transforms import shared_layout
 
 
 class ReferenceRing:
@@ -20,17 +18,13 @@ class ReferenceRing:
     def __init__(self, plan: RingPlan, name: str = "ring"):
         self.plan = plan
         self.protocol = RingProtocol(name, plan.num_stages, plan.consumers, max(plan.writers, 1))
-        if plan.swizzle:
-            rows, columns = plan.tile
-            self._offsets = shared_layout(rows, columns, plan.dtype, plan.swizzle).matrix()
-        else:
-            self._offsets = np.arange(math.prod(plan.tile)).reshape(plan.tile)
-        self._shared = np.zeros((plan.num_stages, self._offsets.size), plan.dtype)
+        self._offsets = plan.tile.layout.matrix()
+        self._shared = np.zeros((plan.num_stages, self._offsets.size), plan.tile.dtype)
         self._copies: dict[int, np.ndarray] = {}
 
     def load_from_dram(self, step: int, source: np.ndarray) -> np.ndarray | None:
         """Starts the load of ``source``; what it lacks of a tile is read as zeros, as beyond the end of an array."""
-        padding = [(0, extent - size) for extent, size in zip(self.plan.tile, source.shape, strict=True)]
+        padding = [(0, extent - size) for extent, size in zip(self.plan.tile.shape, source.shape, strict=True)]
         tile = np.pad(source, padding)
         if self.plan.writers:
             return tile

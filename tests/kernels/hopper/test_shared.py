@@ -7,29 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.layouts import WarpAccess, bank_conflicts, is_bijective
 from tilewright.kernels.hopper.layouts import (
     Swizzle,
     SwizzledLayout,
-    WarpAccess,
-    bank_conflicts,
     blocked_product,
-    is_bijective,
     row_major,
 )
-from tilewright.kernels.hopper.transforms import (
-    emit_transforms,
-    hardware_swizzle,
-    mosaic_transforms,
-    shared_layout,
-    swizzle_of,
-)
+from tilewright.kernels.hopper.shared import SharedTile, emit_transforms, hardware_swizzle, shared_layout, swizzle_of
 
 DTYPES = {jnp.float8_e4m3fn: 1, jnp.bfloat16: 2, jnp.float32: 4}
 
 
 @pytest.mark.parametrize(("head_dim", "swizzle"), [(64, 128), (96, 64), (128, 128), (192, 128), (256, 128)])
 def test_every_head_dim_has_its_widest_swizzle(head_dim: int, swizzle: int):
-    tiling, swizzling = mosaic_transforms(128, head_dim, jnp.bfloat16)
+    tiling, swizzling = SharedTile((128, head_dim), jnp.bfloat16).transforms
     assert (type(tiling), tiling.tiling) == (plgpu.TilingTransform, (8, swizzle // 2))
     assert (type(swizzling), swizzling.swizzle) == (plgpu.SwizzleTransform, swizzle)
 
@@ -51,7 +43,7 @@ def test_the_layout_is_where_the_hardware_stores(dtype, width: int, blocks: int,
     layout = shared_layout(rows, columns, dtype, width)
     np.testing.assert_array_equal(layout.matrix(), stored_by_hardware(rows, columns, itemsize, width))
     assert is_bijective(layout)
-    assert emit_transforms(layout, jnp.dtype(dtype)) == mosaic_transforms(rows, columns, dtype, width)
+    assert emit_transforms(layout, jnp.dtype(dtype)) == SharedTile((rows, columns), dtype, width).transforms
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])

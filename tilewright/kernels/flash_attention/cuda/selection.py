@@ -1,0 +1,168 @@
+"""Which variant of the kernels in CUDA C++ a call gets."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.cuda.kernel import CudaKernel
+from tilewright.kernels.cuda.table import Variant
+from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
+from tilewright.kernels.flash_attention.mask_terms import MaskParts
+from tilewright.kernels.flash_attention.operands import (
+    wants_exact_products,
+)
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.ops.types import Device, Direction
+
+TABLES = {
+    "forward": (
+        hopper_variants.FORWARD,
+        hopper_variants.WIDE_FORWARD,
+        ampere_variants.FORWARD,
+        cutlass_variants.FORWARD,
+    ),
+    "backward": (hopper_variants.BACKWARD, ampere_variants.BACKWARD, cutlass_variants.BACKWARD),
+}
+"""Of each direction, in the order in which they are asked for a variant."""
+
+DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(jnp.bfloat16): "bf16"}
+
+VECTOR_BYTES = 16
+"""Head dims are padded to a whole number of these, where no variant takes them as they are."""
+
+
+@functools.cache
+def kernels(direction: Direction) -> tuple[CudaKernel, ...]:
+    """The kernels of a direction, in the order in which they are asked."""
+    return tuple(CudaKernel(table) for table in TABLES[direction])
+
+
+def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, int]:
+    """A call as the tables' fields."""
+    parts = MaskParts.of(problem.mask)
+    return {
+        "batch": problem.batch,
+        "q_length": problem.q_length,
+        "kv_length": problem.kv_length,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "dtype": cutlass_variants.DTYPES.index(DTYPES[problem.dtype]),
+        "bias": int(problem.bias is not None),
+        "rows": int(parts.has_rows),
+        "mask": int(parts.matrix is not None),
+        "soft_cap": int(problem.options.logits_soft_cap is not None),
+        "sinks": int(problem.sinks > 0),
+        "dropout": int(problem.dropout),
+        "lowest": parts.band.lowest,
+        "highest": parts.band.highest,
+        "deterministic": int(deterministic),
+        "exact": int(wants_exact_products(problem.options, problem.dtype)),
+    }
+
+
+def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str, int]]:
+    """The problem as it is, and with padded head dims if that is another one."""
+    yield dict(fields)
+    vector = VECTOR_BYTES // itemsize
+    padded = {name: -(-fields[name] // vector) * vector for name in ("head_dim", "value_dim")}
+    if any(padded[name] != fields[name] for name in padded):
+        yield {**fields, **padded}
+
+
+def each_variant(
+    direction: Direction, fields: Mapping[str, int], itemsize: int, name: str | None = None
+) -> Iterator[tuple[CudaKernel, Variant, dict[str, int]]]:
+    """Every variant, or the one of a name, with every form of the problem, in the order in which they are tried."""
+    for each in padded_fields(fields, itemsize):
+        for kernel in kernels(direction):
+            for variant in kernel.table.variants:
+                if name is None or variant.name == name:
+                    yield kernel, variant, each
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selected:
+    """A variant, its kernel, and the problem that it was selected for, whose head dims may be padded."""
+
+    kernel: CudaKernel
+    variant: Variant
+    fields: Mapping[str, int]
+
+
+def select(
+    direction: Direction, fields: Mapping[str, int], itemsize: int, device: Device, name: str | None = None
+) -> Selected:
+    """The variant that a call gets; compiled first, if it never was.
+
+    Args:
+      name: of the one variant that is wanted.
+
+    Raises:
+      UnsupportedError: none can serve the call; it says why.
+      BuildError: the compiler failed.
+    """
+    reasons: dict[str, list[str]] = {}
+    if name is None:
+        for each in padded_fields(fields, itemsize):
+            for kernel in kernels(direction):
+                found, against = kernel.select(each, device)
+                if found is not None:
+                    return Selected(kernel, found, each)
+                reasons |= against
+    else:
+        named = list(each_variant(direction, fields, itemsize, name))
+        if not named:
+            raise ValueError(f"flash attention has no CUDA variant {name!r} ({direction})")
+        for kernel, variant, each in named:
+            reasons[name] = kernel.variant_reasons(variant, each, device, compiled=True)
+            if not reasons[name]:
+                return Selected(kernel, variant, each)
+    raise UnsupportedError(f"flash_attention ({direction}) in CUDA C++", {n: why for n, why in reasons.items() if why})
+
+
+def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Without those that only compute more than another: of a table the two least head dims, and no needless feature.
+
+    Args:
+      fitting: names of tables and their variants that can serve a call, best first.
+    """
+    found: list[Any] = []
+    dims: dict[str, set[int]] = {}
+    lean: set[Any] = set()
+    for table, variant in fitting:
+        known = dims.setdefault(table, set())
+        greatest = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
+        if greatest not in known and len(known) == 2:
+            continue
+        known.add(greatest)
+        needless = {
+            name: value for name, value in (("features", ""), ("apply_dropout", False)) if hasattr(variant, name)
+        }
+        if needless:
+            without = dataclasses.replace(variant, **needless)
+            if without in lean:
+                continue
+            lean.add(without)
+        found.append(variant)
+    return found
+
+
+def queries_of_a_block(variant: Variant) -> int | None:
+    """How many of one head's queries a block of a forward variant has; ``None`` for a backward variant."""
+    match variant:
+        case cutlass_variants.ForwardVariant():
+            return variant.block_q
+        case ampere_variants.AmpereForwardVariant():
+            return variant.tile.queries
+        case hopper_variants.HopperForwardVariant():
+            return variant.tile_q
+        case hopper_variants.HopperWideForwardVariant():
+            return hopper_variants.WIDE_TILE_Q
+    return None

@@ -1,0 +1,240 @@
+"""From the arrays of a call to the launches of the kernels in Triton."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.dropout import keep_threshold
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.mask_terms import MaskParts
+from tilewright.kernels.flash_attention.masking import FAR, Band
+from tilewright.kernels.flash_attention.operands import (
+    over_batch,
+    wants_exact_products,
+)
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.triton.configs import (
+    has_tma,
+    padded_dim,
+)
+from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
+from tilewright.kernels.triton import launch
+from tilewright.ops.utils.device import current_device
+
+CACHED_BYTES = 16 << 20
+"""Of keys and values that are worked on at a time, so that they stay in the cache between a head's programs."""
+
+ROW_TERMS_BLOCK = 32
+"""Rows per program of the kernel that multiplies out and its gradient."""
+
+_SHARED = frozenset({"bias", "mask", "q_rows", "kv_rows", "key_ranges", "query_ranges", "sinks"})
+"""Arrays that may have one of the batch."""
+
+_ABSENT = {
+    "bias": np.float32, "q_rows": np.int32, "kv_rows": np.int32, "mask": np.uint8, "key_ranges": np.int32,
+    "query_ranges": np.int32, "sinks": np.float32, "dropout_keys": np.uint32, "d_lse": np.float32,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonCall:
+    """What the kernels are told of a call that its arrays do not say."""
+
+    problem: AttentionProblem
+    parts: MaskParts
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "TritonCall":
+        problem = AttentionProblem.of(inputs)
+        return cls(problem, MaskParts.of(problem.mask))
+
+    def run(self, function: Any, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        given = {name: array for name, array in arrays.items() if array is not None}
+        return over_batch(function, self.problem.batch, given, _SHARED)
+
+    def forward(self, params: TritonForwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``(out, lse)`` of arrays whose batch may be larger than the call's."""
+        from tilewright.kernels.flash_attention.triton.forward import attention_forward
+
+        problem, tiles = self.problem, params.tiles
+        batch, (heads, q_length) = arrays["query"].shape[0], (problem.heads, problem.q_length)
+        given = dict(arrays)
+        if "sinks" in given:
+            given["sinks"] = jnp.broadcast_to(given["sinks"], (batch, heads))
+        names = ("query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "sinks", "dropout_keys")
+        outputs = [
+            jax.ShapeDtypeStruct((batch, q_length, heads, problem.value_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
+        ]
+        constants = self._constants(arrays, "key_ranges", tiles, batch * heads, problem.groups)
+        constants |= {"SINKS": "sinks" in given} | self._by_queries(arrays, tiles)
+        return self._launch(attention_forward, given, names, outputs, _cdiv(q_length, tiles.block_q), constants, tiles)
+
+    def backward(self, params: TritonBackwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``(d_query, d_key, d_value)`` and the gradient of every logit where there is a bias."""
+
+        problem, batch = self.problem, arrays["query"].shape[0]
+        given = dict(arrays)
+        given["deltas"], given["exponents"] = self._row_terms(given, batch)
+        given["d_bias"] = given["d_query"] = jnp.zeros((0,), np.float32)
+        if "bias" in given:
+            # What no program sees has no gradient.
+            given["d_bias"] = jnp.zeros((batch, *problem.score_shape[1:]), np.float32)
+        if params.deterministic:
+            d_key, d_value = self._key_value_gradients(params.key_value, given, ())
+            d_query, *d_bias = self._query_gradients(params.query, given)
+            return d_query, d_key, d_value, *d_bias
+        shape = batch, problem.heads, problem.head_dim, _whole_length(problem.q_length)
+        given["d_query"] = jnp.zeros(shape, np.float32)
+        updated = ("d_query", "d_bias") if "bias" in given else ("d_query",)
+        d_key, d_value, total, *d_bias = self._key_value_gradients(params.key_value, given, updated)
+        d_query = (total * problem.options.softmax_scale).astype(problem.dtype)[..., : problem.q_length]
+        return d_query.transpose(0, 3, 1, 2), d_key, d_value, *d_bias
+
+    def _key_value_gradients(
+        self, tiles: Tiles, arrays: Mapping[str, Any], updated: tuple[str, ...]
+    ) -> tuple[Any, ...]:
+        """``(d_key, d_value)`` and the arrays of the names ``updated``: those of dQ's products with them."""
+        from tilewright.kernels.flash_attention.triton.backward import attention_key_value_gradients
+
+        problem = self.problem
+        outputs = [jax.ShapeDtypeStruct(arrays[name].shape, problem.dtype) for name in ("key", "value")]
+        constants = self._constants(arrays, "query_ranges", tiles, arrays["query"].shape[0] * problem.kv_heads, 1)
+        constants |= self._by_keys(arrays, tiles, fused=bool(updated))
+        return self._launch(
+            attention_key_value_gradients, arrays,
+            (*_BACKWARD_INPUTS, "query_ranges", "dropout_keys", "d_query", "d_bias"), outputs,
+            _cdiv(problem.kv_length, tiles.block_k), constants, tiles, problem.kv_heads, updated,
+        )  # fmt: skip
+
+    def _query_gradients(self, tiles: Tiles, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``d_query``, and ``d_bias`` where there is a bias."""
+        from tilewright.kernels.flash_attention.triton.backward import attention_query_gradients
+
+        problem = self.problem
+        constants = self._constants(
+            arrays, "key_ranges", tiles, arrays["query"].shape[0] * problem.heads, problem.groups
+        ) | self._by_queries(arrays, tiles)
+        return self._launch(
+            attention_query_gradients, arrays, (*_BACKWARD_INPUTS, "key_ranges", "dropout_keys", "d_bias"),
+            [jax.ShapeDtypeStruct(arrays["query"].shape, problem.dtype)], _cdiv(problem.q_length, tiles.block_q),
+            constants, tiles, updated=("d_bias",) if "bias" in arrays else (),
+        )  # fmt: skip
+
+    def _row_terms(self, arrays: Mapping[str, Any], batch: int) -> tuple[Any, ...]:
+        from tilewright.kernels.flash_attention.triton.backward import attention_row_terms
+
+        heads, q_length, value_dim = self.problem.heads, self.problem.q_length, self.problem.value_dim
+        d_lse = arrays.get("d_lse", jnp.zeros((0,), np.float32))
+        return launch(
+            attention_row_terms,
+            [arrays["out"], arrays["d_out"], arrays["lse"], d_lse],
+            [jax.ShapeDtypeStruct((batch, heads, _whole_length(q_length)), np.float32)] * 2,
+            grid=[_cdiv(q_length, ROW_TERMS_BLOCK) * batch * heads],
+            scalars={"q_length": q_length},
+            constants={
+                "HEADS": heads, "HEAD_VALUE_DIM": value_dim, "VALUE_DIM": padded_dim(value_dim),
+                "BLOCK": ROW_TERMS_BLOCK, "HAS_D_LSE": "d_lse" in arrays,
+            },
+        )  # fmt: skip
+
+    def _launch(
+        self, kernel: Any, arrays: Mapping[str, Any], names: tuple[str, ...], outputs: list[jax.ShapeDtypeStruct],
+        tiles_of_a_head: int, constants: Mapping[str, Any], tiles: Tiles, heads: int = 0,
+        updated: tuple[str, ...] = (),
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The outputs, then the arrays of the names ``updated``, which the kernel adds to or writes in part."""
+        problem, batch = self.problem, arrays["query"].shape[0]
+        absent = {name: jnp.zeros((0,), _ABSENT[name]) for name in names if name not in arrays}
+        return launch(
+            kernel,
+            [arrays.get(name, absent.get(name)) for name in names],
+            [*outputs, *(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated)],
+            grid=[tiles_of_a_head * batch * (heads or problem.heads)],
+            scalars={"q_length": problem.q_length, "kv_length": problem.kv_length},
+            constants=constants,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            in_place={len(outputs) + i: names.index(name) for i, name in enumerate(updated)},
+        )
+
+    def _by_queries(self, arrays: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:
+        """What kernels are told whose programs have a tile of queries and go through keys."""
+        return self._walk("key_ranges" in arrays, self.parts.band, self.problem.kv_length % tiles.block_k != 0)
+
+    def _by_keys(self, arrays: Mapping[str, Any], tiles: Tiles, fused: bool) -> dict[str, Any]:
+        """What the kernel is told whose programs have a tile of keys and go through queries."""
+        problem, band = self.problem, self.parts.band
+        uneven = problem.q_length % tiles.block_q != 0 or (fused and problem.kv_length % tiles.block_k != 0)
+        walk = self._walk("query_ranges" in arrays, band.transposed, uneven)
+        return walk | {"GROUPS": problem.groups, "FUSED": fused}
+
+    def _walk(self, ranged: bool, band: Band, uneven: bool) -> dict[str, Any]:
+        """Which of the parts of ``visible_span`` there are, by bits, and whether the last programs have most to do.
+
+        Those begin, so that they do not end last. ``band`` is where others are seen from a program's own.
+        """
+        ends = {"LAST_FIRST": band.lowest <= -FAR and band.highest < FAR}
+        if ranged:
+            return ends | {"PARTS": 0b100}
+        return ends | {"PARTS": (band.lowest > -FAR) | 0b010 | (band.highest < FAR or uneven) << 2}
+
+    def _constants(
+        self, arrays: Mapping[str, Any], ranges: str, tiles: Tiles, places: int, sharing: int
+    ) -> dict[str, Any]:
+        """What all three kernels are compiled for; ``sharing`` programs of neighbouring heads have the same keys."""
+        problem, options, parts, band = self.problem, self.problem.options, self.parts, self.parts.band
+        worked_on = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        at_once = max(CACHED_BYTES // max(worked_on, 1), 1) * sharing
+        exact = wants_exact_products(options, problem.dtype)
+        return {
+            "HEADS": problem.heads,
+            "GROUPS": problem.groups,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_VALUE_DIM": problem.value_dim,
+            "DIM": padded_dim(problem.head_dim),
+            "VALUE_DIM": padded_dim(problem.value_dim),
+            "BLOCK_Q": tiles.block_q,
+            "BLOCK_K": tiles.block_k,
+            "AT_ONCE": max(count for count in range(1, min(at_once, places) + 1) if places % count == 0),
+            "SCALE": float(options.softmax_scale),
+            "SOFT_CAP": float(options.logits_soft_cap or 0.0),
+            "LOWEST": band.lowest,
+            "HIGHEST": band.highest,
+            "BANDED": parts.positions is None and band != Band(),
+            "ROWS": parts.has_rows,
+            "ROWS_BATCH": int("q_rows" in arrays and arrays["q_rows"].shape[0] > 1),
+            "COLUMNS_BATCH": int("kv_rows" in arrays and arrays["kv_rows"].shape[0] > 1),
+            "MASK": _shape_bits(arrays.get("mask")),
+            "RANGES": _shape_bits(arrays.get(ranges)),
+            "BIAS": _shape_bits(arrays.get("bias")),
+            "THRESHOLD": keep_threshold(options.dropout_prob) if problem.dropout else 0,
+            "KEEP_SCALE": 1.0 / (1.0 - options.dropout_prob),
+            "PRECISION": "tf32x3" if exact else "tf32",
+            "TMA": tiles.tma and has_tma(problem, current_device()),
+        }
+
+
+_BACKWARD_INPUTS = (
+    "query", "key", "value", "d_out", "exponents", "deltas", "bias", "q_rows", "kv_rows", "mask",
+)  # fmt: skip
+
+
+def _shape_bits(array: Any) -> int:
+    """Which dimensions of an array of scores are more than one, the batch the highest of four bits; -1 for no array."""
+    if array is None:
+        return -1
+    return sum(bit for bit, size in zip((8, 4, 2, 1), array.shape, strict=True) if size > 1)
+
+
+def _whole_length(length: int) -> int:
+    """As the kernels' ``whole_length``."""
+    return _cdiv(length, 4) * 4
+
+
+def _cdiv(length: int, block: int) -> int:
+    return -(-length // block)

@@ -1,0 +1,45 @@
+"""Limits of compute capability 9.0 (CUDA C++ Programming Guide, PTX ISA), and those that Mosaic GPU adds."""
+
+from types import MappingProxyType
+
+from tilewright.kernels.footprint import SHARED_KB
+
+CAPABILITY = (9, 0)
+
+NUM_SMS = 132
+"""Multiprocessors of an H100 or H200, where the device does not say."""
+
+SHARED_BYTES = SHARED_KB[90] << 10
+"""Shared memory that one block may have."""
+
+SHARED_ALIGNMENT = 1024
+"""Bytes to which Mosaic GPU aligns each scratch buffer, the period of the 128-byte swizzle."""
+
+BARRIER_BYTES = 8
+
+MAX_BARRIERS = 32
+"""Barriers of one array: their phases are the bits of one 32-bit word per thread."""
+
+WARPGROUP_THREADS = 128
+
+WGMMA_M = 64
+"""Rows of the accumulator of a warpgroup's matrix instruction."""
+
+MAX_TMA_BOX = 256
+"""Elements that TMA takes along one dimension."""
+
+SWIZZLES = (128, 64, 32)
+"""Widths in bytes, widest first: a wider one serves more columns with one TMA box and one wgmma descriptor."""
+
+SWIZZLE_ROWS = 8
+"""Rows of the block that a swizzle permutes, in TMA and in wgmma's descriptors alike.
+
+TMA wants a whole number of them in global memory too, where shared memory is tiled by as many.
+"""
+
+REGISTERS = MappingProxyType({2: (240, 24), 3: (160, 32)})
+"""Registers per thread of a consumer and of the producer, by the number of consumer warpgroups.
+
+A block starts with all the registers of a multiprocessor, shared out evenly in multiples of 8: together these must not
+be more.
+"""
