@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
-from tests.every_op.matrix import OpCall, call_of, every_op
+from tests.every_op.matrix import OpCall, call_of, every_op, large_call_of
 from tilewright.errors import UnsupportedError
 from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
 
@@ -91,17 +91,6 @@ def test_a_policy_by_name_saves_the_forward_pass(op):
     assert forwards(jax.checkpoint(function, policy=policy)) == forwards(function) < forwards(jax.checkpoint(function))
 
 
-GROWN: dict[str, dict[str, Any]] = {"flash_attention": {"batch": 3, "q_length": 200}}
-GROWN_SERVING = {"sequences": 5, "kv_length": 256}
-GROWN_PACKED = {"sequences": 5, "kv_length": 256, "q_lengths": (1, 5, 3, 2, 2)}
-
-
-def grown(call: OpCall) -> OpCall:
-    """The same call in other sizes: what differs between the two shall be symbolic."""
-    packed = any(name in call.op for name in ("ragged_page", "unified", "chunked", "update"))
-    return call_of(call.op, **GROWN.get(call.op, GROWN_PACKED if packed else GROWN_SERVING))
-
-
 def symbolic(small: list[Any], large: list[Any]) -> list[Any]:
     """Arrays whose sizes that differ between two calls are symbols; a size that is one more than another says so."""
     names: dict[tuple[int, int], str] = {}
@@ -123,7 +112,7 @@ def symbolic(small: list[Any], large: list[Any]) -> list[Any]:
 
 @every
 def test_an_exported_program_serves_other_sizes(op):
-    small, large = call_of(op), grown(call_of(op))
+    small, large = call_of(op), large_call_of(op)
     function, arrays = small.training()
     other, others = large.training()
     shapes = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others))
@@ -149,7 +138,7 @@ def places(arrays: list[Any]) -> list[int]:
 @every
 def test_other_platforms_say_why_they_take_no_symbolic_dimensions(op, without_builds):
     function, arrays = call_of(op, "bfloat16").on_arrays(platform=("pallas", "triton", "cuda"))
-    _, others = grown(call_of(op, "bfloat16")).on_arrays()
+    _, others = large_call_of(op).on_arrays()
     shapes, order = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others)), places(arrays)
     with tilewright.target_device("NVIDIA H100 80GB HBM3"), pytest.raises(UnsupportedError) as refused:
         export.export(jax.jit(lambda *xs: function(*[xs[i] for i in order])), platforms=["cuda"])(*shapes)

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, least_ms
@@ -137,8 +139,15 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
     keyword arguments it returns, and the methods below, all of which take what ``prepare`` returned.
 
     Attributes:
+      cases: named calls, for the command line, the capability table and tests.
+      cuda_tables: the tables of variants of its kernels in CUDA C++, by name, as ``"module:NAME"``.
+      differentiable: whether it has gradients.
       implementations: best first.
     """
+
+    cases: ClassVar[OpCases[Any]]
+    cuda_tables: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    differentiable: ClassVar[bool]
 
     def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
         super().__init__(name, version=version)
@@ -433,6 +442,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 class PortfolioKernel(Portfolio, abc.ABC):
     """A portfolio with gradients, which an implementation computes from any other's forward results."""
 
+    differentiable: ClassVar[bool] = True
     run_is_forward: ClassVar[bool] = True
 
     @abc.abstractmethod
@@ -476,6 +486,8 @@ class PortfolioKernel(Portfolio, abc.ABC):
 
 class InferenceKernel(Portfolio, abc.ABC):
     """A portfolio without gradients: to differentiate it is a ``TypeError``."""
+
+    differentiable: ClassVar[bool] = False
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         with without_x64(args, kwargs):

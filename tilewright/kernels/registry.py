@@ -81,6 +81,8 @@ class Implementation(abc.ABC):
       backward_params: type of the params of ``backward``.
       forward_mode: whether JAX can differentiate ``forward`` in forward mode.
       symbolic_dimensions: whether shapes may have symbolic dimensions, of ``jax.export``.
+      late_import: what it imports with its first call, too slow for every program that only has it at hand: a module,
+        or ``"module:function"`` where a function imports the rest.
       keeps_lowering: whether what it is lowered to is kept on disk. It is worth that where lowering takes long, and may
         be where nothing of the process that lowered it is needed to run it.
     """
@@ -91,6 +93,7 @@ class Implementation(abc.ABC):
     backward_params: ClassVar[type] = BwdParams
     forward_mode: ClassVar[bool] = False
     symbolic_dimensions: ClassVar[bool] = False
+    late_import: ClassVar[str] = ""
     keeps_lowering: ClassVar[bool] = False
 
     @abc.abstractmethod
