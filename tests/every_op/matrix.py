@@ -11,6 +11,7 @@ import numpy as np
 
 from tilewright.kernels import OPS, function, kernel
 from tilewright.kernels.portfolio import Choice, Portfolio
+from tilewright.kernels.registry import Platform
 from tilewright.ops import Invocation
 from tilewright.ops.executor import prepared
 from tilewright.ops.utils.device import current_device
@@ -35,6 +36,11 @@ class OpCall:
     @property
     def differentiable(self) -> bool:
         return self.kernel.differentiable
+
+    @property
+    def platforms(self) -> set[Platform]:
+        """Those that the op has implementations for."""
+        return {each.load().platform for each in self.kernel.implementations if not each.load_error}
 
     def on_arrays(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
         """The call as a function of its arrays, and these."""

@@ -183,12 +183,11 @@ def costs_and_platforms(
     with user_mistakes():
         inv, _ = prepared(op, positional, keywords, concrete=False)
     stages = [inv, inv.backward()] if backward else [inv]
-    problem = op.problem(*inv.abstract_args, **inv.abstract_kwargs)
     reasons = [op.reasons(stage) for stage in stages]
     able = [name for name in reasons[0] if not any(each[name] for each in reasons)]
     if not able:
         raise UnsupportedError(target, reasons[-1])
-    flops = sum(op.cost(problem, stage.direction).flops for stage in stages)
+    flops = sum(op.cost(stage).flops for stage in stages)
     return flops, list(dict.fromkeys(name.partition(":")[0] for name in able))
 
 

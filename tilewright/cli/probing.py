@@ -81,7 +81,7 @@ def problems_of(op: str) -> Iterator[Any]:
     for case in cases.values():
         positional, keywords = case.arguments()
         inv, _ = prepared(chosen, positional, keywords, concrete=False)
-        yield chosen.problem(*inv.abstract_args, **inv.abstract_kwargs)
+        yield chosen.problem_of(inv)
 
 
 def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present: Sequence[Device]) -> ServedBackend:

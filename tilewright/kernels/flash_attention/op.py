@@ -27,13 +27,12 @@ from tilewright.kernels.flash_attention.partitioning import attention_partitioni
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
-from tilewright.kernels.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import OraclePart
-from tilewright.ops.types import Direction
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
 type LogSumExp = Float[Array, "*batch heads q_length"]
@@ -49,7 +48,7 @@ COST_BLOCK = 64
 """Tile size with which the visible part of a mask is counted."""
 
 
-class FlashAttention(PortfolioKernel):
+class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
 
     cases = CASES
@@ -200,14 +199,13 @@ class FlashAttention(PortfolioKernel):
 
     def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
         """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
-        args, kwargs = invocation.abstract_args, invocation.abstract_kwargs
-        problem = self.problem(*args, **kwargs)
+        problem = self.problem_of(invocation)
         if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES:
             return []
         places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
         # What is dropped counts from the first head of the first element, for which the oracle takes its part.
         chosen = dict.fromkeys(places[:1] if problem.dropout else places)
-        return [oracle_part(problem, *place, unbatched=kwargs["unbatched"]) for place in chosen]
+        return [oracle_part(problem, *place, unbatched=invocation.abstract_kwargs["unbatched"]) for place in chosen]
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
@@ -226,8 +224,9 @@ class FlashAttention(PortfolioKernel):
         """The numerics policy allows more where a soft cap flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
-    def cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that a static mask leaves, and bytes of every array read or written once."""
+        problem = self.problem_of(inv)
         flops = product_flops(problem, TileClass.PARTIAL)
         item = problem.dtype.itemsize
         rows = problem.batch * problem.q_length * problem.heads
@@ -237,15 +236,16 @@ class FlashAttention(PortfolioKernel):
         lse = 4 * rows
         bias = 0 if problem.bias is None else problem.bias.size * problem.bias.dtype.itemsize
         masks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.mask))
-        if direction == "forward":
+        if inv.direction == "forward":
             return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
         # Reads all of that and d_out, and writes the gradients.
         return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
 
-    def least_cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
+        problem = self.problem_of(inv)
         flops = product_flops(problem, TileClass.FULL)
-        if direction == "backward":
+        if inv.direction == "backward":
             # A caller may want one gradient of all: its product and that of the logits.
             return Cost(flops, 0.0)
         rows = problem.batch * problem.q_length * problem.heads

@@ -17,17 +17,16 @@ from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
-from tilewright.kernels.portfolio import InferenceKernel, LazyImplementation, lazy
+from tilewright.kernels.portfolio import Choice, InferenceKernel, LazyImplementation, lazy
 from tilewright.kernels.public import with_defaults
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.types import Direction
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class PagedAttentionKernel(InferenceKernel, abc.ABC):
+class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
     """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
@@ -199,14 +198,16 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
         """The numerics policy allows more where a soft cap flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
-    def cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Of sequences that fill their tables: every visible key read once, every query and output moved once."""
+        problem = self.problem_of(inv)
         per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
         scores = problem.tokens * problem.heads * problem.visible
         rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
         return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
 
-    def least_cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """What lengths of zero leave: the output."""
+        problem = self.problem_of(inv)
         return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))

@@ -16,12 +16,10 @@ from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
-from tilewright.kernels.portfolio import InferenceKernel, lazy
+from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.types import Direction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class UpdateCase(ServingCase):
         return positional, self.scales(cache)
 
 
-class UpdatePages(InferenceKernel):
+class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
     """Writes packed tokens into pages; see ``update_pages`` for the arguments."""
 
     cases = serving_cases(UpdateCase, packed=True)
@@ -117,10 +115,6 @@ class UpdatePages(InferenceKernel):
             key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
         )
 
-    def problem(self, *args: Any, **kwargs: Any) -> WriteInputs:
-        """The prepared arguments themselves, of which backends look at shapes and dtypes."""
-        return self.inputs(*args, **kwargs)
-
     def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
         """The arrays of the cache that there are, in the shapes in which they came."""
         key, *others = results
@@ -154,17 +148,16 @@ class UpdatePages(InferenceKernel):
             )
         return args, dict(invocation.abstract_kwargs)
 
-    def partitioning(self, inputs: WriteInputs) -> Partitioning | None:
-        """None: a scatter follows the types of the pages, and what is written is split as they are."""
-        return None
+    # No core_dims: a scatter follows the types of the pages, and what is written is split as they are.
 
-    def cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Bytes of the new tokens, read once and written once."""
+        problem = self.problem_of(inv)
         tokens = [new for new in (problem.key, problem.value) if new is not None]
         stored = problem.key_pages.dtype.itemsize
         return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
 
-    def least_cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Nothing, where all tokens are dropped and the pages are donated."""
         return Cost(0.0, 0.0)
 
