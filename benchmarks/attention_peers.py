@@ -226,7 +226,8 @@ def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
 
 
 def _ours(platform: str | None, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
-    return flash_attention(**floats, **operands.options(extras), platform=platform)  # type: ignore[return-value]
+    arguments: dict[str, Any] = {**floats, **operands.options(extras)}
+    return flash_attention(**arguments, platform=platform)  # type: ignore[return-value]
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"], operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:

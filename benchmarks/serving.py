@@ -30,9 +30,9 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
-from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.page_attention import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import token_reference
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform

@@ -43,14 +43,15 @@ MOST_PARAMS = 12
 def framework() -> Any:
     """What is used of Tilewright: the only imports from it, for modules move."""
     from tilewright.cli.options import CallOptions
-    from tilewright.cli.targets import OPS, flat_call, op_cases, op_function
+    from tilewright.cli.targets import flat_call, op_cases
+    from tilewright.kernels import OPS, function, kernel
     from tilewright.kernels.cuda.build import Group, shipped_key
     from tilewright.kernels.cuda.kernel import CudaKernel, noting_groups
     from tilewright.kernels.flash_attention.cudnn import jax_calls as cudnn_jax
     from tilewright.kernels.flash_attention.fa4 import cute as fa4_cute
     from tilewright.ops import ConfigSelectorChain, Device, find_invocations, target_device
     from tilewright.ops.kernel.arrays import StaticLeaf, split
-    from tilewright.ops.kernel.kernel import gradient_form, optional_method
+    from tilewright.ops.kernel.optional import gradient_form, optional_method
     from tilewright.ops.lowering.stages import Program, Stage, traced
     from tilewright.ops.utils.known_devices import find_device
 
@@ -69,10 +70,11 @@ def framework() -> Any:
         find_device=find_device,
         find_invocations=find_invocations,
         flat_call=flat_call,
+        function=function,
         gradient_form=gradient_form,
+        kernel=kernel,
         noting_groups=noting_groups,
         op_cases=op_cases,
-        op_function=op_function,
         optional_method=optional_method,
         shipped_key=shipped_key,
         split=split,
@@ -264,7 +266,7 @@ def _cheap_arrays() -> Iterator[None]:
             return asarray(*args, **kwargs)
 
     try:
-        jnp.asarray, np.random.default_rng = eager, lambda *seed: _Zeros(default_rng(*seed))
+        jnp.asarray, np.random.default_rng = eager, lambda *seed: _Zeros(default_rng(*seed))  # type: ignore[assignment]
         yield
     finally:
         jnp.asarray, np.random.default_rng = asarray, default_rng
@@ -276,12 +278,13 @@ def calls_of(known: Any, op: str, kind: str) -> list[OpCall]:
 
     found = []
     for case in known.op_cases(op, known.CallOptions(cases=("all",)), kind):
-        made = []
+        made: list[Any] = []
 
         def abstract(case: Any = case, made: list[Any] = made) -> Any:
             with _cheap_arrays():
                 positional, keywords = case.arguments()
-            function, args = known.flat_call(known.op_function(op), positional, keywords, known.OPS[op].gradients)
+            with_gradients = known.kernel(op).differentiable
+            function, args = known.flat_call(known.function(op), positional, keywords, with_gradients)
             made.append(function)
             return args
 
@@ -428,7 +431,7 @@ def entries(op: str, devices: Sequence[str] = tuple(DEVICES)) -> Iterator[Entry]
         for device in devices:
             name = DEVICES[device]
             kind = "cpu" if name is None else known.find_device(name).kind
-            table = known.OPS[op].device_cases.get(kind, known.OPS[op].device_cases["cpu"])
+            table = kind if kind in known.kernel(op).cases.by_device else "cpu"
             if table not in calls:
                 calls[table] = calls_of(known, op, kind)
             for call in calls[table]:

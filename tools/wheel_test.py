@@ -36,7 +36,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 import tilewright, tilewright.modules
-from tilewright.kernels import CUDA_TABLES
+from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda.toolchain import own_folders
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.utils.serialize import resolve
@@ -46,11 +46,12 @@ if not folder.is_relative_to(sys.prefix):
     sys.exit(f"imported from {folder}, not from the environment")
 tables = [file for file in (files("tilewright") / "tables").iterdir() if file.name.endswith(".json")]
 entries = sum(len(list(AutotuningResult.from_json(file.read_text()))) for file in tables)
-headers = [path for name in CUDA_TABLES.values() for path in (resolve(name).header, *resolve(name).include_folders)]
+headers = [path for name in cuda_tables().values() for path in (resolve(name).header, *resolve(name).include_folders)]
 missing = [str(path) for path in (folder / "py.typed", own_folders()[0], *headers) if not path.exists()]
 if missing or not entries:
     sys.exit(f"{entries} entries in {len(tables)} tables; missing: {missing}")
-print(f"tilewright {tilewright.__version__}: {entries} entries in {len(tables)} tables, {len(CUDA_TABLES)} CUDA tables")
+said = f"{entries} entries in {len(tables)} tables, {len(cuda_tables())} CUDA tables"
+print(f"tilewright {tilewright.__version__}: {said}")
 """
 
 

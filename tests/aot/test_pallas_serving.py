@@ -13,15 +13,17 @@ from tests.kernels.paged_attention.latent_conformance import latent_inputs
 from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.ops.mla_decode_cases import GPU_CASES
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 
 if missing_packages():
     pytest.skip(missing_packages(), allow_module_level=True)
 
 BACKEND = PallasGpuPagedAttention()
 
-CALLS = {name: functools.partial(inputs_of, "mla_decode", case) for name, case in GPU_CASES.items()} | {
+CALLS = {
+    name: functools.partial(inputs_of, "mla_decode", case) for name, case in MlaDecode.cases.by_device["gpu"].items()
+} | {
     name: functools.partial(latent_inputs, **{"sequences": 64, "kv_length": 8192} | fields)
     for name, fields in {
         "two tokens": {"heads": 128, "q_lengths": (2,)},

@@ -74,7 +74,7 @@ class Compilation:
 def inputs_of(**options: Any) -> AttentionInputs:
     sizes: dict[str, Any] = {"batch": 2, "q_length": 1024, "heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     case = AttentionCase("", **sizes | options)
-    with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
+    with mock.patch.object(cases, "normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
         arrays, kwargs = case.arguments()
     args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
     return FlashAttention().inputs(*args, **kwargs)

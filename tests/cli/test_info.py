@@ -36,7 +36,7 @@ def served(where, problems=(1, 2), present=None):
 def test_every_backend_of_every_op_is_asked(monkeypatch):
     found = probing.served_backends()
     by_name = {(each.op, each.name): each for each in found}
-    for op in probing.KERNELS:
+    for op in probing.OPS:
         assert by_name[op, "xla"].devices == ("cpu",)
     for each in found:
         assert bool(each.devices) != bool(each.why)
@@ -78,12 +78,14 @@ def test_a_backend_that_cannot_be_imported_says_why(source, why, tmp_path, monke
 
 
 def test_what_is_imported_with_the_first_call_is_tried_too(monkeypatch):
-    for where in probing.LATE_IMPORTS.values():
-        module, _, function = where.partition(":")
+    every = [each.load() for op in probing.OPS for each in probing.kernel(op).implementations if not each.load_error]
+    assert {each.late_import for each in every} >= {"", "triton"}
+    for each in every:
+        module, _, function = each.late_import.partition(":")
         assert not function or callable(getattr(importlib.import_module(module), function))
-    monkeypatch.setattr(probing, "LATE_IMPORTS", {"pallas": "json:JSONDecoder"})
+    monkeypatch.setattr(Picky, "late_import", "json:JSONDecoder")
     assert served(f"{__name__}:Picky").devices == ("cpu",)
-    monkeypatch.setattr(probing, "LATE_IMPORTS", {"pallas": "nonesuch_package"})
+    monkeypatch.setattr(Picky, "late_import", "nonesuch_package")
     one = served(f"{__name__}:Picky")
     assert (one.devices, one.why) == ((), "cannot be loaded: No module named 'nonesuch_package'")
 

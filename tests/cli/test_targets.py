@@ -9,6 +9,7 @@ import typer
 from tilewright.cli.functions import parse_arrays
 from tilewright.cli.options import CallOptions, parse_setting, parse_sizes
 from tilewright.cli.targets import flat_call, named_calls
+from tilewright.ops.utils.device import current_device
 
 
 def make_scaled():
@@ -51,10 +52,11 @@ def test_without_backward_there_is_only_the_output():
 
 
 def test_named_cases_and_all_of_them():
-    from tilewright.cli.targets import device_cases, op_cases
+    from tilewright.cli.targets import op_cases
+    from tilewright.kernels import kernel
 
     every = op_cases("flash_attention", CallOptions(cases=("all",)))
-    assert [case.name for case in every] == list(device_cases("flash_attention"))
+    assert [case.name for case in every] == list(kernel("flash_attention").cases.of_device(current_device().kind))
     one = op_cases("flash_attention", CallOptions(cases=("causal_4k",), dtype="float16"))
     assert (one[0].name, one[0].dtype) == ("causal_4k", "float16")
 

@@ -9,21 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.cli.targets import OPS as CASES_OF
-from tilewright.cli.targets import op_function
-from tilewright.kernels import OPS, kernel
-from tilewright.kernels.portfolio import Choice, Portfolio, PortfolioKernel
+from tilewright.kernels import OPS, function, kernel
+from tilewright.kernels.portfolio import Choice, Portfolio
+from tilewright.kernels.registry import Platform
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.device import current_device
-from tilewright.ops.utils.serialize import resolve
-
-SIZES: dict[str, dict[str, Any]] = {
-    "flash_attention": {"batch": 2, "q_length": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True},
-    "mla_decode": {"sequences": 2, "kv_length": 128, "heads": 64, "head_dim": 576, "value_dim": 512, "page_size": 64},
-}
-SERVING = {"sequences": 2, "kv_length": 64, "heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 16}
-PACKED = ("ragged_page_attention", "unified_attention", "chunked_prefill_paged_decode", "update_pages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +27,7 @@ class OpCall:
 
     @property
     def function(self) -> Callable[..., Any]:
-        return op_function(self.op)
+        return function(self.op)
 
     @property
     def kernel(self) -> Portfolio:
@@ -44,7 +35,12 @@ class OpCall:
 
     @property
     def differentiable(self) -> bool:
-        return isinstance(self.kernel, PortfolioKernel)
+        return self.kernel.differentiable
+
+    @property
+    def platforms(self) -> set[Platform]:
+        """Those that the op has implementations for."""
+        return {each.load().platform for each in self.kernel.implementations if not each.load_error}
 
     def on_arrays(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
         """The call as a function of its arrays, and these."""
@@ -80,11 +76,12 @@ class OpCall:
 
 def call_of(op: str, dtype: str = "float32", **fields: Any) -> OpCall:
     """A small call."""
-    case = resolve(f"{CASES_OF[op].cases}:{CASES_OF[op].case}")
-    sizes = SIZES.get(op, SERVING) | {"dtype": dtype} | fields
-    if op in PACKED:
-        sizes = {"q_lengths": (1, 5)} | sizes
-    return OpCall(op, *case(name="small", **sizes).arguments())
+    return OpCall(op, *dataclasses.replace(kernel(op).cases.small, dtype=dtype, **fields).arguments())
+
+
+def large_call_of(op: str) -> OpCall:
+    """The same call in other sizes: what differs between the two shall be symbolic."""
+    return OpCall(op, *kernel(op).cases.large.arguments())
 
 
 @functools.cache

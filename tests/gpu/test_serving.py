@@ -17,9 +17,9 @@ from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
-from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.page_attention import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention

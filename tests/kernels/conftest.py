@@ -35,7 +35,7 @@ def needs_nvcc(missing: list[str]) -> Callable[[Any], Any]:
 
 def abstract_arguments(case: AttentionCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A case's arguments, of which the large ones are not drawn."""
-    with mock.patch.object(cases, "_normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
+    with mock.patch.object(cases, "normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
         return case.arguments()
 
 

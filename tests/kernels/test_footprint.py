@@ -142,7 +142,7 @@ def test_no_config_that_was_measured_would_have_been_dropped():
     seen: dict[str, list[tuple[float, float]]] = {}
     for case, params, rate in swept():
         inv = invocation(case)
-        flops = KERNEL.cost(KERNEL.problem(*inv.args, **inv.kwargs), "forward").flops
+        flops = KERNEL.cost(inv).flops
         bound = KERNEL.config_bound_ms(inv, Choice("pallas", None, params))
         seen.setdefault(case.name, []).append((bound, flops / rate / 1e9))
     assert sum(map(len, seen.values())) > 40

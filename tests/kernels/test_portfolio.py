@@ -12,7 +12,6 @@ import pytest
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.portfolio import Choice, PerDirection, PortfolioKernel, lazy
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
-from tilewright.kernels.roofline import Cost
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -86,17 +85,8 @@ class Double(PortfolioKernel):
     def cotangents(self, inputs: Any, results: Any, cotangents: Any, *args: Any, **_: Any) -> Any:
         return cotangents[0]
 
-    def cost(self, problem: Doubling, direction: Any) -> Cost:
-        return Cost(problem.length, 8 * problem.length)
-
-    def least_cost(self, problem: Doubling, direction: Any) -> Cost:
-        return Cost(problem.length, 4 * problem.length)
-
     def reference(self, x: Any, y: Any, **_: Any) -> Any:
         return 2 * x
-
-    def partitioning(self, inputs: Any) -> None:
-        return None
 
 
 @pytest.fixture

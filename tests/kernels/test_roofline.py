@@ -30,8 +30,8 @@ def invocation(case: AttentionCase, direction: Any = "forward", device: Device =
 def test_the_least_is_no_more_than_the_cost(conformance_case: Any, direction: Any):
     kernel = FlashAttention()
     args, kwargs = conformance_case.prepared(seed=0)
-    problem = kernel.problem(*args, **kwargs)
-    least, cost = kernel.least_cost(problem, direction), kernel.cost(problem, direction)
+    inv = Invocation(kernel, args, kwargs, direction=direction)
+    least, cost = kernel.least_cost(inv), kernel.cost(inv)
     assert 0 <= least.flops <= cost.flops
     assert 0 <= least.bytes <= cost.bytes
 

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,9 @@ from tests.support.suites import sampled
 from tilewright import modules
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
-from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.modules import (
     PageAttention,
     chunked_prefill_paged_decode,
@@ -58,9 +59,17 @@ CALL = (QUERY, KEY_PAGES, VALUE_PAGES, TABLE, LENGTHS)
 @every_function
 def test_the_signature_is_that_of_prepare_and_every_argument_is_documented(name: str):
     function, op = FUNCTIONS[name], kernel(name)
-    *ours, cfg = inspect.signature(function).parameters.values()
-    assert ours == list(inspect.signature(op.prepare).parameters.values())
-    assert (cfg.name, cfg.default) == ("cfg", None)
+    ours = list(inspect.signature(function).parameters.values())
+    prepare = list(inspect.signature(op.prepare).parameters.values())
+    own = [p for p in prepare if p.kind is not p.VAR_KEYWORD]
+    assert ours[: len(own)] == own
+    for p in prepare[len(own) :]:
+        (options,) = typing.get_args(p.annotation)
+        shared = ours[len(own) :]
+        assert {p.name: p.annotation for p in shared} == options.__annotations__
+        assert {p.name: p.default for p in shared if p.default is not None} == {"return_lse": False}
+    assert ours[-1].name == "cfg"
+    assert {p.kind for p in ours[len(own) :]} <= {inspect.Parameter.KEYWORD_ONLY}
     documented = inspect.getdoc(function) or ""
     for parameter in inspect.signature(function).parameters:
         assert f"  {parameter}: " in documented, parameter

@@ -20,10 +20,9 @@ from tilewright.cli.files import check_new_file, writing
 from tilewright.cli.mistakes import first_line, user_code, user_mistakes
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import Failure, Interrupted, counted, stderr, stdout, table
-from tilewright.cli.peers import PEERS
-from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases, op_function
+from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases
 from tilewright.errors import TilewrightError, UnsupportedError
-from tilewright.kernels import kernel
+from tilewright.kernels import function, kernel
 from tilewright.ops.kernel.arrays import random_array
 from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.kernel.prepared import prepared
@@ -107,7 +106,7 @@ def _measurements(
         return
     op = find_op(target)
     for case in op_cases(target, options):
-        for backward in (False, True) if options.backward and op.gradients else (False,):
+        for backward in (False, True) if options.backward and op.differentiable else (False,):
             what = f"{target} {case.name}" + (" with gradients" if backward else "")
             yield what, functools.partial(measure, target, case, backward=backward, iters=iters)
 
@@ -146,19 +145,17 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     with user_mistakes(case.name):
         positional, keywords = case.arguments()
     flops, platforms = costs_and_platforms(target, positional, keywords, backward)
-    contenders: dict[str, tuple[Callable[..., Any], dict[str, Any]] | str] = {
-        f"tilewright {name}": (op_function(target), {**keywords, "platform": name}) for name in platforms
+    contenders: dict[str, Callable[..., Any] | str] = {
+        f"tilewright {name}": functools.partial(function(target), platform=name) for name in platforms
     }
-    for name, peer in PEERS.get(target, {}).items():
-        answer = peer(case)
-        contenders[name] = answer if isinstance(answer, str) else (answer[0], _renamed(keywords, answer[1], case))
+    contenders |= {name: peer(case) for name, peer in kernel(target).cases.peers.items()}
     remarks = {name: contender for name, contender in contenders.items() if isinstance(contender, str)}
     runnable: dict[str, Callable[[], Any]] = {}
     failures: dict[str, str] = {}
     for name, contender in contenders.items():
         if not isinstance(contender, str):
             try:
-                runnable[name] = _bound(contender[0], positional, contender[1], backward)
+                runnable[name] = _bound(contender, positional, keywords, backward)
             except FAILURES as error:
                 failures[name] = f"{type(error).__name__}: {first_line(error)}"
     timings = dict(
@@ -187,22 +184,12 @@ def costs_and_platforms(
     with user_mistakes():
         inv, _ = prepared(op, positional, keywords, concrete=False)
     stages = [inv, inv.backward()] if backward else [inv]
-    problem = op.problem(*inv.abstract_args, **inv.abstract_kwargs)
     reasons = [op.reasons(stage) for stage in stages]
     able = [name for name in reasons[0] if not any(each[name] for each in reasons)]
     if not able:
         raise UnsupportedError(target, reasons[-1])
-    flops = sum(op.cost(problem, stage.direction).flops for stage in stages)
+    flops = sum(op.cost(stage).flops for stage in stages)
     return flops, list(dict.fromkeys(name.partition(":")[0] for name in able))
-
-
-def _renamed(keywords: dict[str, Any], names: dict[str, str], case: Any) -> dict[str, Any]:
-    renamed = {names.get(name, name): value for name, value in keywords.items()}
-    if isinstance(
-        case.sliding_window, int
-    ):  # ours looks back only, when causal; an int of JAX's always looks both ways
-        renamed["local_window_size"] = (case.sliding_window, 0 if case.causal else case.sliding_window)
-    return renamed
 
 
 def _bound(
@@ -216,13 +203,13 @@ def _bound(
 
 def measurements_table(target: str, found: list[Measurement]) -> Any:
     """One row for each measurement; ratios are to the peer's time on the same case."""
-    peers = tuple(PEERS.get(target, {}))
     title, figures = f"{target} on {current_device().name}", ("time", "± ms", "of JAX's", "GFLOP/s")
     if is_function(target):
         made = table(title, "arrays", "time", "± ms", right=figures)
         for m in found:
             made.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
         return made
+    peers = kernel(target).cases.peers
     made = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
     by_peer = {(m.case, m.stage): m.time_ms for m in found if m.implementation in peers}
     for m in found:

@@ -15,7 +15,7 @@ from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
 from tilewright.errors import BuildError
-from tilewright.kernels import CUDA_TABLES
+from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import (
     BuildCache,
     Event,
@@ -44,7 +44,7 @@ def named_tables(names: Sequence[str]) -> list[VariantTable]:
     Raises:
       typer.BadParameter: there is no table of one of the names.
     """
-    found = [_find_table(name) for name in names or CUDA_TABLES]
+    found = [_find_table(name) for name in names or cuda_tables()]
     if not found:
         raise typer.BadParameter("there are no tables here; name one of yours: module:NAME", param_hint="--table")
     return found
@@ -112,10 +112,11 @@ def capabilities(architectures: Sequence[str]) -> list[int]:
 
 
 def _find_table(name: str) -> VariantTable:
-    if ":" not in name and name not in CUDA_TABLES:
-        hint = f"{meant(name, CUDA_TABLES)}there are {', '.join(CUDA_TABLES)}; one of yours is module:NAME"
+    known = cuda_tables()
+    if ":" not in name and name not in known:
+        hint = f"{meant(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
         raise typer.BadParameter(f"no table {name!r}; {hint}", param_hint="--table")
-    found = import_named(CUDA_TABLES.get(name, name), "NAME")
+    found = import_named(known.get(name, name), "NAME")
     if not isinstance(found, VariantTable):
         raise typer.BadParameter(f"{name} is {found!r}, not a VariantTable", param_hint="--table")
     return found

@@ -8,14 +8,13 @@ from pathlib import Path
 import typer
 
 from tilewright.cli.choices import DTYPES, ISOLATIONS
+from tilewright.kernels import OPS
 
 _ENTRY = re.compile(r"(.+)-([0-9a-f]{32})\.json", re.ASCII)
 
 
 def targets(incomplete: str) -> list[str]:
     """Ops. Not functions: to know a module's names is to run it."""
-    from tilewright.cli.targets import OPS
-
     return _beginning(OPS, incomplete)
 
 

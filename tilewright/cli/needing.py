@@ -76,12 +76,12 @@ def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
     Raises:
       typer.BadParameter: there is no such op, or an architecture names nothing.
     """
-    find_op(name)
+    op = find_op(name)
     devices = [
         Device("gpu", f"sm_{architecture(capability)}", divmod(capability, 10), present=False)
         for capability in capabilities(architectures)
     ]
-    return _groups(build for device in devices for build in kernel(name).all_builds(device))
+    return _groups(build for device in devices for build in op.all_builds(device))
 
 
 def groups_of_calls(target: str, options: CallOptions, device: str | None = None) -> list[Group]:

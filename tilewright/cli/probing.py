@@ -10,9 +10,7 @@ from typing import Any
 import jax
 
 from tilewright.cli.mistakes import first_line
-from tilewright.cli.targets import OPS, find_op
-from tilewright.kernels import OPS as KERNELS
-from tilewright.kernels import kernel
+from tilewright.kernels import OPS, kernel
 from tilewright.kernels.portfolio import LazyImplementation, implementation_name
 from tilewright.kernels.registry import Implementation
 from tilewright.ops.kernel.prepared import prepared
@@ -23,21 +21,10 @@ from tilewright.ops.utils.known_devices import find_device
 STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """Asked about where there is no GPU: what a backend lacks besides one can be installed before one is there."""
 
-LATE_IMPORTS: Mapping[str, str] = MappingProxyType(
-    {"triton": "triton", "cuda:fa4": "tilewright.kernels.flash_attention.fa4.cute:kernels"}
-)
-"""What a backend imports with its first call, too slow for every program that only has it at hand.
-
-A module, or a function of one that imports the rest.
-"""
-
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot"}
 )
 """Of ours by the package that they bring."""
-
-SHORT = {"batch": 1, "q_length": 128, "sequences": 1, "kv_length": 128}
-"""Sizes of which a backend's answer does not depend, and the arrays of the question do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +47,8 @@ def served_backends() -> list[ServedBackend]:
     present = present_devices()
     return [
         _served(op, lazy, problems, present)
-        for op in KERNELS
-        for problems in [list(problems_of(op)) if present and op in OPS else []]
+        for op in OPS
+        for problems in [list(problems_of(op)) if present else []]
         for lazy in kernel(op).implementations
     ]
 
@@ -83,20 +70,18 @@ def _device(device: Any) -> Device:
 
 def problems_of(op: str) -> Iterator[Any]:
     """Problems of all of an op's cases, in short: what a backend serves none of, it does not serve."""
-    spec = find_op(op)
-    module = importlib.import_module(spec.cases)
+    chosen = kernel(op)
     cases = {}
-    for table in spec.device_cases.values():
-        for case in getattr(module, table).values():
-            sizes = {name: size for name, size in SHORT.items() if getattr(case, name, None) is not None}
+    for table in chosen.cases.by_device.values():
+        for case in table.values():
+            sizes = {name: size for name, size in chosen.cases.brief.items() if getattr(case, name) is not None}
             for dtype in (case.dtype, "bfloat16"):
                 short = dataclasses.replace(case, name="probe", dtype=dtype, **sizes)
                 cases[repr(short)] = short
-    chosen = kernel(op)
     for case in cases.values():
         positional, keywords = case.arguments()
         inv, _ = prepared(chosen, positional, keywords, concrete=False)
-        yield chosen.problem(*inv.abstract_args, **inv.abstract_kwargs)
+        yield chosen.problem_of(inv)
 
 
 def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present: Sequence[Device]) -> ServedBackend:
@@ -110,7 +95,7 @@ def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present:
     reasons = {device.name: common_reasons(loaded, problems, device) for device in present}
     able = tuple(device for device, against in reasons.items() if not against)
     if able:
-        broken = _late_import_error(name)
+        broken = _late_import_error(loaded)
         return ServedBackend(op, name, () if broken else able, broken)
     against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
     if all(device.kind == "cpu" for device in present):
@@ -129,12 +114,12 @@ def common_reasons(loaded: Implementation, problems: Sequence[Any], device: Devi
     return common or []
 
 
-def _late_import_error(name: str) -> str:
-    module, _, function = LATE_IMPORTS.get(name, "").partition(":")
+def _late_import_error(backend: Implementation) -> str:
+    module, _, function = backend.late_import.partition(":")
     try:
-        loaded = importlib.import_module(module) if module else None
+        found = importlib.import_module(module) if module else None
         if function:
-            getattr(loaded, function)()
+            getattr(found, function)()
     except Exception as error:  # as above
         return said_of(error)
     return ""

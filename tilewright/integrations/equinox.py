@@ -114,13 +114,14 @@ class MultiheadAttention(eqx.Module):
           ValueError: shapes that do not fit; ``process_heads`` changed a shape.
           RuntimeError: dropout without a key.
         """
-        heads = [
-            self._heads(projection, x)
-            for projection, x in ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
-        ]
+        heads = (
+            self._heads(self.query_proj, query),
+            self._heads(self.key_proj, key_),
+            self._heads(self.value_proj, value),
+        )
         if process_heads is not None:
             shapes = [x.shape for x in heads]
-            heads = list(process_heads(*heads))
+            heads = process_heads(*heads)
             if [x.shape for x in heads] != shapes:
                 raise ValueError(f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}")
         drops = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)

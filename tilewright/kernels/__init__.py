@@ -1,55 +1,86 @@
 """The operations, one folder each, and what they share."""
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from tilewright.kernels.portfolio import Portfolio
-from tilewright.ops.utils.serialize import resolve
-from tilewright.ops.utils.stable_ids import loaded_class
+if TYPE_CHECKING:
+    from tilewright.kernels.portfolio import Portfolio
 
 _PAGED = "tilewright.kernels.paged_attention.ops"
 
-OPS: Mapping[str, str] = MappingProxyType(
-    {
-        "flash_attention": "tilewright.kernels.flash_attention.op:FlashAttention",
-        "decode_attention": f"{_PAGED}.decode_attention:DecodeAttention",
-        "page_attention": f"{_PAGED}.page_attention:PageAttention",
-        "ragged_decode_attention": f"{_PAGED}.ragged_decode_attention:RaggedDecodeAttention",
-        "ragged_page_attention": f"{_PAGED}.ragged_page_attention:RaggedPageAttention",
-        "unified_attention": f"{_PAGED}.unified_attention:UnifiedAttention",
-        "chunked_prefill_paged_decode": f"{_PAGED}.chunked_prefill_paged_decode:ChunkedPrefillPagedDecode",
-        "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
-        "update_pages": f"{_PAGED}.update_pages:UpdatePages",
-    }
-)
-"""Every op by name; adding one adds its line here."""
+_OPS = {
+    "flash_attention": "tilewright.kernels.flash_attention.op:FlashAttention",
+    "decode_attention": f"{_PAGED}.decode_attention:DecodeAttention",
+    "page_attention": f"{_PAGED}.page_attention:PageAttention",
+    "ragged_decode_attention": f"{_PAGED}.ragged_decode_attention:RaggedDecodeAttention",
+    "ragged_page_attention": f"{_PAGED}.ragged_page_attention:RaggedPageAttention",
+    "unified_attention": f"{_PAGED}.unified_attention:UnifiedAttention",
+    "chunked_prefill_paged_decode": f"{_PAGED}.chunked_prefill_paged_decode:ChunkedPrefillPagedDecode",
+    "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
+    "update_pages": f"{_PAGED}.update_pages:UpdatePages",
+}
 
-CUDA_TABLES: Mapping[str, str] = MappingProxyType(
-    {
-        "flash_attention_hopper_forward": "tilewright.kernels.flash_attention.cuda.hopper_variants:FORWARD",
-        "flash_attention_hopper_wide_forward": "tilewright.kernels.flash_attention.cuda.hopper_variants:WIDE_FORWARD",
-        "flash_attention_hopper_backward": "tilewright.kernels.flash_attention.cuda.hopper_variants:BACKWARD",
-        "packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE",
-        "flash_attention_ampere_forward": "tilewright.kernels.flash_attention.cuda.ampere_variants:FORWARD",
-        "flash_attention_ampere_backward": "tilewright.kernels.flash_attention.cuda.ampere_variants:BACKWARD",
-        "flash_attention_forward": "tilewright.kernels.flash_attention.cuda.cutlass_variants:FORWARD",
-        "flash_attention_backward": "tilewright.kernels.flash_attention.cuda.cutlass_variants:BACKWARD",
-    }
-)
-"""Every table of CUDA variants by name, for ``tilewright build``; adding one adds its line here."""
+OPS: Mapping[str, str] = MappingProxyType(_OPS)
+"""Every op by name, as the class of its kernel; adding one adds its line above.
+
+The module of the class also has the public function, by the op's name. Nothing of an op, nor JAX, is imported before it
+is asked for: the shell completes words from here.
+"""
+
+
+@contextlib.contextmanager
+def registered(name: str, where: str) -> Iterator[None]:
+    """Has an op of another package known by its name, as the lines above have those of this one.
+
+    Args:
+      where: ``"module:Class"``.
+
+    Raises:
+      ValueError: there is an op of that name.
+    """
+    if name in _OPS:
+        raise ValueError(f"there is an op {name!r} already, {_OPS[name]}")
+    _OPS[name] = where
+    try:
+        yield
+    finally:
+        del _OPS[name]
+        kernel.cache_clear()
 
 
 @functools.cache
-def kernel(name: str) -> Portfolio:
+def kernel(name: str) -> "Portfolio":
     """The kernel of an op.
 
     Raises:
       ValueError: there is no op of that name.
     """
+    module, _, kind = _place(name).partition(":")
+    return getattr(importlib.import_module(module), kind)()
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The public function of an op.
+
+    Raises:
+      ValueError: there is no op of that name.
+    """
+    return getattr(importlib.import_module(_place(name).partition(":")[0]), name)
+
+
+def cuda_tables() -> dict[str, str]:
+    """Every table of CUDA variants by name, as ``"module:NAME"``: those that the ops name."""
+    return {table: where for op in OPS for table, where in kernel(op).cuda_tables.items()}
+
+
+def _place(name: str) -> str:
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; there are {sorted(OPS)}")
-    return resolve(OPS[name])()
+    return OPS[name]
 
 
 def load_classes(name: str) -> None:
@@ -57,6 +88,8 @@ def load_classes(name: str) -> None:
 
     The op whose name stands in it comes first, then those of its family and all others, until the class is known.
     """
+    from tilewright.ops.utils.stable_ids import loaded_class  # which imports JAX, as completion must not
+
     for op in sorted(OPS, key=lambda op: op not in name):
         if loaded_class(name) is None:
             [each.load() for each in kernel(op).implementations if not each.load_error]

@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from tilewright.kernels.registry import Platform
 
 type PlatformLike = Platform | str
+type PlatformOption = PlatformLike | Sequence[PlatformLike] | None
+"""A platform, several in order of preference, or ``None`` for any."""
 type PrecisionLike = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 
@@ -204,7 +206,7 @@ def matmul_precision(precision: Any) -> jax.lax.Precision | jax.lax.DotAlgorithm
         ) from None
 
 
-def platforms(platform: PlatformLike | Sequence[PlatformLike] | None) -> tuple[Platform, ...] | None:
+def platforms(platform: PlatformOption) -> tuple[Platform, ...] | None:
     """The platforms allowed, in order of preference; None is any."""
     if platform is None or platform == "auto":
         return None

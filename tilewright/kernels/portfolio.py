@@ -9,17 +9,19 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
-from tilewright.kernels.roofline import Cost, least_ms
-from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally
+from tilewright.kernels.roofline import Cost, array_bytes, least_ms
+from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
 from tilewright.ops.types import Device, Direction
@@ -130,15 +132,26 @@ def without_x64(*operands: Any) -> AbstractContextManager[None]:
     return contextlib.nullcontext() if wide else jax.enable_x64(False)
 
 
-class Portfolio(Kernel[Choice, Any], abc.ABC):
+class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     """A kernel whose config is a ``Choice`` among implementations: ``PortfolioKernel`` or ``InferenceKernel``.
 
     An op gives ``prepare``, which puts ``platform`` (``None`` or a tuple of platforms in order of preference) among the
-    keyword arguments it returns, and the methods below, all of which take what ``prepare`` returned.
+    keyword arguments it returns, ``inputs`` and ``reference``; all methods below take what ``prepare`` returned. The
+    others have defaults that suit an op of few arrays and no matrix products.
 
     Attributes:
+      cases: named calls, for the command line, the capability table and tests.
+      cuda_tables: the tables of variants of its kernels in CUDA C++, by name, as ``"module:NAME"``.
+      core_dims: how many trailing dimensions of each argument are the op's own, in the words of NumPy's generalised
+        ufuncs; those before are shared and may be split over mesh axes. What is not named is whole on every device.
+      differentiable: whether it has gradients.
       implementations: best first.
     """
+
+    cases: ClassVar[OpCases[Any]]
+    cuda_tables: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    differentiable: ClassVar[bool]
 
     def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
         super().__init__(name, version=version)
@@ -147,43 +160,75 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         self.argument_names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     @abc.abstractmethod
-    def inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The prepared arguments as implementations take them."""
-
-    @abc.abstractmethod
-    def problem(self, *args: Any, **kwargs: Any) -> Any:
-        """What implementations may know of abstract prepared arguments when they are asked for reasons and params."""
-
-    @abc.abstractmethod
-    def outputs(self, inputs: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the caller gets of an implementation's results."""
-
-    @abc.abstractmethod
-    def cost(self, problem: Any, direction: Direction) -> Cost:
-        """FLOPs and bytes of a call."""
-
-    @abc.abstractmethod
-    def least_cost(self, problem: Any, direction: Direction) -> Cost:
-        """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`."""
+    def inputs(self, *args: Any, **kwargs: Any) -> Inputs:
+        """The prepared arguments as implementations take them: a pytree with the names of the arguments."""
 
     @abc.abstractmethod
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The oracle."""
 
-    @abc.abstractmethod
-    def partitioning(self, inputs: Any) -> Partitioning | None:
+    def problem(self, *args: Any, **kwargs: Any) -> Problem:
+        """What implementations may know of abstract prepared arguments when they are asked for reasons and params.
+
+        The inputs by default, with shapes in the place of arrays.
+        """
+        return cast(Problem, self.inputs(*args, **kwargs))
+
+    def outputs(self, inputs: Inputs, results: Results, *args: Any, **kwargs: Any) -> Any:
+        """What the caller gets of an implementation's results: by default the results."""
+        return results
+
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """FLOPs and bytes of a call: by default it multiplies no matrices, and moves every array once."""
+        operands, results = (inv.abstract_args, inv.abstract_kwargs), self.output_shapes(inv)
+        size = array_bytes(operands) + array_bytes(results)
+        if inv.direction == "backward":
+            size += array_bytes(operands, floating=True)
+        return Cost(0.0, float(size))
+
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`.
+
+        By default results are written; of gradients a caller may want any.
+        """
+        return Cost(0.0, float(array_bytes(self.output_shapes(inv))) if inv.direction == "forward" else 0.0)
+
+    def partitioning(self, inputs: Inputs) -> Partitioning | None:
         """How the types of the arrays split the op over explicit mesh axes; ``None`` if they do not.
+
+        By default by leading dimensions, as ``core_dims`` says.
 
         Raises:
           ValueError: they split it in a way that would need communication.
         """
+        return leading_partitioning(inputs, self.core_dims)
 
-    def forward_results(self, inputs: Any, cfg: Choice) -> Any:
+    def problem_of(self, inv: Invocation[Choice, Any]) -> Problem:
+        """The problem of a call, made once and kept on the invocation."""
+        if "problem" not in inv.memo:
+            inv.memo["problem"] = self.problem(*inv.abstract_args, **inv.abstract_kwargs)
+        return inv.memo["problem"]
+
+    def output_shapes(self, inv: Invocation[Choice, Any]) -> Any:
+        """The outputs of a call by shape, as the oracle has them, made once."""
+        if "outputs" not in inv.memo:
+            leaves, tree = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
+            arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+
+            def call(given: dict[int, Any]) -> Any:
+                args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+                return self.reference(*args, **kwargs)
+
+            unplaced = {i: jax.ShapeDtypeStruct(each.shape, each.dtype) for i, each in arrays.items()}
+            inv.memo["outputs"] = jax.eval_shape(call, unplaced)
+        return inv.memo["outputs"]
+
+    def forward_results(self, inputs: Inputs, cfg: Choice) -> Results:
         """What the chosen implementation computes, on each device's part where the types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
         return forward_locally(forward, self._partitioning(inputs), inputs)
 
-    def _partitioning(self, inputs: Any) -> Partitioning | None:
+    def _partitioning(self, inputs: Inputs) -> Partitioning | None:
         with naming(self):
             return self.partitioning(inputs)
 
@@ -205,7 +250,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
         """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
-        problem, choices = self._problem(inv), self._supported(inv)
+        problem, choices = self.problem_of(inv), self._supported(inv)
         yield from choices
         for choice in choices:
             for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
@@ -257,7 +302,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         lazy_implementation = self._lazy_implementation(cfg)
         if lazy_implementation is None:
             return [f"{self.name} has no implementation {cfg.implementation!r} that can be loaded here"]
-        problem = self._problem(inv)
+        problem = self.problem_of(inv)
         why = self._reasons_of(lazy_implementation, inv, problem)[1]
         allowed = inv.abstract_kwargs.get("platform")
         if allowed is not None and cfg.platform not in allowed:
@@ -290,16 +335,16 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def _least_ms(self, inv: Invocation[Choice, Any], share: float) -> float:
         """The least time of a call on a share of the device's multiprocessors."""
-        one = self.least_cost(self._problem(inv), inv.direction)
+        one = self.least_cost(inv)
         times = math.prod(axis.size for axis in inv.mapped)
         return least_ms(Cost(times * one.flops / share, times * one.bytes), inv.target)
 
     def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
-        return self._implementation(cfg).footprints(self._problem(inv), inv.target, inv.direction, cfg.params)
+        return self._implementation(cfg).footprints(self.problem_of(inv), inv.target, inv.direction, cfg.params)
 
     def config_builds(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Build]:
         """Builds that a config needs before it can run the call, made already or not."""
-        return self._implementation(cfg).builds(self._problem(inv), inv.target, inv.direction, cfg.params)
+        return self._implementation(cfg).builds(self.problem_of(inv), inv.target, inv.direction, cfg.params)
 
     def all_builds(self, device: Device) -> Sequence[Build]:
         """Every build that `config_builds` may return for calls on a device."""
@@ -324,7 +369,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
 
     def reasons(self, inv: Invocation[Choice, Any]) -> dict[str, list[str]]:
         """For every implementation all reasons why it cannot serve a call, whatever platforms the caller allows."""
-        problem = self._problem(inv)
+        problem = self.problem_of(inv)
         return dict(self._reasons_of(each, inv, problem) for each in self.implementations)
 
     def _reasons_of(
@@ -343,9 +388,6 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         except Exception as error:
             return name, [f"its probe failed: {one_line(error)}"]
 
-    def _problem(self, inv: Invocation[Choice, Any]) -> Any:
-        return self.problem(*inv.abstract_args, **inv.abstract_kwargs)
-
     def _supported(self, inv: Invocation[Choice, Any]) -> list[Choice]:
         """The heuristic choices of every implementation that can serve a call, best first."""
         return list(self._in_order(inv))
@@ -356,7 +398,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         Raises:
           UnsupportedError: there is none.
         """
-        allowed, problem, found = inv.abstract_kwargs.get("platform"), self._problem(inv), False
+        allowed, problem, found = inv.abstract_kwargs.get("platform"), self.problem_of(inv), False
         for platform in (None,) if allowed is None else allowed:
             last = []
             for lazy_implementation in self.implementations:
@@ -406,7 +448,7 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
             raise TypeError(f"{choice.params=} must be of type {mine.__name__} for {choice.implementation!r}")
         lazy_implementation = self._lazy_implementation(choice)
         assert lazy_implementation is not None  # or its params would not have been found right
-        why = self._reasons_of(lazy_implementation, inv, self._problem(inv))[1]
+        why = self._reasons_of(lazy_implementation, inv, self.problem_of(inv))[1]
         if why:
             raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
         return choice
@@ -426,14 +468,21 @@ class Portfolio(Kernel[Choice, Any], abc.ABC):
         )
 
 
-class PortfolioKernel(Portfolio, abc.ABC):
+class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Results], abc.ABC):
     """A portfolio with gradients, which an implementation computes from any other's forward results."""
 
+    differentiable: ClassVar[bool] = True
     run_is_forward: ClassVar[bool] = True
 
-    @abc.abstractmethod
-    def cotangents(self, inputs: Any, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        """The cotangents of an implementation's results from those of ``outputs``."""
+    def cotangents(
+        self, inputs: Inputs, results: Results, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The cotangents of an implementation's results from those of ``outputs``.
+
+        By default outputs are the first arrays of the results, and the others, for the backward pass alone, have none.
+        """
+        leaves, tree = jax.tree.flatten(results)
+        return jax.tree.unflatten(tree, [*cotangents, *[None] * (len(leaves) - len(cotangents))])
 
     def forward_mode_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         """The best config whose code JAX can differentiate in forward mode.
@@ -470,8 +519,10 @@ class PortfolioKernel(Portfolio, abc.ABC):
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-class InferenceKernel(Portfolio, abc.ABC):
+class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Results], abc.ABC):
     """A portfolio without gradients: to differentiate it is a ``TypeError``."""
+
+    differentiable: ClassVar[bool] = False
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         with without_x64(args, kwargs):

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Never
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
@@ -70,10 +70,11 @@ class KernelConfig:
         object.__setattr__(self, "backend", Backend(self.backend))
 
 
-class Implementation(abc.ABC):
+class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
-    The first five methods read shapes, dtypes and the device only; ``problem`` and ``inputs`` are the op's own types.
+    The first five methods read shapes, dtypes and the device only. ``Inputs``, ``Problem`` and ``Results`` are the op's
+    types, ``Forward`` and ``Backward`` those of the params of either direction.
 
     Attributes:
       algorithm: tells several implementations on one platform apart.
@@ -81,6 +82,8 @@ class Implementation(abc.ABC):
       backward_params: type of the params of ``backward``.
       forward_mode: whether JAX can differentiate ``forward`` in forward mode.
       symbolic_dimensions: whether shapes may have symbolic dimensions, of ``jax.export``.
+      late_import: what it imports with its first call, too slow for every program that only has it at hand: a module,
+        or ``"module:function"`` where a function imports the rest.
       keeps_lowering: whether what it is lowered to is kept on disk. It is worth that where lowering takes long, and may
         be where nothing of the process that lowered it is needed to run it.
     """
@@ -91,33 +94,40 @@ class Implementation(abc.ABC):
     backward_params: ClassVar[type] = BwdParams
     forward_mode: ClassVar[bool] = False
     symbolic_dimensions: ClassVar[bool] = False
+    late_import: ClassVar[str] = ""
     keeps_lowering: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:
+    def not_supported_reasons(self, problem: Problem, device: Device, direction: Direction) -> list[str]:
         """Every reason why this backend cannot serve the problem; empty if it can."""
 
     @abc.abstractmethod
-    def heuristic(self, problem: Any, device: Device, direction: Direction) -> Any:
+    def heuristic(self, problem: Problem, device: Device, direction: Direction) -> Forward | Backward:
         """The params to use when nothing was measured."""
 
     @abc.abstractmethod
-    def candidates(self, problem: Any, device: Device, direction: Direction) -> Iterable[Any]:
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> Iterable[Forward | Backward]:
         """The params worth measuring, best guess first."""
 
-    def config_reasons(self, problem: Any, device: Device, direction: Direction, params: Any) -> list[str]:
+    def config_reasons(
+        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+    ) -> list[str]:
         """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
         return []
 
-    def comes_last(self, problem: Any, device: Device, direction: Direction) -> bool:
+    def comes_last(self, problem: Problem, device: Device, direction: Direction) -> bool:
         """Whether, of a problem that this backend can serve, others are likely faster: they go first, unmeasured."""
         return False
 
-    def footprints(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
+    def footprints(
+        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+    ) -> Sequence[Footprint]:
         """What params that can serve the problem take, of each kernel that multiplies matrices; none if not known."""
         return ()
 
-    def builds(self, problem: Any, device: Device, direction: Direction, params: Any) -> Sequence[Build]:
+    def builds(
+        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+    ) -> Sequence[Build]:
         """Builds that params need before they can run, made already or not; none by default.
 
         Of several that may be needed in turn, as a compiled variant's facts decide, the first that is not known to do.
@@ -129,25 +139,27 @@ class Implementation(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def forward(self, inputs: Any, params: Any) -> Any:
+    def forward(self, inputs: Inputs, params: Forward) -> Results:
         """The op's results, in the form that all backends of the op share as residuals."""
 
     @abc.abstractmethod
-    def backward(self, inputs: Any, results: Any, cotangents: Any, params: Any) -> dict[str, Any]:
+    def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Backward) -> dict[str, Any]:
         """Gradients by argument name, from any backend's forward results."""
 
 
-class InferenceImplementation(Implementation, abc.ABC):
+class InferenceImplementation[Inputs, Problem, Results, Forward](
+    Implementation[Inputs, Problem, Results, Forward, Never], abc.ABC
+):
     """A backend of an op that has no gradients."""
 
     @abc.abstractmethod
-    def forward_reasons(self, problem: Any, device: Device) -> list[str]:
+    def forward_reasons(self, problem: Problem, device: Device) -> list[str]:
         """Every reason why this backend cannot serve the problem; empty if it can."""
 
-    def not_supported_reasons(self, problem: Any, device: Device, direction: Direction) -> list[str]:
+    def not_supported_reasons(self, problem: Problem, device: Device, direction: Direction) -> list[str]:
         if direction == "backward":
             return ["the op is for inference and has no backward pass"]
         return self.forward_reasons(problem, device)
 
-    def backward(self, inputs: Any, results: Any, cotangents: Any, params: Any) -> dict[str, Any]:
+    def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Never) -> dict[str, Any]:
         raise NotImplementedError("the op is for inference and has no backward pass")

@@ -1,6 +1,11 @@
 """What devices can do at most, and so the least time that a call can take; a measurement below it is not believed."""
 
 import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tilewright.ops.types import Device
 
@@ -16,6 +21,13 @@ class Cost:
 
     flops: float
     bytes: float
+
+
+def array_bytes(tree: Any, *, floating: bool = False) -> int:
+    """Bytes of the arrays in a tree, of floating-point ones alone if asked."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    wanted = [x for x in arrays if not floating or jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

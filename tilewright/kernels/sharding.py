@@ -1,7 +1,7 @@
 """Running an implementation on each device's part when the arrays' types say how they are split."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,72 @@ class Partitioning:
     gradients: dict[str, GradientParts]
     on_part: Callable[[Any], Any] = lambda inputs: inputs
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
+
+
+def leading_partitioning(inputs: Any, core_dims: Mapping[str, int]) -> Partitioning | None:
+    """By the leading dimensions that arguments share, as their types say; every result has them first.
+
+    Args:
+      inputs: a pytree whose arrays have the names of arguments, as fields or keys.
+      core_dims: how many trailing dimensions of an argument are the op's own. One that it does not name is whole on
+        every device.
+
+    Raises:
+      ValueError: a dimension is split that is not shared, or one is split in two ways.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(inputs)
+    arrays = {_argument(path): leaf for path, leaf in leaves}
+    mesh = explicit_mesh(*arrays.values())
+    if mesh is None or not core_dims:
+        return None
+    shared = {name: array.ndim - core_dims.get(name, array.ndim) for name, array in arrays.items()}
+    split = _common_axes(arrays, shared)
+    used = [name for axes in split for name in axis_names(axes)]
+
+    def spec_of(name: str) -> PartitionSpec:
+        sizes = zip(split, arrays[name].shape[: shared[name]], strict=False)
+        return PartitionSpec(*(axes if size > 1 else None for axes, size in sizes))
+
+    def gradient(name: str) -> GradientParts:
+        mine = [each for axes in spec_of(name) for each in axis_names(axes)]
+        summed = tuple(each for each in used if each not in mine)
+        return GradientParts(spec_of(name), summed, typed_spec(arrays[name]))
+
+    return Partitioning(
+        mesh=mesh,
+        inputs=jax.tree.unflatten(tree, [spec_of(name) for name in arrays]),
+        results=PartitionSpec(*split),
+        gradients={name: gradient(name) for name in arrays},
+    )
+
+
+def _argument(path: tuple[Any, ...]) -> str:
+    """The argument that a leaf is, by its path in the inputs."""
+    return str(getattr(path[0], "name", None) or getattr(path[0], "key", None))
+
+
+def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[Any]:
+    """The mesh axes of every dimension that arrays share."""
+    said = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
+    split: list[Any] = [None] * max(shared.values())
+    for name, array in arrays.items():
+        axes = typed_axes(array)
+        if any(axes[shared[name] :]):
+            raise ValueError(
+                f"{name} can be split along its first {shared[name]} dimensions ({said}); reshard it first"
+            )
+        for position, each in enumerate(axes[: shared[name]]):
+            if None not in (each, split[position]) and each != split[position]:
+                raise ValueError(f"arguments must be split alike or be whole ({said}); reshard {name} first")
+            split[position] = split[position] or each
+    return split
+
+
+def axis_names(axes: Any) -> tuple[str, ...]:
+    """What a ``PartitionSpec`` holds for one dimension, ``None``, a name or several, as a tuple of names."""
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:

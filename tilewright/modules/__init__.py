@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from tilewright import kernels
 from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
 from tilewright.modules.serving import (
     ChunkedPrefillPagedDecode,
@@ -52,4 +53,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "base":
         return importlib.import_module("tilewright.modules.base")
+    if name in kernels.OPS:  # one that is registered for a time, or by another package
+        return kernels.function(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

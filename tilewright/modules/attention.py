@@ -11,65 +11,11 @@ from jax import lax
 from jax.nn import dot_product_attention as jax_dot_product_attention
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.op import FlashAttention, Output, Results
-from tilewright.modules.public import public_function
+from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
+
+__all__ = ["FlashAttention", "dot_product_attention", "flash_attention"]
 
 _FLASH_ATTENTION = FlashAttention()
-
-
-@public_function(FlashAttention.prepare, attention_fn=True)
-def flash_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Output | Results:
-    """Exact attention, softmax(scale · query · keyᵀ + bias) · value, in memory linear in the lengths.
-
-    Runs on the default executor, eagerly and under every JAX transform. Gradients with respect to query, key, value,
-    bias and softmax_aux are exact. Logits and sums are float32.
-
-    Args:
-      query: ``[batch, q_length, heads, head_dim]``; the batch dimension may be absent from all arrays of a call.
-      key: ``[batch, kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``, and consecutive query heads
-        share a key head (GQA, arXiv 2305.13245).
-      value: ``[batch, kv_length, kv_heads, value_dim]``.
-      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``.
-      mask: True where a query attends to a key, broadcastable to the same shape; or a ``kernels.masks.Mask``.
-        All ways to mask combine: a key is visible where each of them says so.
-      causal: query ``i`` sees the keys up to ``i``, as the alignment counts them.
-      causal_alignment: "top_left" puts the first query at the first key; "bottom_right" the last at the last, of each
-        batch element if there are lengths and of each sequence if they are packed. Segment ids do not move it.
-      sliding_window: ``(left, right)`` keys visible to either side, both ends inclusive, None for no bound;
-        ``w`` means ``(w, w)``, or ``(w, 0)`` when causal. Counted from the same alignment.
-      softmax_scale: 1/√head_dim by default. A JAX array is an operand: multiplied into the query in the query's dtype,
-        with a gradient.
-      logits_soft_cap: ``c · tanh(logits / c)`` after scale and bias (Gemma 2, arXiv 2408.00118).
-      softmax_aux: extra logits without values, ``[heads]`` or ``[heads, n]`` (attention sinks, arXiv 2309.17453).
-      q_segment_ids: ``[batch, q_length]`` integers; a query sees the keys with its own number.
-      kv_segment_ids: ``[batch, kv_length]``.
-      query_seq_lengths: ``[batch]`` integers; later queries attend to nothing.
-      key_value_seq_lengths: ``[batch]``; later keys are invisible.
-      cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one; what lies outside
-        attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
-      cum_seqlens_k: the boundaries among the keys.
-      dropout_prob: the part of the normalised probabilities to drop, in [0, 1).
-      dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides
-        what is dropped, on every backend alike.
-      return_lse: also return the natural log-sum-exp of the logits, float32 ``[batch, heads, q_length]``.
-      precision: of the matrix products, as for ``jax.numpy.matmul``.
-      platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
-        strict.
-      cfg: a config to use instead of the selected one.
-      dropout_rng: no option: Flax passes its generator by this name, and a call with one is an error that names
-        ``tilewright.integrations.flax.dot_product_attention``.
-
-    Returns:
-      ``[batch, q_length, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A query that
-      attends to nothing gives zeros, −inf (the log-sum-exp of its sinks if there are any) and zero gradients.
-
-    Raises:
-      ValueError, TypeError: a wrong argument; the message holds its value.
-      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
-
-    The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
-    """
-    return _FLASH_ATTENTION(*args, cfg=cfg, **kwargs)
 
 
 def dot_product_attention(

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from importlib.resources import files
 
-from tilewright.kernels import CUDA_TABLES
+from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
 from tilewright.kernels.flash_attention.cuda import backend as cuda
@@ -42,7 +42,7 @@ def choosable_groups(capability: int) -> list[Group]:
     device = device_values(Device("gpu", f"sm_{architecture(capability)}", divmod(capability, 10)))
     found = {group for chain in CHAINS for group in first_groups(chain, device or {}, BOUNDS)}
     found |= {group for group in tabled_groups() if group.capability == capability}
-    tables: list[VariantTable] = [resolve(where) for where in CUDA_TABLES.values()]
+    tables: list[VariantTable] = [resolve(where) for where in cuda_tables().values()]
     every = (Group(table, name, capability) for table in tables for name in table.groups_for(capability))
     return [group for group in every if group in found]
 

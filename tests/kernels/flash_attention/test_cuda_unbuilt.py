@@ -14,7 +14,7 @@ from tests.support.fake_nvcc import FakeNvcc
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device

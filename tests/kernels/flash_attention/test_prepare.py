@@ -351,7 +351,7 @@ def test_cost():
         case = AttentionCase("", batch=2, q_length=1024, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16", **options)
         arrays, kwargs = case.arguments()
         args, kwargs = KERNEL.prepare(*arrays, **kwargs)
-        return KERNEL.cost(KERNEL.problem(*args, **kwargs), direction)
+        return KERNEL.cost(Invocation(KERNEL, args, kwargs, direction=direction))
 
     full = 4 * 2 * 4 * 1024 * 1024 * 64
     assert cost().flops == full

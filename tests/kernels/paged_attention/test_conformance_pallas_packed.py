@@ -19,7 +19,7 @@ from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunkParams, PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import GPU_CASES, RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention, RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Executor
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -190,7 +190,7 @@ def test_the_op_takes_chunks_that_fill_the_device_there(
 
 def test_what_ships_can_run():
     served = 0
-    for case in GPU_CASES.values():
+    for case in RaggedPageAttention.cases.by_device["gpu"].values():
         problem = problem_of("ragged_page_attention", case)
         if BACKEND.forward_reasons(problem, H100):
             continue

@@ -18,12 +18,9 @@ from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, c
 from tests.support.suites import crossed
 from tilewright.kernels import kernel
 from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
-from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
-from tilewright.kernels.paged_attention.ops.mla_decode_cases import GPU_CASES as MLA_CASES
-from tilewright.kernels.paged_attention.ops.page_attention_cases import GPU_CASES as PAGE_CASES
-from tilewright.kernels.paged_attention.ops.page_attention_cases import PageCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import GPU_CASES as RAGGED_CASES
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
+from tilewright.kernels.paged_attention.ops.page_attention import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
 from tilewright.kernels.paged_attention.triton.backend import MOST_SPLITS, TritonPagedAttention
 from tilewright.kernels.registry import Implementation
@@ -51,7 +48,7 @@ class TestTriton(PagedConformance):
 
 @pytest.mark.full
 def test_a_latent_of_512_and_64():
-    from tilewright.kernels.paged_attention.ops.mla_decode_cases import MlaCase
+    from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 
     case = MlaCase("", sequences=2, kv_length=50, heads=70, head_dim=576, value_dim=512, page_size=16, dtype="bfloat16")
     inputs = inputs_of("mla_decode", case)
@@ -114,7 +111,7 @@ def test_vmap_runs_one_after_the_other():
 SHIPPED = {
     f"{op} {name}": (op, case)
     for op, cases in (
-        ("page_attention", PAGE_CASES), ("mla_decode", MLA_CASES), ("ragged_page_attention", RAGGED_CASES)
+        (op, kernel(op).cases.by_device["gpu"]) for op in ("page_attention", "mla_decode", "ragged_page_attention")
     )
     for name, case in cases.items()
 }  # fmt: skip
@@ -150,5 +147,5 @@ def test_reasons():
     wrong = FwdParams(q_blocksize=3, kv_blocksize=8, num_warps=4, num_stages=2)
     assert len(BACKEND.config_reasons(fp8, H100, "forward", wrong)) == 2
     large = FwdParams(q_blocksize=1, kv_blocksize=128, num_warps=4, num_stages=4)
-    latent = problem_of("mla_decode", MLA_CASES["64x8192"])
+    latent = problem_of("mla_decode", kernel("mla_decode").cases.by_device["gpu"]["64x8192"])
     assert len(BACKEND.config_reasons(latent, H100, "forward", large)) == 2

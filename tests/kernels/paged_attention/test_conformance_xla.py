@@ -18,8 +18,8 @@ from tests.kernels.paged_attention.conformance import (
 )
 from tests.support.suites import crossed
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.ops.decode_attention_cases import DecodeCase
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
 from tilewright.kernels.registry import Implementation
 from tilewright.ops.types import Device

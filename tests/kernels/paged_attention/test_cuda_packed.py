@@ -24,7 +24,7 @@ from tilewright.kernels.paged_attention.cuda.packed import (
     problem_fields,
 )
 from tilewright.kernels.paged_attention.inputs import FAR
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.modules import ragged_page_attention
 from tilewright.ops.utils.serialize import from_json, to_json
 

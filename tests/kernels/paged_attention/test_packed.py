@@ -12,7 +12,7 @@ from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.ops.ragged_page_attention_cases import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.registry import Implementation
 
 

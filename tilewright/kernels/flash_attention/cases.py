@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 
 MAX_SEQUENCES = 4
@@ -15,17 +16,17 @@ MAX_SEQUENCES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AttentionCase:
+class AttentionCase(Case):
     """The sizes and options of one call, from which its arrays can be drawn.
 
     Attributes:
       bias, mask: the dimensions in which the array is full, of "bhqk", such as "hqk"; None for no array.
+      bias_dtype: the query's if ``None``.
       sinks: extra logits per head.
       segments, lengths: whether the batch has segment ids, or lengths of its own.
       packed: whether the row is several sequences laid end to end, with a rest that belongs to none.
     """
 
-    name: str
     batch: int = 1
     q_length: int = 1024
     kv_length: int | None = None
@@ -33,19 +34,20 @@ class AttentionCase:
     kv_heads: int | None = None
     head_dim: int = 64
     value_dim: int | None = None
-    dtype: str = "float32"
     causal: bool = False
     causal_alignment: CausalAlignment = "top_left"
     sliding_window: int | tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
     softmax_scale: float | None = None
     bias: str | None = None
+    bias_dtype: str | None = None
     mask: str | None = None
     sinks: int = 0
     segments: bool = False
     lengths: bool = False
     packed: bool = False
     dropout_prob: float = 0.0
+    return_lse: bool = False
 
     def __post_init__(self) -> None:
         if self.packed and (self.batch != 1 or self.segments or self.lengths):
@@ -63,7 +65,7 @@ class AttentionCase:
         """How many times the error of the oracle in the input dtype a backend may make."""
         return 2.0 if self.logits_soft_cap is None else 3.0
 
-    def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, seed: int = 0) -> Arguments:
         """``(query, key, value)`` and the keyword arguments of ``flash_attention``; a tenth of a mask is False."""
         random = np.random.default_rng(seed)
         batch, heads, q_length, kv_length = self.score_shape
@@ -73,17 +75,17 @@ class AttentionCase:
             (batch, kv_length, kv_heads, self.head_dim),
             (batch, kv_length, kv_heads, self.value_dim or self.head_dim),
         ]
-        arrays = tuple(_normal(random, shape, self.dtype) for shape in shapes)
+        arrays = tuple(normal(random, shape, self.dtype) for shape in shapes)
         kwargs: dict[str, Any] = {}
-        for field in ("causal", "causal_alignment", "sliding_window", "logits_soft_cap", "softmax_scale"):
+        for field in ("causal", "causal_alignment", "sliding_window", "logits_soft_cap", "softmax_scale", "return_lse"):
             if getattr(self, field) != getattr(AttentionCase("default"), field):
                 kwargs[field] = getattr(self, field)
         if self.bias is not None:
-            kwargs["bias"] = _normal(random, self._partial_shape(self.bias), self.dtype)
+            kwargs["bias"] = normal(random, self._partial_shape(self.bias), self.bias_dtype or self.dtype)
         if self.mask is not None:
             kwargs["mask"] = jnp.asarray(random.random(self._partial_shape(self.mask)) < 0.9)
         if self.sinks:
-            kwargs["softmax_aux"] = _normal(random, (heads, self.sinks), self.dtype)
+            kwargs["softmax_aux"] = normal(random, (heads, self.sinks), self.dtype)
         if self.segments:
             kwargs["q_segment_ids"], kwargs["kv_segment_ids"] = self._segment_ids(random)
         if self.lengths:
@@ -105,10 +107,6 @@ class AttentionCase:
         cuts = np.sort(random.random((self.batch, MAX_SEQUENCES - 1, 1)), axis=1)
         rows, columns = ((np.arange(length) >= np.round(cuts * length)).sum(1) for length in self.score_shape[2:])
         return jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
-
-
-def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jnp.asarray(random.standard_normal(shape, np.float32), jnp.dtype(dtype))
 
 
 def _boundaries(random: np.random.Generator, length: int) -> jax.Array:
@@ -163,3 +161,75 @@ HOPPER_CASES = _named(
     _hopper("causal_4k_d256", 4, 4096, 8, 8, 256),
 )
 """What a Hopper GPU is measured on, each against its fastest peers."""
+
+# The fields of a case that jax.nn.dot_product_attention has a place for, and what it calls them.
+_EXPRESSIBLE = {
+    "name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal", "sliding_window",
+    "softmax_scale", "bias", "mask", "lengths",
+}  # fmt: skip
+_RENAMED = {"causal": "is_causal", "softmax_scale": "scale", "sliding_window": "local_window_size"}
+
+
+def jax_attention(case: AttentionCase) -> Peer | str:
+    """``jax.nn.dot_product_attention`` with our names, or why it cannot do the case."""
+    changed = [
+        field.name
+        for field in dataclasses.fields(case)
+        if field.name not in _EXPRESSIBLE and getattr(case, field.name) != field.default
+    ]
+    if changed:
+        return f"jax.nn.dot_product_attention has no {', '.join(changed)}"
+    window = case.sliding_window
+    if isinstance(window, tuple) and None in window:
+        return "jax.nn.dot_product_attention has no window that is open to one side"
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        renamed = {_RENAMED.get(name, name): value for name, value in kwargs.items()}
+        if isinstance(window, int):  # ours looks back only, when causal; an int of JAX's always looks both ways
+            renamed["local_window_size"] = (window, 0 if case.causal else window)
+        return jax.nn.dot_product_attention(*args, **renamed)
+
+    return attention
+
+
+_SMALL = AttentionCase("small", batch=2, q_length=128, heads=4, kv_heads=2, head_dim=64, causal=True)
+# Of what models are run in: some backends have nothing else.
+_OPTION = AttentionCase("", batch=2, q_length=256, heads=4, dtype="bfloat16")
+
+CASES = OpCases(
+    shape=("batch", "q_length", "heads", "head_dim"),
+    small=_SMALL,
+    large=dataclasses.replace(_SMALL, name="large", batch=3, q_length=200),
+    by_device={"cpu": CPU_CASES, "gpu": HOPPER_CASES},
+    options=variants(
+        _OPTION,
+        {
+            "float32": {"dtype": "float32"},
+            "bfloat16": {},
+            "float16": {"dtype": "float16"},
+            "GQA, MQA": {"kv_heads": 1},
+            "head_dim 80": {"head_dim": 80},
+            "head_dim 256": {"head_dim": 256},
+            "head_dim 512": {"head_dim": 512},
+            "value head_dim of its own": {"value_dim": 128},
+            "key length of its own": {"kv_length": 384},
+            "`causal`": {"causal": True},
+            '`causal_alignment="bottom_right"`': {
+                "causal": True, "causal_alignment": "bottom_right", "kv_length": 384
+            },
+            "`sliding_window`": {"causal": True, "sliding_window": 64},
+            "`mask`, an array": {"mask": "bqk"},
+            "`bias`": {"bias": "hqk", "bias_dtype": "float32"},
+            "`bias` of the query's dtype": {"bias": "hqk"},
+            "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+            "`softmax_aux` (sinks)": {"sinks": 1},
+            "segment ids": {"segments": True},
+            "sequence lengths": {"lengths": True},
+            "packed sequences": {"packed": True, "batch": 1},
+            "`dropout_prob`": {"dropout_prob": 0.1},
+            "`return_lse`": {"return_lse": True},
+        },
+    ),
+    peers={"jax.nn.dot_product_attention": jax_attention},
+    brief={"batch": 1, "q_length": 128, "kv_length": 128},
+)  # fmt: skip

@@ -1,7 +1,8 @@
 """Flash attention: the argument list, and what all its backends share."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformLike, PrecisionLike
+from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
     CausalAlignment,
@@ -20,17 +21,18 @@ from tilewright.kernels.flash_attention.arguments import (
     dropout,
     query_key_value,
 )
+from tilewright.kernels.flash_attention.cases import CASES
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.partitioning import attention_partitioning, with_positions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
-from tilewright.kernels.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import OraclePart
-from tilewright.ops.types import Direction
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
 type LogSumExp = Float[Array, "*batch heads q_length"]
@@ -46,8 +48,24 @@ COST_BLOCK = 64
 """Tile size with which the visible part of a mask is counted."""
 
 
-class FlashAttention(PortfolioKernel):
+class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
+
+    cases = CASES
+    cuda_tables = MappingProxyType(
+        {
+            f"flash_attention_{name}": f"tilewright.kernels.flash_attention.cuda.{table}"
+            for name, table in (
+                ("hopper_forward", "hopper_variants:FORWARD"),
+                ("hopper_wide_forward", "hopper_variants:WIDE_FORWARD"),
+                ("hopper_backward", "hopper_variants:BACKWARD"),
+                ("ampere_forward", "ampere_variants:FORWARD"),
+                ("ampere_backward", "ampere_variants:BACKWARD"),
+                ("forward", "cutlass_variants:FORWARD"),
+                ("backward", "cutlass_variants:BACKWARD"),
+            )
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(
@@ -88,7 +106,8 @@ class FlashAttention(PortfolioKernel):
         dropout_seed: ArrayLike | None = None,
         return_lse: bool = False,
         precision: PrecisionLike = None,
-        platform: PlatformLike | Sequence[PlatformLike] | None = None,
+        platform: PlatformOption = None,
+        cfg: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks a call and gives ``(query, key, value, bias, mask, softmax_aux)`` and the options, canonical.
 
@@ -180,14 +199,13 @@ class FlashAttention(PortfolioKernel):
 
     def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
         """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
-        args, kwargs = invocation.abstract_args, invocation.abstract_kwargs
-        problem = self.problem(*args, **kwargs)
+        problem = self.problem_of(invocation)
         if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES:
             return []
         places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
         # What is dropped counts from the first head of the first element, for which the oracle takes its part.
         chosen = dict.fromkeys(places[:1] if problem.dropout else places)
-        return [oracle_part(problem, *place, unbatched=kwargs["unbatched"]) for place in chosen]
+        return [oracle_part(problem, *place, unbatched=invocation.abstract_kwargs["unbatched"]) for place in chosen]
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
@@ -206,8 +224,9 @@ class FlashAttention(PortfolioKernel):
         """The numerics policy allows more where a soft cap flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
-    def cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that a static mask leaves, and bytes of every array read or written once."""
+        problem = self.problem_of(inv)
         flops = product_flops(problem, TileClass.PARTIAL)
         item = problem.dtype.itemsize
         rows = problem.batch * problem.q_length * problem.heads
@@ -217,19 +236,78 @@ class FlashAttention(PortfolioKernel):
         lse = 4 * rows
         bias = 0 if problem.bias is None else problem.bias.size * problem.bias.dtype.itemsize
         masks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.mask))
-        if direction == "forward":
+        if inv.direction == "forward":
             return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
         # Reads all of that and d_out, and writes the gradients.
         return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
 
-    def least_cost(self, problem: AttentionProblem, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
+        problem = self.problem_of(inv)
         flops = product_flops(problem, TileClass.FULL)
-        if direction == "backward":
+        if inv.direction == "backward":
             # A caller may want one gradient of all: its product and that of the logits.
             return Cost(flops, 0.0)
         rows = problem.batch * problem.q_length * problem.heads
         return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
+
+
+_FLASH_ATTENTION = FlashAttention()
+
+
+@public_function(FlashAttention.prepare, attention_fn=True)
+def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
+    """Exact attention, softmax(scale · query · keyᵀ + bias) · value, in memory linear in the lengths.
+
+    Runs on the default executor, eagerly and under every JAX transform. Gradients with respect to query, key, value,
+    bias and softmax_aux are exact. Logits and sums are float32.
+
+    Args:
+      query: ``[batch, q_length, heads, head_dim]``; the batch dimension may be absent from all arrays of a call.
+      key: ``[batch, kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``, and consecutive query heads
+        share a key head (GQA, arXiv 2305.13245).
+      value: ``[batch, kv_length, kv_heads, value_dim]``.
+      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``.
+      mask: True where a query attends to a key, broadcastable to the same shape; or a ``kernels.masks.Mask``.
+        All ways to mask combine: a key is visible where each of them says so.
+      causal: query ``i`` sees the keys up to ``i``, as the alignment counts them.
+      causal_alignment: "top_left" puts the first query at the first key; "bottom_right" the last at the last, of each
+        batch element if there are lengths and of each sequence if they are packed. Segment ids do not move it.
+      sliding_window: ``(left, right)`` keys visible to either side, both ends inclusive, None for no bound;
+        ``w`` means ``(w, w)``, or ``(w, 0)`` when causal. Counted from the same alignment.
+      softmax_scale: 1/√head_dim by default. A JAX array is an operand: multiplied into the query in the query's dtype,
+        with a gradient.
+      logits_soft_cap: ``c · tanh(logits / c)`` after scale and bias (Gemma 2, arXiv 2408.00118).
+      softmax_aux: extra logits without values, ``[heads]`` or ``[heads, n]`` (attention sinks, arXiv 2309.17453).
+      q_segment_ids: ``[batch, q_length]`` integers; a query sees the keys with its own number.
+      kv_segment_ids: ``[batch, kv_length]``.
+      query_seq_lengths: ``[batch]`` integers; later queries attend to nothing.
+      key_value_seq_lengths: ``[batch]``; later keys are invisible.
+      cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one; what lies outside
+        attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
+      cum_seqlens_k: the boundaries among the keys.
+      dropout_prob: the part of the normalised probabilities to drop, in [0, 1).
+      dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides
+        what is dropped, on every backend alike.
+      return_lse: also return the natural log-sum-exp of the logits, float32 ``[batch, heads, q_length]``.
+      precision: of the matrix products, as for ``jax.numpy.matmul``.
+      platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
+        strict.
+      cfg: a config to use instead of the selected one.
+      dropout_rng: no option: Flax passes its generator by this name, and a call with one is an error that names
+        ``tilewright.integrations.flax.dot_product_attention``.
+
+    Returns:
+      ``[batch, q_length, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A query that
+      attends to nothing gives zeros, −inf (the log-sum-exp of its sinks if there are any) and zero gradients.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+
+    The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
+    """
+    return _FLASH_ATTENTION(*args, **kwargs)
 
 
 def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatched: bool = False) -> OraclePart:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
-from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_mesh, typed_axes, typed_spec
+from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
 
 Axes = Any  # what a PartitionSpec holds for one dimension: None, a name, or a tuple of names
 
@@ -36,8 +36,8 @@ class Split:
 
     def missing(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The axes over which the call is split and an array is not."""
-        mine = {name for axes in spec for name in _names(axes)}
-        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in _names(axes) if n not in mine)
+        mine = {name for axes in spec for name in axis_names(axes)}
+        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in axis_names(axes) if n not in mine)
 
 
 def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
@@ -53,7 +53,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     split = _checked({name: typed_axes(array) for name, array in arrays.items()}, inputs)
     # Any: AttentionInputs is also the pytree that holds a spec in the place of each of its arrays.
     rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
-    chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in _names(split.heads)))
+    chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in axis_names(split.heads)))
     keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
     sinks: Any = PartitionSpec(split.heads, None)
     whole: Any = PartitionSpec()
@@ -164,7 +164,7 @@ def _scattered(gradient: Any, heads: Any, kv_heads: int) -> Any:
 
 
 def _index(axes: Axes) -> Any:
-    return lax.axis_index(_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
+    return lax.axis_index(axis_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
 
 
 def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Split:
@@ -218,9 +218,3 @@ def _leaf_spec(shape: tuple[int, ...], batch: int, split: Split) -> PartitionSpe
     if len(shape) == 4:
         return split.scores(shape)
     return PartitionSpec(split.batch if shape[0] == batch else None) if shape else PartitionSpec()
-
-
-def _names(axes: Axes) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return axes if isinstance(axes, tuple) else (axes,)

@@ -3,19 +3,21 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.cases import Case, OpCases, normal, variants
+
 MOST_OF_HOST = 1 << 22
 """Elements up to which an array is drawn on the host, where nothing has to be compiled first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServingCase(abc.ABC):
+class ServingCase(Case, abc.ABC):
     """The sizes and options of one call, from which its arrays can be drawn.
 
     Attributes:
@@ -26,7 +28,6 @@ class ServingCase(abc.ABC):
       q_lengths: new tokens of each sequence, repeated over the sequences, where an op takes several.
     """
 
-    name: str
     sequences: int = 4
     kv_length: int = 512
     heads: int = 8
@@ -34,7 +35,6 @@ class ServingCase(abc.ABC):
     kv_heads: int | None = None
     value_dim: int | None = None
     page_size: int = 16
-    dtype: str = "float32"
     kv_dtype: str | None = None
     scale: str | None = None
     ragged: bool = True
@@ -46,10 +46,6 @@ class ServingCase(abc.ABC):
     sinks: int = 0
     alibi: bool = False
     return_lse: bool = False
-
-    @abc.abstractmethod
-    def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the op's function."""
 
     @property
     def tolerance_factor(self) -> float:
@@ -103,7 +99,7 @@ class Drawn:
 
     def normal(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
         if math.prod(shape) <= MOST_OF_HOST:
-            return jnp.asarray(self.generator.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
+            return normal(self.generator, shape, dtype)
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
@@ -180,21 +176,15 @@ class Drawn:
         return jnp.asarray(self.generator.uniform(0.5 * small, 2 * small, shape), jnp.float32)
 
 
-def named[C: ServingCase](kind: Callable[..., C], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, C]:
-    return {name: kind(name=name, **fields) for name, fields in cases.items()}
-
-
 _CPU = {"heads": 8, "kv_heads": 2, "head_dim": 64}
-CPU_SIZES: Mapping[str, Mapping[str, Any]] = {
+_CPU_SIZES: Mapping[str, Mapping[str, Any]] = {
     "batch_8": {"sequences": 8, "kv_length": 1024, **_CPU},
     "batch_8_int8": {"sequences": 8, "kv_length": 1024, "kv_dtype": "int8", "scale": "token", **_CPU},
     "long": {"sequences": 1, "kv_length": 8192, "ragged": False, **_CPU},
     "window": {"sequences": 8, "kv_length": 1024, "sliding_window": 127, **_CPU},
 }
-"""What a benchmark runs on a CPU."""
-
 _GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "ragged": False}
-GPU_SIZES: Mapping[str, Mapping[str, Any]] = {
+_GPU_SIZES: Mapping[str, Mapping[str, Any]] = {
     "64x8192": {"sequences": 64, "kv_length": 8192, **_GPU},
     "64x8192_page64": {"sequences": 64, "kv_length": 8192, "page_size": 64, **_GPU},
     "8x32768": {"sequences": 8, "kv_length": 32768, **_GPU},
@@ -203,12 +193,57 @@ GPU_SIZES: Mapping[str, Mapping[str, Any]] = {
     "64x8192_int8": {"sequences": 64, "kv_length": 8192, "kv_dtype": "int8", "scale": "token", **_GPU},
     "64x8192_fp8": {"sequences": 64, "kv_length": 8192, "kv_dtype": "float8_e4m3fn", "scale": "head", **_GPU},
 }
-"""What an accelerator is measured on."""
+_SMALL = {"sequences": 2, "kv_length": 64, "heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 16}
+_LARGE = {"sequences": 5, "kv_length": 256}
 
-PACKED = {"q_lengths": (1, 1, 1, 128)}
-GPU_PACKED = {"q_lengths": (*(1,) * 15, 512)}
+CACHE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "float16": {"dtype": "float16"},
+    "int8, a scale for each token": {"kv_dtype": "int8", "scale": "token"},
+    "int8, a scale for each page": {"kv_dtype": "int8", "scale": "page"},
+    "float8_e4m3fn": {"kv_dtype": "float8_e4m3fn", "scale": "head"},
+    "float8_e5m2": {"kv_dtype": "float8_e5m2"},
+    "pages of 1": {"page_size": 1},
+    "pages of 256": {"page_size": 256},
+    "`sliding_window`": {"sliding_window": 15},
+    "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+    "`softmax_aux` (sinks)": {"sinks": 1},
+    "`alibi_slopes`": {"alibi": True},
+    "`return_lse`": {"return_lse": True},
+}
+"""Rows of the capability table of every op over a cache."""
 
 
-def packed(sizes: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sizes with sequences of several new tokens among those of one."""
-    return {name: {**size, **fields} for name, size in sizes.items()}
+def serving_cases[C: ServingCase](
+    kind: type[C],
+    *,
+    packed: bool = False,
+    cpu: Mapping[str, Mapping[str, Any]] = _CPU_SIZES,
+    gpu: Mapping[str, Mapping[str, Any]] = _GPU_SIZES,
+    small: Mapping[str, Any] = _SMALL,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> OpCases[C]:
+    """The cases of an op over a cache.
+
+    Args:
+      packed: among sequences of one new token are some of several.
+      options: the rows of its table; the other ops over pages are the problem of one that has a table, with another
+        argument list, on the same backends.
+    """
+
+    def of(name: str, q_lengths: tuple[int, ...], fields: Mapping[str, Any]) -> C:
+        case = kind(name=name, **fields)
+        return dataclasses.replace(case, q_lengths=q_lengths) if packed else case
+
+    return OpCases(
+        shape=("sequences", "kv_length", "heads", "head_dim"),
+        small=of("small", (1, 5), small),
+        large=of("large", (1, 5, 3, 2, 2), {**small, **_LARGE}),
+        by_device={
+            "cpu": variants(of("", (1, 1, 1, 128), {}), cpu),
+            "gpu": variants(of("", (*(1,) * 15, 512), {}), gpu),
+        },
+        options=variants(kind(name="", sequences=2, kv_length=64, kv_heads=8, dtype="bfloat16"), options or {}),
+        brief={"sequences": 1, "kv_length": 128},
+    )

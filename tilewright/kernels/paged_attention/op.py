@@ -1,69 +1,35 @@
 """What the Kernels of all attention over a cache share: from prepared arguments to the core's problem and back."""
 
 import abc
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformLike, flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
+from tilewright.kernels.arguments import flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
+from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
-from tilewright.kernels.portfolio import InferenceKernel, LazyImplementation, lazy
+from tilewright.kernels.portfolio import Choice, InferenceKernel, LazyImplementation, lazy
+from tilewright.kernels.public import with_defaults
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.types import Direction
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _options(
-    *,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    softmax_scale: ArrayLike | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    return_lse: bool = False,
-    platform: PlatformLike | Sequence[PlatformLike] | None = None,
-) -> None:
-    """The keyword arguments that most of the ops share."""
-
-
-def takes_options(*absent: str) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    """Gives a ``prepare`` that takes ``**options`` the shared ones, but for those that the op has not, by name."""
-
-    def decorate(prepare: Callable[..., Call]) -> Callable[..., Call]:
-        own = [p for p in inspect.signature(prepare).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shared = [p for name, p in inspect.signature(_options).parameters.items() if name not in absent]
-        signature = inspect.Signature([*own, *shared], return_annotation=Call)
-
-        @functools.wraps(prepare)
-        def checked(*args: Any, **kwargs: Any) -> Call:
-            bound = signature.bind(*args, **kwargs)
-            return prepare(*bound.args, **bound.kwargs)
-
-        checked.__signature__ = signature  # type: ignore[attr-defined]
-        return checked
-
-    return decorate
-
-
-class PagedAttentionKernel(InferenceKernel, abc.ABC):
+class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
     """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
+
+    cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
         """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
@@ -93,29 +59,22 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
         kv_starts: Any = None,
         cum_q_lens: Any = None,
         q_length: int | None = 1,
-        key_scale: Any = None,
-        value_scale: Any = None,
         new: tuple[Any, Any] | None = None,
         causal: Any = True,
-        sliding_window: Any = None,
-        softmax_scale: Any = None,
-        logits_soft_cap: Any = None,
-        softmax_aux: Any = None,
-        alibi_slopes: Any = None,
         latent_dim: int | None = None,
-        return_lse: Any = False,
-        platform: Any = None,
+        **options: Unpack[ServingOptions],
     ) -> Call:
         """The prepared call: arrays whose ranks are checked, in the core's order, and static options.
 
         ``query`` may have any leading shape, which the results will have. ``q_length`` is the query tokens of every
         sequence, ``None`` with ``cum_q_lens``.
         """
+        given = with_defaults(ServingOptions, options)
         arguments.check_heads(query, key)
         *leading, heads, head_dim = query.shape
-        query, scale = scaled(query, softmax_scale)
+        query, scale = scaled(query, given["softmax_scale"])
         packed = reshape(query, (math.prod(leading), heads, head_dim))
-        left, right = arguments.window_sides(sliding_window, flag("causal", causal))
+        left, right = arguments.window_sides(given["sliding_window"], flag("causal", causal))
         new_key, new_value = (None, None)
         if new is not None:
             new_key, new_value = arguments.new_tokens(*new, key, value, packed.shape[0])
@@ -132,6 +91,7 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             q_length=q_length,
             writes=new is not None,
         )
+        sinks = given["softmax_aux"]
         args = (
             packed,
             key,
@@ -140,10 +100,10 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             kv_lengths,
             kv_starts,
             cum_q_lens,
-            arguments.scale_array("key_scale", key_scale, key),
-            arguments.scale_array("value_scale", value_scale, value),
-            narrowed(arguments.slopes_array(alibi_slopes, heads), query.dtype),
-            narrowed(None if softmax_aux is None else sinks_array(softmax_aux, heads), query.dtype),
+            arguments.scale_array("key_scale", given["key_scale"], key),
+            arguments.scale_array("value_scale", given["value_scale"], value),
+            narrowed(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
+            narrowed(None if sinks is None else sinks_array(sinks, heads), query.dtype),
             new_key,
             new_value,
         )
@@ -151,14 +111,14 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
             "softmax_scale": scale,
             "left": left,
             "right": right,
-            "logits_soft_cap": soft_cap(logits_soft_cap),
+            "logits_soft_cap": soft_cap(given["logits_soft_cap"]),
             "q_length": q_length,
             "latent_dim": latent_dim,
             "kv_dtype": key.dtype.name,
             "leading": tuple(leading),
-            "return_lse": flag("return_lse", return_lse),
+            "return_lse": flag("return_lse", given["return_lse"]),
             "writes": new is not None,
-            "platform": platforms(platform),
+            "platform": platforms(given["platform"]),
         }
 
     def inputs(
@@ -238,14 +198,16 @@ class PagedAttentionKernel(InferenceKernel, abc.ABC):
         """The numerics policy allows more where a soft cap flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
-    def cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Of sequences that fill their tables: every visible key read once, every query and output moved once."""
+        problem = self.problem_of(inv)
         per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
         scores = problem.tokens * problem.heads * problem.visible
         rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
         return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
 
-    def least_cost(self, problem: PagedProblem, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """What lengths of zero leave: the output."""
+        problem = self.problem_of(inv)
         return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))

@@ -222,6 +222,11 @@ class Invocation(Generic[Cfg, Out]):
         return jax.tree.map(abstract, dict(self.kwargs))
 
     @functools.cached_property
+    def memo(self) -> dict[str, Any]:
+        """What its kernel has worked out about the call, to do so once; takes no part in comparisons."""
+        return {}
+
+    @functools.cached_property
     def target(self) -> Device:
         """The device, the default one where none was named."""
         return self.device or current_device()

@@ -45,6 +45,7 @@ class Fa4FlashAttention(Implementation):
     algorithm: ClassVar[str | None] = "fa4"
     forward_params: ClassVar[type] = Fa4ForwardParams
     backward_params: ClassVar[type] = Fa4BackwardParams
+    late_import: ClassVar[str] = "tilewright.kernels.flash_attention.fa4.cute:kernels"
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability[0] != 9:

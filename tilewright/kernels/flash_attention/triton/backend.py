@@ -49,6 +49,7 @@ class TritonFlashAttention(Implementation):
     algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = TritonForwardParams
     backward_params: ClassVar[type] = TritonBackwardParams
+    late_import: ClassVar[str] = "triton"
 
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)

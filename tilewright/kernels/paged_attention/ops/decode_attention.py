@@ -1,20 +1,43 @@
 """Decoding: one query token of each sequence, over a dense or a paged cache."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
+from tilewright.kernels.cases import Arguments
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
+from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.options import ServingOptions
+from tilewright.kernels.public import public_function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeCase(ServingCase):
+    """A call over a dense cache, or over pages with ``paged``."""
+
+    paged: bool = False
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        drawn = self.drawn(seed)
+        if self.paged:
+            cache = drawn.pages()
+            table = {"page_table": drawn.table()}
+        else:
+            cache, table = drawn.dense(), {}
+        positional = (drawn.query(self.sequences), cache.key, cache.value, drawn.lengths())
+        return positional, {**table, **self.scales(cache), **self.options(drawn)}
 
 
 class DecodeAttention(PagedAttentionKernel):
     """One query token of each sequence; see ``decode_attention`` for the arguments."""
 
+    cases = serving_cases(DecodeCase)
+
     def __init__(self) -> None:
         super().__init__("decode_attention")
 
-    @takes_options()
     def prepare(
         self,
         query: ArrayLike,
@@ -22,7 +45,7 @@ class DecodeAttention(PagedAttentionKernel):
         value: ArrayLike,
         lengths: ArrayLike,
         page_table: ArrayLike | None = None,
-        **options: Any,
+        **options: Unpack[ServingOptions],
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
@@ -45,3 +68,31 @@ class DecodeAttention(PagedAttentionKernel):
             page_table=table,
             **options,
         )
+
+
+_DECODE_ATTENTION = DecodeAttention()
+
+
+@public_function(DecodeAttention.prepare)
+def decode_attention(*args: Any, **kwargs: Any) -> Any:
+    """Attention of one query token of each sequence, over a dense cache or, given a page table, over pages.
+
+    Args:
+      query: ``[sequences, heads, head_dim]``, float16, bfloat16, float32 or float64.
+      key: ``[sequences, kv_length, kv_heads, head_dim]``, or pages ``[num_pages, page_size, kv_heads, head_dim]``, in
+        the query's dtype, int8, float8_e4m3fn or float8_e5m2; ``kv_heads`` divides ``heads``.
+      value: likewise, with a head dim of its own.
+      lengths: ``[sequences]`` integers: tokens in the cache, the query's own included, which is the last of them.
+      page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
+
+    Returns:
+      ``[sequences, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A sequence without keys
+      gives zeros and −inf (the log-sum-exp of its sinks if there are any).
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+
+    The algorithm is that of Flash-Decoding (Dao et al., 2023) and PagedAttention (arXiv 2309.06180).
+    """
+    return _DECODE_ATTENTION(*args, **kwargs)

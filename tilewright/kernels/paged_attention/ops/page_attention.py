@@ -1,20 +1,37 @@
 """Page attention: one query token of each sequence, over pages."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
+from tilewright.kernels.cases import Arguments
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
+from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.options import ServingOptions
+from tilewright.kernels.public import public_function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageCase(ServingCase):
+    """A call over pages."""
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        drawn = self.drawn(seed)
+        cache = drawn.pages()
+        positional = (drawn.query(self.sequences), cache.key, cache.value, drawn.table(), drawn.lengths())
+        return positional, {**self.scales(cache), **self.options(drawn)}
 
 
 class PageAttention(PagedAttentionKernel):
     """One query token of each sequence over pages; see ``page_attention`` for the arguments."""
 
+    cases = serving_cases(PageCase)
+
     def __init__(self) -> None:
         super().__init__("page_attention")
 
-    @takes_options()
     def prepare(
         self,
         query: ArrayLike,
@@ -22,7 +39,7 @@ class PageAttention(PagedAttentionKernel):
         value_pages: ArrayLike,
         page_table: ArrayLike,
         lengths: ArrayLike,
-        **options: Any,
+        **options: Unpack[ServingOptions],
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
@@ -36,3 +53,29 @@ class PageAttention(PagedAttentionKernel):
             page_table=arguments.page_table_array(page_table, sequences),
             **options,
         )
+
+
+_PAGE_ATTENTION = PageAttention()
+
+
+@public_function(PageAttention.prepare)
+def page_attention(*args: Any, **kwargs: Any) -> Any:
+    """Attention of one query token of each sequence over pages (PagedAttention, arXiv 2309.06180).
+
+    Args:
+      query: ``[sequences, heads, head_dim]``, float16, bfloat16, float32 or float64.
+      key_pages: ``[num_pages, page_size, kv_heads, head_dim]`` in the query's dtype, int8, float8_e4m3fn or
+        float8_e5m2; ``kv_heads`` divides ``heads``.
+      value_pages: ``[num_pages, page_size, kv_heads, value_dim]`` in the same dtype.
+      page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
+      lengths: ``[sequences]`` integers: tokens in the cache, the query's own included, which is the last of them.
+
+    Returns:
+      ``[sequences, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A sequence without keys
+      gives zeros and −inf (the log-sum-exp of its sinks if there are any).
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _PAGE_ATTENTION(*args, **kwargs)

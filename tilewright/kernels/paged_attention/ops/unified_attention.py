@@ -1,21 +1,48 @@
 """Unified attention: packed queries over pages, with vLLM's names and conventions."""
 
+import dataclasses
 import operator
-from typing import Any
+from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
+from tilewright.kernels.cases import Arguments
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel, takes_options
+from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
+from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.options import UnifiedOptions
+from tilewright.kernels.public import public_function
+
+_NAMES = {"logits_soft_cap": "softcap", "softmax_aux": "sinks", "key_scale": "k_descale", "value_scale": "v_descale"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnifiedCase(ServingCase):
+    """A call with vLLM's names."""
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        drawn = self.drawn(seed)
+        cache = drawn.pages()
+        positional = (
+            drawn.query(), cache.key, cache.value, drawn.boundaries(), drawn.lengths(), drawn.table()
+        )  # fmt: skip
+        given = {**self.scales(cache), **self.options(drawn)}
+        window = given.pop("sliding_window", None)
+        if window is not None:
+            left, right = window if isinstance(window, tuple) else (window, 0 if self.causal else window)
+            given["window_size"] = (-1 if left is None else left, -1 if right is None else right)
+        renamed = {_NAMES.get(name, name): value for name, value in given.items()}
+        return positional, {"causal": self.causal, **renamed}
 
 
 class UnifiedAttention(PagedAttentionKernel):
     """Packed queries over pages in vLLM's layout; see ``unified_attention`` for the arguments."""
 
+    cases = serving_cases(UnifiedCase, packed=True)
+
     def __init__(self) -> None:
         super().__init__("unified_attention", packed=True)
 
-    @takes_options("key_scale", "value_scale", "sliding_window", "logits_soft_cap", "softmax_aux")
     def prepare(
         self,
         query: ArrayLike,
@@ -31,7 +58,7 @@ class UnifiedAttention(PagedAttentionKernel):
         sinks: ArrayLike | None = None,
         k_descale: ArrayLike | None = None,
         v_descale: ArrayLike | None = None,
-        **options: Any,
+        **options: Unpack[UnifiedOptions],
     ) -> Call:
         """Checks a call and gives the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
@@ -65,3 +92,37 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
     if left < -1 or right < -1:
         raise ValueError(f"window_size must not be below −1, got {window_size=}")
     return None if left == -1 else left, None if right == -1 else right
+
+
+_UNIFIED_ATTENTION = UnifiedAttention()
+
+
+@public_function(UnifiedAttention.prepare)
+def unified_attention(*args: Any, **kwargs: Any) -> Any:
+    """``ragged_page_attention`` in the layout and with the names of vLLM's kernel of this name.
+
+    Args:
+      query: ``[tokens, heads, head_dim]``, packed; float16, bfloat16, float32 or float64.
+      key_cache: ``[num_blocks, block_size, kv_heads, head_dim]`` in the query's dtype, int8, float8_e4m3fn or
+        float8_e5m2; ``kv_heads`` divides ``heads``.
+      value_cache: ``[num_blocks, block_size, kv_heads, value_dim]`` in the same dtype.
+      cu_seqlens_q: ``[sequences + 1]`` integers: where the sequences' tokens begin and end.
+      seqused_k: ``[sequences]`` integers: tokens in the cache, the new ones included.
+      block_table: ``[sequences, blocks_per_sequence]`` integers; a block that does not exist holds nothing.
+      causal: a query sees the keys up to its own position.
+      window_size: (left, right), both ends inclusive, −1 for no bound.
+      softcap: ``c · tanh(logits / c)`` after scale and slopes; 0 for none.
+      alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits.
+      sinks: extra logits without values, ``[heads]`` or ``[heads, n]``.
+      k_descale: what stored keys are multiplied by: a number, or broadcastable to ``[num_blocks, block_size,
+        kv_heads]`` with rank 3. int8 needs it.
+      v_descale: likewise, of the values.
+
+    Returns:
+      ``[tokens, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _UNIFIED_ATTENTION(*args, **kwargs)

@@ -1,28 +1,42 @@
 """Writing new keys and values into pages."""
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformLike, as_array, platforms, reshape
+from tilewright.kernels.arguments import PlatformOption, as_array, platforms, reshape
+from tilewright.kernels.cases import Arguments
 from tilewright.kernels.paged_attention import arguments
+from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
-from tilewright.kernels.portfolio import InferenceKernel, lazy
+from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
+from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.types import Direction
 
 
-class UpdatePages(InferenceKernel):
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateCase(ServingCase):
+    """A call that writes the last tokens of each sequence."""
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        drawn = self.drawn(seed)
+        cache = drawn.pages()
+        positional = (cache.key, cache.value, *drawn.new(), drawn.table(), drawn.lengths(), drawn.boundaries())
+        return positional, self.scales(cache)
+
+
+class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
     """Writes packed tokens into pages; see ``update_pages`` for the arguments."""
+
+    cases = serving_cases(UpdateCase, packed=True)
 
     def __init__(self) -> None:
         super().__init__(
@@ -43,7 +57,8 @@ class UpdatePages(InferenceKernel):
         *,
         key_scale: ArrayLike | None = None,
         value_scale: ArrayLike | None = None,
-        platform: PlatformLike | Sequence[PlatformLike] | None = None,
+        platform: PlatformOption = None,
+        cfg: Any = None,
     ) -> Call:
         """Checks a call; pages without heads get one."""
         pages, new = as_array("key_pages", key_pages), as_array("key", key)
@@ -100,10 +115,6 @@ class UpdatePages(InferenceKernel):
             key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
         )
 
-    def problem(self, *args: Any, **kwargs: Any) -> WriteInputs:
-        """The prepared arguments themselves, of which backends look at shapes and dtypes."""
-        return self.inputs(*args, **kwargs)
-
     def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
         """The arrays of the cache that there are, in the shapes in which they came."""
         key, *others = results
@@ -137,16 +148,49 @@ class UpdatePages(InferenceKernel):
             )
         return args, dict(invocation.abstract_kwargs)
 
-    def partitioning(self, inputs: WriteInputs) -> Partitioning | None:
-        """None: a scatter follows the types of the pages, and what is written is split as they are."""
-        return None
+    # No core_dims: a scatter follows the types of the pages, and what is written is split as they are.
 
-    def cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Bytes of the new tokens, read once and written once."""
+        problem = self.problem_of(inv)
         tokens = [new for new in (problem.key, problem.value) if new is not None]
         stored = problem.key_pages.dtype.itemsize
         return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
 
-    def least_cost(self, problem: WriteInputs, direction: Direction) -> Cost:
+    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Nothing, where all tokens are dropped and the pages are donated."""
         return Cost(0.0, 0.0)
+
+
+_UPDATE_PAGES = UpdatePages()
+
+
+@public_function(UpdatePages.prepare)
+def update_pages(*args: Any, **kwargs: Any) -> Any:
+    """Writes new keys and values into pages, quantised if those are.
+
+    Args:
+      key_pages: ``[num_pages, page_size, kv_heads, head_dim]``; latents may be ``[num_pages, page_size, head_dim]``.
+        Floating-point or int8. Donate them to the ``jit`` around, or they are copied.
+      value_pages: ``[num_pages, page_size, kv_heads, value_dim]`` in the same dtype; None where there are no values.
+      key: ``[tokens, kv_heads, head_dim]``, packed, without heads if the pages have none.
+      value: ``[tokens, kv_heads, value_dim]``; None where there are no values.
+      page_table: ``[sequences, pages_per_sequence]`` integers.
+      kv_lengths: ``[sequences]`` integers: tokens in the cache when this is done; the new ones are the last of them.
+      cum_q_lens: ``[sequences + 1]`` integers: where the sequences' tokens begin and end; by default each has one.
+      key_scale: a number, or broadcastable to ``[num_pages, page_size, kv_heads]`` with rank 3. Where it has a scale
+        for each token, those of the new tokens are computed and stored; else it is what tokens are divided by.
+      value_scale: likewise.
+      platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
+        strict.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      New pages of keys, of values if there are any, and their scales if there are any. A token whose place does not
+      exist is dropped; of several for one place the last stays.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _UPDATE_PAGES(*args, **kwargs)

@@ -42,6 +42,7 @@ class TritonPagedAttention(InferenceImplementation):
     """
 
     platform: ClassVar[Platform] = Platform.TRITON
+    late_import: ClassVar[str] = "triton"
     forward_params: ClassVar[type] = FwdParams
 
     def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:

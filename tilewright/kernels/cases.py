@@ -1,0 +1,85 @@
+"""Named calls of an op: what is tuned, timed, tested and shown in the capability table."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+type Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+type Peer = Callable[..., Any]
+"""A function of an op's own arguments that computes the same."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case(abc.ABC):
+    """The sizes and options of one call, from which its arguments can be drawn.
+
+    An op's own class is a frozen dataclass, each field of which has a default and is an option of the command line.
+
+    Attributes:
+      dtype: of the arrays that have none of their own.
+    """
+
+    name: str
+    dtype: str = dataclasses.field(default="float32", kw_only=True)
+
+    @abc.abstractmethod
+    def arguments(self, seed: int = 0) -> Arguments:
+        """Arguments of the op's function, with random arrays."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpCases[C: Case]:
+    """The cases of one op.
+
+    Attributes:
+      shape: the fields that ``--shape`` gives, in order.
+      small: what the generated tests call.
+      large: the same call in other sizes; whatever size differs between the two may be a symbol of ``jax.export``.
+      by_device: named cases for each kind of device, "cpu" at least.
+      options: the rows of the op's capability table, by what stands in front of each; none for no table.
+      peers: what the op is compared with: the function for a case or, as text, why it cannot do the case.
+      brief: fields whose size decides nothing about which backend can serve a case, in small.
+    """
+
+    shape: tuple[str, ...]
+    small: C
+    large: C
+    by_device: Mapping[str, Mapping[str, C]]
+    options: Mapping[str, C] = _NONE
+    peers: Mapping[str, Callable[[C], Peer | str]] = _NONE
+    brief: Mapping[str, Any] = _NONE
+
+    @property
+    def kind(self) -> type[C]:
+        """The class of the cases."""
+        return type(self.small)
+
+    @property
+    def every(self) -> dict[str, C]:
+        """The named cases of all kinds of device."""
+        return {name: case for table in self.by_device.values() for name, case in table.items()}
+
+    def of_device(self, kind: str) -> Mapping[str, C]:
+        """The named cases for a kind of device, those of CPUs where it has none."""
+        return self.by_device.get(kind, self.by_device["cpu"])
+
+
+def variants[C: Case](base: C, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, C]:
+    """Named cases that differ from another one in some fields."""
+    return {name: dataclasses.replace(base, name=name, **fields) for name, fields in cases.items()}
+
+
+def normal(random: int | np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Normal numbers, drawn in float32 on the host by a seed or a generator."""
+    generator = np.random.default_rng(random) if isinstance(random, int) else random
+    return jnp.asarray(generator.standard_normal(shape, np.float32), jnp.dtype(dtype))

@@ -1,0 +1,207 @@
+"""How a kernel becomes a function."""
+
+import difflib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Concatenate, Protocol, Unpack, get_args, get_origin, is_typeddict
+
+FLAX_ADAPTER = "tilewright.integrations.flax.dot_product_attention"
+
+_FLAX_KEYWORDS = frozenset(
+    {
+        "broadcast_dropout", "deterministic", "dropout_rate", "dropout_rng", "dtype", "einsum_dot_general",
+        "force_fp32_for_softmax", "module", "promote_dtype", "qk_attn_weights_einsum", "attn_weights_value_einsum",
+    }
+)  # fmt: skip
+"""What Flax passes to an ``attention_fn`` and no function of ours takes."""
+
+_ELSEWHERE = {
+    "attention_bias": "bias",
+    "attn_mask": "mask",
+    "block_tables": "page_table",
+    "context_lens": "lengths",
+    "cu_seqlens_k": "cum_seqlens_k",
+    "cu_seqlens_q": "cum_seqlens_q",
+    "dropout_p": "dropout_prob",
+    "implementation": "platform",
+    "is_causal": "causal",
+    "k": "key",
+    "kv_seq_lens": "key_value_seq_lengths",
+    "local_window_size": "sliding_window",
+    "page_indices": "page_table",
+    "q": "query",
+    "q_seq_lens": "query_seq_lengths",
+    "return_residual": "return_lse",
+    "s_aux": "softmax_aux",
+    "scale": "softmax_scale",
+    "segment_ids": "q_segment_ids",
+    "seq_lens": "lengths",
+    "sinks": "softmax_aux",
+    "sm_scale": "softmax_scale",
+    "soft_cap": "logits_soft_cap",
+    "softcap": "logits_soft_cap",
+    "v": "value",
+    "window": "sliding_window",
+    "window_size": "sliding_window",
+}
+"""Names that other libraries have for an argument of ours."""
+
+
+def public_function[**P](prepare: Callable[Concatenate[Any, P], Any], *, attention_fn: bool = False) -> "_Decorator[P]":
+    """Gives a function the argument list of a kernel's ``prepare``: it is written once, there.
+
+    What ``prepare`` takes as ``**options: Unpack[...]`` of a ``TypedDict`` the function has as arguments of their own:
+    ``None`` by default, a flag ``False``. What its docstring does not say of them is that of the ``TypedDict``. A call
+    with other arguments is a ``TypeError`` of the function's own name, with a suggestion.
+
+    Args:
+      attention_fn: for a function that Flax Linen may get as its ``attention_fn``. Linen passes only those keywords
+        that a signature names, and would drop its dropout in silence: ``dropout_rng`` is named so that it is refused.
+    """
+    _, *parameters = _expanded(inspect.signature(prepare).parameters.values())  # without self
+    refused = inspect.Parameter("dropout_rng", inspect.Parameter.KEYWORD_ONLY, default=None)
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    least, most = sum(p.default is p.empty for p in positional), len(positional)
+    known = frozenset(p.name for p in parameters)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        returns = inspect.signature(function).return_annotation
+        signature = inspect.Signature([*parameters, *[refused] * attention_fn], return_annotation=returns)
+        name = function.__name__
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= known:
+                _refuse_keywords(name, kwargs, known)
+                kwargs = {key: value for key, value in kwargs.items() if key in known}
+            if not least <= len(args) <= most:
+                _bind(name, signature, args, kwargs)
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        checked.__doc__ = _with_options(function.__doc__, _documented(prepare))
+        return checked
+
+    return decorate
+
+
+def with_defaults(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of a ``TypedDict``, as it was given or as it is by default.
+
+    Raises:
+      TypeError: something else was given.
+    """
+    found = {**_defaults(options), **given}
+    if len(found) > len(options.__annotations__):
+        unknown = next(name for name in given if name not in options.__annotations__)
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    return found
+
+
+@functools.cache
+def _defaults(options: Any) -> Mapping[str, Any]:
+    return {name: False if kind is bool else None for name, kind in options.__annotations__.items()}
+
+
+class _Decorator[**P](Protocol):
+    """What gives a function the argument list ``P`` and leaves its result alone."""
+
+    def __call__[R](self, function: Callable[..., R], /) -> Callable[P, R]: ...
+
+
+def _options_of(parameter: inspect.Parameter) -> Any:
+    """The ``TypedDict`` whose fields a parameter takes; ``None`` if it is not of that kind."""
+    unpacked = parameter.kind is parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack
+    return get_args(parameter.annotation)[0] if unpacked else None
+
+
+def _expanded(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
+    """The parameters, with the fields of a ``TypedDict`` in the place of what takes them."""
+    for parameter in parameters:
+        options = _options_of(parameter)
+        if options is None:
+            yield parameter
+            continue
+        defaults = _defaults(options)
+        for name, kind in options.__annotations__.items():
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+
+
+def _documented(prepare: Callable[..., Any]) -> dict[str, str]:
+    """What the docstrings of the ``TypedDict`` of a ``prepare`` say of each option, as lines of a section "Args"."""
+    found: dict[str, str] = {}
+    for parameter in inspect.signature(prepare).parameters.values():
+        options = _options_of(parameter)
+        if options is not None:
+            for kind in (*_bases(options), options):
+                found |= _entries(kind.__doc__ or "")
+            found = {name: found[name] for name in options.__annotations__ if name in found}
+    return found
+
+
+def _bases(kind: Any) -> Iterator[Any]:
+    """The ``TypedDict``s that one is made of, of which its ``__mro__`` knows nothing."""
+    for base in types.get_original_bases(kind):
+        if is_typeddict(base):
+            yield from _bases(base)
+            yield base
+
+
+def _entries(doc: str) -> dict[str, str]:
+    """The entries of a docstring's section "Args" by name, each with its indented lines."""
+    _, _, section = inspect.cleandoc(doc).partition("Args:\n")
+    entries = re.split(r"^  (?=\w+: )", section.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    return {entry.partition(":")[0]: f"  {entry.rstrip()}\n" for entry in entries}
+
+
+def _with_options(doc: str | None, options: Mapping[str, str]) -> str | None:
+    """A docstring whose section "Args" ends with what it does not say itself."""
+    if not doc or not options:
+        return doc
+    doc = inspect.cleandoc(doc)
+    before, heading, rest = doc.partition("Args:\n")
+    section, gap, after = rest.partition("\n\n")
+    missing = "".join(said for name, said in options.items() if name not in _entries(doc))
+    return f"{before}{heading}{section.rstrip()}\n{missing.rstrip()}{gap}{after}"
+
+
+def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises if arguments are missing or too many."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}; it is {name}{_short(signature)}") from None
+
+
+def _short(signature: inspect.Signature) -> str:
+    """The positional part of a signature, without types."""
+    shown = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}"
+        for p in signature.parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    return f"({', '.join([*shown, '...'])})"
+
+
+def _refuse_keywords(name: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
+    """Raises for the keywords that a function does not have; Flax's generator of nothing is let through."""
+    unknown = [key for key in kwargs if key not in known and not (key == "dropout_rng" and kwargs[key] is None)]
+    if not unknown:
+        return
+    if any(key in _FLAX_KEYWORDS for key in unknown) and "dropout_prob" in known:
+        raise TypeError(
+            f"{name}() is no attention_fn for Flax, which passes it {', '.join(unknown)}; use {FLAX_ADAPTER}, which "
+            "takes all of it, dropout included"
+        )
+    hints = [f"{key!r}{_did_you_mean(key, known)}" for key in unknown]
+    raise TypeError(f"{name}() has no argument {', '.join(hints)}")
+
+
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
+    """A suggestion for an unknown keyword; empty if none is near."""
+    known = list(known)
+    near = [_ELSEWHERE.get(key, "")] if _ELSEWHERE.get(key) in known else difflib.get_close_matches(key, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else f" (it has {', '.join(sorted(known))})"
