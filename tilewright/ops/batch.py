@@ -1,6 +1,6 @@
 """Mapping a kernel over a batch or over devices with one selection, made for one element."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,10 @@ class ElementChooser(ConfigChooser):
     def __init__(self, chooser: ConfigChooser):
         self._chooser = chooser
 
-    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         return self._chooser.choose(_element(inv), cfg=cfg, overrides=overrides)
 
-    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         return self._chooser.lookup(_element(inv), cfg=cfg, overrides=overrides)
 
     @property
@@ -45,11 +45,11 @@ def _element_executor(kernel: Kernel[Any, Any], executor: Executor[Any, Any] | N
 
 def vmap_with_config(
     kernel: Kernel[Any, Any],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: int | Sequence[Any] | None = 0,
+    out_axes: object = 0,
     *,
     executor: Executor[Any, Any] | None = None,
-    cfg: Any = None,
+    cfg: object = None,
 ) -> Callable[..., Any]:
     """``jax.vmap`` of a kernel with the config that one element would run with.
 
@@ -61,7 +61,7 @@ def vmap_with_config(
     """
     element = _element_executor(kernel, executor)
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> Any:
         return jax.vmap(lambda *each: element(kernel, *each, cfg=cfg, **kwargs), in_axes, out_axes)(*args)
 
     return mapped
@@ -72,7 +72,7 @@ def pmap_with_config(
     axis_name: str = "devices",
     *,
     executor: Executor[Any, Any] | None = None,
-    cfg: Any = None,
+    cfg: object = None,
 ) -> Callable[..., Any]:
     """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all.
 
@@ -89,7 +89,7 @@ def pmap_with_config(
 
     programs = Programs()
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> Any:
         sliced, arguments = split(args)
         shared, options = split(kwargs)
         devices = jax.local_devices()

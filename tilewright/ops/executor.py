@@ -10,7 +10,15 @@ import jax
 from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides, synchronise
 from tilewright.ops.config.selection import ConfigSelectorChain, default_chain
-from tilewright.ops.kernel.arrays import StaticLeaf, Structure, abstract, is_hashable, meaningful_sharding, split
+from tilewright.ops.kernel.arrays import (
+    Operand,
+    StaticLeaf,
+    Structure,
+    abstract,
+    is_hashable,
+    meaningful_sharding,
+    split,
+)
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, check_kernel
 from tilewright.ops.kernel.optional import gradient_form
@@ -38,24 +46,28 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self._programs = Programs()
 
-    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         arrays, structure = split((args, kwargs))
         overrides = current_overrides()
         synchronise()
         selector = Selector(self.chooser, _static(cfg), overrides)
         for array in arrays:
             if isinstance(array, jax.core.Tracer):
-                return call_kernel(kernel, selector, args, kwargs, {})
-        check_runs_here()
-        return self._program(kernel, selector, structure, arrays).run(arrays)
+                out: Out = call_kernel(kernel, selector, args, kwargs, {})
+                break
+        else:
+            check_runs_here()
+            out = self._program(kernel, selector, structure, arrays).run(arrays)
+        return out
 
-    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
         """The forward config that a call would run with, tuning it if the policy lets it."""
         inv, _ = prepared(kernel, args, kwargs, concrete=False)
-        return self.chooser.choose(inv, cfg=cfg).config
+        chosen: Cfg = self.chooser.choose(inv, cfg=cfg).config
+        return chosen
 
     def compile(
-        self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **kwargs: Any
+        self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **kwargs: object
     ) -> Callable[..., Out]:
         """A function of arguments like the examples (arrays or ``ShapeDtypeStruct``), compiled now.
 
@@ -67,13 +79,13 @@ class Executor(Generic[Cfg, Out]):
         self._program(kernel, selector, structure, arrays).compile([abstract(a) for a in arrays])
 
         @functools.wraps(kernel.run)
-        def compiled(*args: Any, **more: Any) -> Out:
+        def compiled(*args: object, **more: object) -> Out:
             return self(kernel, *args, cfg=cfg, **(kwargs | more))
 
         return compiled
 
     def explain(
-        self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, quiet: bool = False, **kwargs: Any
+        self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, quiet: bool = False, **kwargs: object
     ) -> "Explanation":
         """Says which config a call would run with, where it comes from, and why nothing else; measures nothing.
 
@@ -88,7 +100,7 @@ class Executor(Generic[Cfg, Out]):
             print(explanation)
         return explanation
 
-    def explain_choice(self, inv: Invocation[Any, Any], cfg: Any) -> "ExplainedChoice":
+    def explain_choice(self, inv: Invocation[Any, Any], cfg: object) -> "ExplainedChoice":
         selection = self.chooser.lookup(inv, cfg=cfg)
         time_ms, step = selection.time_ms, selection.step
         measured: Sequence[Candidate] = ()
@@ -117,7 +129,9 @@ class Executor(Generic[Cfg, Out]):
             selection.detail,
         )
 
-    def _program(self, kernel: Any, selector: Selector, structure: Structure, arrays: list[Any]) -> Program:
+    def _program(
+        self, kernel: Kernel[Any, Any], selector: Selector, structure: Structure, arrays: Sequence[Operand]
+    ) -> Program:
         shardings = tuple(meaningful_sharding(array) for array in arrays)
 
         def whole_call() -> Callable[..., Any]:
@@ -135,14 +149,20 @@ class Executor(Generic[Cfg, Out]):
         return self._programs.get(key, self.chooser, selector.overrides, whole_call)
 
 
-def call_kernel(kernel: Any, selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
+def call_kernel(
+    kernel: Kernel[Any, Any],
+    selector: Selector,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    known_shardings: Mapping[int, jax.sharding.Sharding],
+) -> Any:
     """Prepares a call and binds it."""
     check_kernel(kernel)
-    args, kwargs = prepare(kernel, args, kwargs)
-    return apply(kernel, selector, tuple(args), dict(kwargs), known_shardings)
+    given, named = prepare(kernel, args, kwargs)
+    return apply(kernel, selector, tuple(given), dict(named), known_shardings)
 
 
-def _static(cfg: Any) -> StaticLeaf | None:
+def _static(cfg: object) -> StaticLeaf | None:
     if cfg is None:
         return None
     if not is_hashable(cfg):
@@ -151,7 +171,10 @@ def _static(cfg: Any) -> StaticLeaf | None:
 
 
 def default_key_builder_with_sharding(
-    kernel: Kernel[Any, Any], args: Any, kwargs: Mapping[str, Any] | None = None, direction: str = "forward"
+    kernel: Kernel[Any, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
+    direction: str = "forward",
 ) -> str:
     """The key under which the chain looks a call up."""
     if not isinstance(args, tuple | list):

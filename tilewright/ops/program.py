@@ -5,7 +5,7 @@ import dataclasses
 import html
 import numbers
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.lowering.labels import CallLabel, find_labels_in_lowered, is_call_label, parse_label
 from tilewright.ops.tuning.confirming import check_confirmable, confirmed
-from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner, Event
+from tilewright.ops.tuning.events import Event
+from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner
 from tilewright.ops.utils.describe import describe_config, describe_key
 
 
@@ -32,7 +33,7 @@ def only_reading() -> Iterator[None]:
         yield
 
 
-def lower(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
     """The lowered program of a call, in which nothing was tuned.
 
     Args:
@@ -46,26 +47,33 @@ def lower(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.
     if _is_lowered(fn):
         if args or kwargs:
             raise TypeError(f"{type(fn).__name__} is lowered already and takes no arguments, got {args=} and {kwargs=}")
-        return getattr(fn, "lowered", fn)
+        return _jax_lowered(fn)
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
     with only_reading():
         method = getattr(fn, "lower", None)  # of jax.jit, nnx.jit and eqx.filter_jit
         lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
-    return getattr(lowered, "lowered", lowered)
+    return _jax_lowered(lowered)
 
 
-def _is_lowered(fn: Any) -> bool:
+def _jax_lowered(lowered: Any) -> jax.stages.Lowered:
+    """What JAX knows of what JAX, Flax or Equinox return for a lowered function."""
+    found: jax.stages.Lowered = getattr(lowered, "lowered", lowered)
+    return found
+
+
+def _is_lowered(fn: object) -> bool:
     """Whether it is what JAX, Flax or Equinox return for a lowered function."""
     return isinstance(fn, jax.stages.Lowered) or isinstance(getattr(fn, "lowered", None), jax.stages.Lowered)
 
 
-def _lower_plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+def _lower_plain(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
     flat, arrays = _flat_call(fn, args, kwargs)
-    return flat.lower(arrays)
+    lowered: jax.stages.Lowered = flat.lower(arrays)
+    return lowered
 
 
-def _flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, list[Any]]:
     """A function, jitted, of its arrays and positional numbers, with everything else as it is; and these."""
     static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
     rest = {name: value for name, value in kwargs.items() if name not in static}
@@ -82,19 +90,19 @@ def _flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return jax.jit(flat), [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
 
 
-def _is_traceable(leaf: Any) -> bool:
+def _is_traceable(leaf: object) -> bool:
     """Whether ``jax.jit`` takes a leaf as an array."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | numbers.Number) or callable(
         getattr(leaf, "__jax_array__", None)
     )
 
 
-def _labels(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallLabel]:
+def _labels(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[CallLabel]:
     lowered = lower(fn, args, kwargs)
     return [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
 
 
-def find_invocations(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
+def find_invocations(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
     """The kernel calls of a function, forward and backward, each once, read from its lowered program.
 
     Calls with an explicit config are left out: nothing else would ever be chosen for them.
@@ -109,7 +117,7 @@ def find_invocations(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
 def tune(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     tuner: Tuner | None = None,
     budget_s: float | None = None,
     call_budget_s: float | None = None,
@@ -118,7 +126,7 @@ def tune(
     confirm: bool = False,
     on_event: Event | None = None,
     chooser: ConfigSelectorChain | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> AutotuningResult:
     """Tunes every kernel call of a function, forward and backward, and stores the winners for later calls.
 
@@ -279,7 +287,7 @@ class ProgramExplanation:
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, chooser: ConfigChooser | None = None, **kwargs: Any
+    fn: Callable[..., Any], *args: object, chooser: ConfigChooser | None = None, **kwargs: object
 ) -> ProgramExplanation:
     """Says which implementation and config every kernel call of a function would run with, and why not the others.
 

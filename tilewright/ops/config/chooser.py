@@ -32,11 +32,11 @@ class ConfigChooser(abc.ABC):
     """Whatever can pick the config of an invocation."""
 
     @abc.abstractmethod
-    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         """The config of a call; may measure, if the policy lets it."""
 
     @abc.abstractmethod
-    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         """What ``choose`` would return if nothing could be measured, without leaving a trace."""
 
     @property

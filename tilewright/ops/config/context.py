@@ -132,12 +132,14 @@ def synchronise() -> None:
 
 def as_without_overrides() -> AbstractContextManager[object]:
     """A context in which JAX's keys are those without overrides, for what no choice of a config takes part in."""
-    return _TRACE_CONTEXT(None)
+    context: AbstractContextManager[object] = _TRACE_CONTEXT(None)
+    return context
 
 
 def key_of_overrides() -> Hashable:
     """The overrides as JAX's keys know them."""
-    return _TRACE_CONTEXT.value
+    key: Hashable = _TRACE_CONTEXT.value
+    return key
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ class ConfigCache:
         """A number that grows whenever the contents change, and only then."""
         return self._version
 
-    def put(self, key: Hashable, cfg: Any, *, origin: str = "user") -> None:
+    def put(self, key: Hashable, cfg: object, *, origin: str = "user") -> None:
         """Stores ``cfg`` under ``key`` in place of what was there."""
         entry = (cfg, origin)
         with self._lock:

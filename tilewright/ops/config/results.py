@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any
 
 from tilewright.ops.config.cache import ConfigCache
@@ -54,9 +55,27 @@ class TunedCall:
             raise ValueError(f"{self.chosen=} must be the index of one of {len(self.candidates)} candidates")
 
     @classmethod
-    def of(cls, inv: Invocation[Any, Any], candidates: Iterable[Candidate], chosen: int, **rest: Any) -> "TunedCall":
-        """The field of an invocation; ``rest`` are further attributes."""
-        return cls(inv.kernel.name, inv.direction, inv.key, describe_key(inv.key), tuple(candidates), chosen, **rest)
+    def of(
+        cls,
+        inv: Invocation[Any, Any],
+        candidates: Iterable[Candidate],
+        chosen: int,
+        step: str = "measured",
+        complete: bool = True,
+        source: str = "",
+    ) -> "TunedCall":
+        """The field of an invocation."""
+        return cls(
+            inv.kernel.name,
+            inv.direction,
+            inv.key,
+            describe_key(inv.key),
+            tuple(candidates),
+            chosen,
+            step,
+            complete,
+            source,
+        )
 
     @property
     def winner(self) -> Candidate:
@@ -264,10 +283,12 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         _ENTERED.set((*_ENTERED.get(), entered))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         *outer, entered = _ENTERED.get()
         _ENTERED.set(tuple(outer))
-        entered.__exit__(*exception)
+        entered.__exit__(kind, error, traceback)
 
     def to_json(self) -> str:
         """The whole result as readable JSON; exceptions by their messages."""

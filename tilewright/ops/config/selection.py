@@ -137,7 +137,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             policy = dataclasses.replace(policy, build_in_background=True)
         return overrides.apply(policy)
 
-    def choose(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
         _ = overrides.lock  # one that cannot be used is an error at once, whichever step would answer
         selection = self._known(inv, cfg, overrides)
@@ -154,7 +154,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             self.on_event(selection)
         return selection
 
-    def lookup(self, inv: Invocation[Any, Any], *, cfg: Any = None, overrides: Overrides | None = None) -> Selection:
+    def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
         return self._known(inv, cfg, overrides) or self._guess(inv)
 
@@ -197,7 +197,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         elif selection.step != "memory":
             self.cache.put(selection.key, selection.config, origin=selection.step)
 
-    def _known(self, inv: Invocation[Any, Any], cfg: Any, overrides: Overrides) -> Selection | None:
+    def _known(self, inv: Invocation[Any, Any], cfg: object, overrides: Overrides) -> Selection | None:
         if cfg is not None:
             directed = inv.kernel.directed_cfg(cfg, inv)
             if directed is not None:
@@ -300,7 +300,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None
 
     def store(
-        self, inv: Invocation[Any, Any], cfg: Any, candidates: Sequence[Any], time_ms: float | None, complete: bool
+        self, inv: Invocation[Any, Any], cfg: object, candidates: Sequence[Any], time_ms: float | None, complete: bool
     ) -> None:
         """Keeps a measured config, with all that was measured, in memory and on disk."""
         self.cache.put(inv.key, cfg, origin="autotune")
@@ -344,7 +344,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         nearest = self._nearest(inv) if stale is None else None
         return stale if nearest is None else nearest.config
 
-    def measured_ms(self, inv: Invocation[Any, Any], cfg: Any) -> float | None:
+    def measured_ms(self, inv: Invocation[Any, Any], cfg: object) -> float | None:
         """The time that the disk cache, or else a shipped table, has for a config of this call."""
         entry = None if self.persistent is None else self.persistent.entry(inv.key)
         if entry is not None and entry.config == cfg:
@@ -353,12 +353,12 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None if shipped is None else next((c.time_ms for c in shipped.candidates if c.config == cfg), None)
 
 
-def _can_run(inv: Invocation[Any, Any], cfg: Any, *, built: bool = True) -> bool:
+def _can_run(inv: Invocation[Any, Any], cfg: object, *, built: bool = True) -> bool:
     """Tells if a kernel can run a config, and has all that must be built for it."""
     return not (inv.kernel.config_reasons(inv, cfg) or (built and unbuilt.missing(inv, cfg)))
 
 
-def _fits(inv: Invocation[Any, Any], cfg: Any, step: str) -> bool:
+def _fits(inv: Invocation[Any, Any], cfg: object, step: str) -> bool:
     """Whether a config that a cache holds can run; one that cannot is logged and counts as a miss."""
     why = inv.kernel.config_reasons(inv, cfg)
     if why:

@@ -64,7 +64,7 @@ class Tuner:
             raise TypeError(f"timer={self.timer!r} must be a Timer or None")
 
 
-def check_tuner(tuner: Any) -> None:
+def check_tuner(tuner: object) -> None:
     """Raises unless it is a ``Tuner``."""
     if not isinstance(tuner, Tuner):
         raise TypeError(f"{tuner=} must be a Tuner or None")

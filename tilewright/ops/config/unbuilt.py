@@ -18,18 +18,18 @@ BUILD_IN_BACKGROUND: Hook[Callable[[Sequence[Build]], None]] = Hook("the process
 _SAID: set[Build] = set()
 
 
-def needed(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
+def needed(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
     """Builds that a config that can run the call needs, made or not."""
     return tuple(inv.kernel.config_builds(inv, cfg))
 
 
-def missing(inv: Invocation[Any, Any], cfg: Any) -> tuple[Build, ...]:
+def missing(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
     """Builds for want of which a config that can run the call is passed over."""
     return missing_builds(needed(inv, cfg))
 
 
 def say_once(
-    inv: Invocation[Any, Any], chosen: Any, preferred: Any, builds: Sequence[Build], *, in_background: bool
+    inv: Invocation[Any, Any], chosen: object, preferred: object, builds: Sequence[Build], *, in_background: bool
 ) -> None:
     """Says of each build once that a call does without it; and has it made by another process if that is wanted."""
     fresh = [each for each in builds if each not in _SAID]

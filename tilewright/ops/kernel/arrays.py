@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,18 @@ import numpy as np
 
 ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 """What is an operand of a call. A NumPy scalar is static, as Python's numbers are."""
+
+type Operand = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct
+
+
+class Shaped(Protocol):
+    """An array, its abstract value, or a ``ShapeDtypeStruct``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -33,16 +45,16 @@ class StaticLeaf:
 class Structure:
     """A pytree without its arrays: the tree, and for each leaf its static value or ``None`` for an array."""
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     leaves: tuple[StaticLeaf | None, ...]
 
-    def join(self, arrays: Sequence[Any]) -> Any:
+    def join(self, arrays: Sequence[object]) -> Any:
         """The pytree with ``arrays`` in the places of its arrays."""
         rest = iter(arrays)
         return self.tree.unflatten([next(rest) if leaf is None else leaf.value for leaf in self.leaves])
 
 
-def split(tree: Any) -> tuple[list[Any], Structure]:
+def split(tree: object) -> tuple[list[Any], Structure]:
     """Takes a pytree apart into its arrays and everything else.
 
     Raises:
@@ -68,7 +80,7 @@ def split(tree: Any) -> tuple[list[Any], Structure]:
     return arrays, structure
 
 
-def is_hashable(value: Any) -> bool:
+def is_hashable(value: object) -> bool:
     """Whether a value can be told from others by its hash."""
     try:
         hash(value)
@@ -77,7 +89,7 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
-def abstract(leaf: Any, sharding: Any = None) -> Any:
+def abstract(leaf: object, sharding: jax.sharding.Sharding | None = None) -> Any:
     """The ``ShapeDtypeStruct`` of an array, weak type and sharding kept; any other leaf as it is."""
     if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf, ARRAY_TYPES):
         return leaf
@@ -86,13 +98,13 @@ def abstract(leaf: Any, sharding: Any = None) -> Any:
     return struct_of(jax.typeof(leaf), sharding)
 
 
-def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def struct_of(aval: Shaped, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     """The ``ShapeDtypeStruct`` of an abstract value."""
     weak = bool(getattr(aval, "weak_type", False))  # absent from the abstract values of extended dtypes
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
-def random_array(key: jax.Array, leaf: Any) -> Any:
+def random_array(key: jax.Array, leaf: object) -> Any:
     """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf as it is."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -106,17 +118,17 @@ def random_array(key: jax.Array, leaf: Any) -> Any:
     return jax.random.randint(key, leaf.shape, 0, 2).astype(leaf.dtype)
 
 
-def is_symbolic(*sizes: Any) -> bool:
+def is_symbolic(*sizes: object) -> bool:
     """True if a size is a symbolic dimension of ``jax.export``, which only a call of the exported program knows."""
     return not all(isinstance(size, int) for size in sizes)
 
 
-def at_most(size: Any, limit: int) -> int:
+def at_most(size: int, limit: int) -> int:
     """A block for so many elements; for a symbolic dimension ``limit``, of which the elements may fill a part."""
     return limit if is_symbolic(size) else min(size, limit)
 
 
-def meaningful_sharding(leaf: Any) -> Any:
+def meaningful_sharding(leaf: object) -> jax.sharding.Sharding | None:
     """The sharding of an array that is spread over several devices, or whose type carries one; else ``None``."""
     if isinstance(leaf, jax.core.Tracer):
         return explicit_sharding(jax.typeof(leaf))
@@ -126,9 +138,10 @@ def meaningful_sharding(leaf: Any) -> Any:
     return sharding if sharding.num_devices > 1 else None
 
 
-def explicit_sharding(aval: Any) -> Any:
+def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:
     """The sharding in the type of a traced value, where only explicit axes show; ``None`` if no axis is sharded."""
-    sharding = getattr(aval, "sharding", None)  # absent from types that are no arrays
+    # Absent from types that are no arrays.
+    sharding: jax.sharding.NamedSharding | None = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
         return None
     return sharding

@@ -87,6 +87,6 @@ class Candidate:
         return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
 
 
-def kind_of(config: Any) -> str:
+def kind_of(config: object) -> str:
     """The implementation that a config names; empty if it names none."""
     return str(getattr(config, "implementation", ""))

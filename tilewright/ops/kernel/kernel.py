@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, ClassVar, Generic, Protocol, cast
 
 import jax
 
@@ -27,7 +27,7 @@ _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakre
 class RunsKernels(Protocol):
     """An executor, as kernels know it."""
 
-    def __call__(self, kernel: "Kernel[Cfg, Out]", *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out: ...
+    def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out: ...
 
 
 DEFAULT_EXECUTOR: Hook[Callable[[], RunsKernels]] = Hook("the default executor")
@@ -99,15 +99,16 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         leaves, treedef = jax.tree_util.tree_flatten((inv.abstract_args, inv.abstract_kwargs))
         keys = jax.random.split(key, max(1, len(leaves)))
         drawn = [random_array(k, leaf) for k, leaf in zip(keys, leaves, strict=False)]
-        return jax.tree_util.tree_unflatten(treedef, drawn)
+        args, kwargs = jax.tree_util.tree_unflatten(treedef, drawn)
+        return args, kwargs
 
-    def directed_cfg(self, cfg: Any, inv: "Invocation[Cfg, Out]") -> Cfg | None:
+    def directed_cfg(self, cfg: object, inv: "Invocation[Cfg, Out]") -> Cfg | None:
         """What a config that the caller gave means for an invocation; ``None`` leaves its direction to selection."""
-        return cfg
+        return cast("Cfg", cfg)
 
     # How a call is tuned, checked and explained.
 
-    def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: Any) -> Sequence[str]:
+    def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: object) -> Sequence[str]:
         """Why a config cannot run the call; a cached one with reasons is a miss, a candidate is not measured."""
         return ()
 
@@ -177,7 +178,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return None
 
-    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+    def __call__(self, *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         return DEFAULT_EXECUTOR.function()(self, *args, cfg=cfg, **kwargs)
 
     def __repr__(self) -> str:
@@ -215,11 +216,13 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def abstract_args(self) -> tuple[Any, ...]:
-        return jax.tree.map(abstract, tuple(self.args))
+        args: tuple[Any, ...] = jax.tree.map(abstract, tuple(self.args))
+        return args
 
     @functools.cached_property
     def abstract_kwargs(self) -> dict[str, Any]:
-        return jax.tree.map(abstract, dict(self.kwargs))
+        kwargs: dict[str, Any] = jax.tree.map(abstract, dict(self.kwargs))
+        return kwargs
 
     @functools.cached_property
     def memo(self) -> dict[str, Any]:
@@ -291,7 +294,7 @@ class Invocation(Generic[Cfg, Out]):
         return dataclasses.replace(self, direction="backward")
 
 
-def check_kernel(kernel: Any) -> None:
+def check_kernel(kernel: object) -> None:
     """Raises unless it is an instance of ``Kernel``."""
     if not isinstance(kernel, Kernel):
         raise TypeError(f"{kernel=} must be an instance of a subclass of Kernel")

@@ -3,7 +3,7 @@
 import abc
 import json
 import weakref
-from typing import Any
+from collections.abc import Hashable
 
 # The class that has a name and version, and what holds configs by them. A name stays taken when its kernels are gone:
 # their configs are still there.
@@ -24,11 +24,11 @@ def remembers_configs(memory: RemembersConfigs) -> None:
     _MEMORIES.add(memory)
 
 
-def key_is_of(key: Any, name: str, version: str) -> bool:
+def key_is_of(key: Hashable, name: str, version: str) -> bool:
     """Whether a key is that of an invocation of a kernel of that name and version."""
     try:
-        described = json.loads(key)
-    except (TypeError, ValueError):
+        described = json.loads(key) if isinstance(key, str) else None
+    except ValueError:
         return False
     return isinstance(described, dict) and (described.get("op"), described.get("version")) == (name, version)
 

@@ -20,12 +20,12 @@ def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:
     return getattr(kernel, name, None)
 
 
-def platform_hook(kernel: Kernel[Any, Any], cfg: Any, device: Device) -> Callable[..., Any]:
+def platform_hook(kernel: Kernel[Any, Any], cfg: object, device: Device) -> Callable[..., Any]:
     """The most specific ``run_<platform>`` for the config's platform or else the device's; ``run`` if there is none."""
     wanted = getattr(cfg, "platform", None)
     names = PLATFORMS.get(device.kind, ()) if wanted in (None, "auto") else (str(wanted),)
     for name in names:
-        hook = optional_method(kernel, f"run_{name}")
+        hook: Callable[..., Any] | None = optional_method(kernel, f"run_{name}")
         if hook is not None:
             return hook
     return kernel.run

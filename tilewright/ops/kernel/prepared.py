@@ -7,18 +7,17 @@ import jax
 
 from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split
 from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, naming
+from tilewright.ops.kernel.parts import Arguments
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def prepare(kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+def prepare(kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Arguments:
     """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
     with naming(kernel):
         return kernel.prepare(*args, **kwargs)
 
 
 def prepared(
-    kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, concrete: bool = True
+    kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object], *, concrete: bool = True
 ) -> tuple[Invocation[Any, Any], Arguments | None]:
     """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
     check_kernel(kernel)

@@ -17,6 +17,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
+from jax.interpreters import mlir
 
 from tilewright.ops.lowering import mlir_modules
 from tilewright.ops.lowering.lowered_files import LoweredFiles
@@ -59,7 +60,7 @@ class CompiledKernels:
         self.loaded = 0
         self.compiled = 0
 
-    def begin(self, client: Any, module: Any) -> None:
+    def begin(self, client: xla_client.Client, module: ir.Module) -> None:
         """Loads the kernels of a module, and begins to compile those that are not on disk.
 
         What fails is left to the compilation of the program, which says why.
@@ -88,7 +89,7 @@ class CompiledKernels:
         self._asked.pending = pending
         return pending
 
-    def _load_or_begin(self, client: Any, digest: str, code: bytes, done: Done) -> None:
+    def _load_or_begin(self, client: xla_client.Client, digest: str, code: bytes, done: Done) -> None:
         begun = False
         try:
             key = _key(client, digest) if is_kept_on_disk() else None
@@ -103,7 +104,7 @@ class CompiledKernels:
             if not begun:
                 done.set_result(None)
 
-    def _load(self, client: Any, key: dict[str, Any]) -> bool:
+    def _load(self, client: xla_client.Client, key: dict[str, Any]) -> bool:
         file = self._files.get(key)
         if file is None:
             return False
@@ -116,7 +117,7 @@ class CompiledKernels:
             self.loaded += 1
         return True
 
-    def _compile(self, client: Any, key: dict[str, Any] | None, code: bytes, done: Done) -> None:
+    def _compile(self, client: xla_client.Client, key: dict[str, Any] | None, code: bytes, done: Done) -> None:
         try:
             with self._turns, jax_mlir.make_ir_context(), ir.Location.unknown():
                 executable = client.compile_and_load(ir.Module.parse(code), *_devices_and_options(client))
@@ -130,7 +131,7 @@ class CompiledKernels:
             done.set_result(None)
 
 
-def _key(client: Any, digest: str) -> dict[str, Any]:
+def _key(client: xla_client.Client, digest: str) -> dict[str, Any]:
     """All that an executable depends on, as JSON data."""
     return {
         "schema": _SCHEMA,
@@ -145,7 +146,7 @@ def _key(client: Any, digest: str) -> dict[str, Any]:
     }
 
 
-def _devices_and_options(client: Any) -> tuple[Any, Any]:
+def _devices_and_options(client: xla_client.Client) -> tuple[xla_client.DeviceList, xla_client.CompileOptions]:
     """One device of this process, and XLA's options for a program on it."""
     device = client.local_devices()[0]
     options = compiler.get_compile_options(
@@ -161,7 +162,7 @@ def _devices_and_options(client: Any) -> tuple[Any, Any]:
 KERNELS = CompiledKernels(LoweredFiles())
 
 
-def begin(ctx: Any, module: Any) -> None:
+def begin(ctx: mlir.LoweringRuleContext, module: ir.Module) -> None:
     """Begins to compile the kernels of a lowered module that is to become part of a program.
 
     Nothing is done for a program that is not to run here.

@@ -8,7 +8,7 @@ platform is the one that the program is lowered for. And the traced program is t
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
-from tilewright.ops.kernel.arrays import StaticLeaf, Structure, explicit_sharding, split, struct_of
+from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit_sharding, split, struct_of
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import note
 from tilewright.ops.lowering.labels import call_label, without_label
 from tilewright.ops.lowering.lowering import results_of, run
+from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
 from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
 from tilewright.ops.lowering.surroundings import trace_settings
@@ -101,16 +102,16 @@ class Call:
             return Stage(self.kernel, self.structure, "forward")
         return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
 
-    def program(self, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Program:
+    def program(self, cfg: object, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Program:
         """The stage with a config for operands of some abstract values, with the mapped axes in front."""
         return Program(self.code, StaticLeaf(cfg), tuple(avals), mapped, device)
 
-    def function(self, cfg: Any, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., list[Any]]:
+    def function(self, cfg: object, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., list[Any]]:
         """The stage with a config as a function of the flat operands that JAX can differentiate."""
         stage = Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
         function = stage.function(cfg, mapped, device)
 
-        def flat(*operands: Any) -> list[Any]:
+        def flat(*operands: jax.Array) -> list[Any]:
             leaves = jax.tree.leaves(function(*operands))
             return [leaves[i] for i in self.returned] if self.returned else leaves
 
@@ -125,13 +126,15 @@ class Call:
         return self.returned or tuple(range(self.tree(results).num_leaves))
 
 
-def drop_axes(aval: Any, count: int) -> jax.ShapeDtypeStruct:
+def drop_axes(aval: Shaped, count: int) -> jax.ShapeDtypeStruct:
     """One element of a value whose first ``count`` axes are mapped."""
     struct = struct_of(aval)
     return jax.ShapeDtypeStruct(struct.shape[count:], struct.dtype, weak_type=struct.weak_type)
 
 
-def with_sharding(element: jax.ShapeDtypeStruct, aval: Any, known: Any) -> jax.ShapeDtypeStruct:
+def with_sharding(
+    element: jax.ShapeDtypeStruct, aval: Shaped, known: jax.sharding.Sharding | None
+) -> jax.ShapeDtypeStruct:
     """The element with the sharding that its type carries or that the caller knew."""
     if len(element.shape) != len(aval.shape):
         return element
@@ -170,7 +173,7 @@ def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...
     return call.kernel.heuristic_cfg(inv) if directed is None else directed
 
 
-def _abstract_eval(*avals: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+def _abstract_eval(*avals: jax.core.AbstractValue, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     results = known_results(call, avals, mapped, current_device())
     return [results.avals[i] for i in call.picked(results)], set(results.effects)
 
@@ -180,7 +183,7 @@ call_p.def_effectful_abstract_eval(_abstract_eval)
 _PROGRAMS = Programs()
 
 
-def _impl(*operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+def _impl(*operands: jax.Array, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     """Runs what reaches the primitive outside any trace, such as the passes of an eager ``jax.grad``."""
     check_runs_here()
     if jax.config.jax_disable_jit:
@@ -197,7 +200,7 @@ call_p.def_impl(_impl)
 
 
 def batching_rule(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], mapped: tuple[MappedAxis, ...], **params: Any
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], mapped: tuple[MappedAxis, ...], **params: object
 ) -> tuple[list[Any], list[int]]:
     """Binds a primitive with one more mapped axis; all its results are mapped along axis 0."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
@@ -249,7 +252,7 @@ def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
 
 
 def code_of(
-    call: Call, cfg: Any, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
+    call: Call, cfg: object, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
 ) -> Callable[..., list[Any]]:
     """A call's stage with a config as a function of the flat operands, lowered once whatever programs contain it."""
     program = call.program(cfg, avals, mapped, device)
@@ -259,7 +262,7 @@ def code_of(
     # packages that are not here.
     only_read = call.selector.overrides.token is not None and _is_opaque(results)
 
-    def code(*operands: Any) -> list[Any]:
+    def code(*operands: jax.Array) -> list[Any]:
         if only_read:
             return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
         found = run(program, *operands)
@@ -281,7 +284,7 @@ def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return jax.jit(function)
 
 
-def _lowering_rule(ctx: Any, *operands: Any, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
+def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     devices = devices_for_platforms(platforms)
     branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
@@ -293,8 +296,10 @@ def _lowering_rule(ctx: Any, *operands: Any, call: Call, mapped: tuple[MappedAxi
     return mlir.lower_fun(checked)(ctx, *operands)
 
 
-def _with_promised_shapes(call: Call, chosen: Callable[..., Any], promised: Sequence[Any], *operands: Any) -> list[Any]:
-    results = chosen(*operands)
+def _with_promised_shapes(
+    call: Call, chosen: Callable[..., Any], promised: Sequence[Any], *operands: jax.Array
+) -> list[Any]:
+    results: list[Any] = chosen(*operands)
     got = [(x.shape, x.dtype) for x in results]
     wanted = [(x.shape, x.dtype) for x in promised]
     if got != wanted:
@@ -311,7 +316,13 @@ mlir.register_lowering(call_p, _lowering_rule)
 # From a prepared call to its results.
 
 
-def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, known_shardings: dict[int, Any]) -> Any:
+def apply(
+    kernel: Kernel[Any, Any],
+    selector: Selector,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known_shardings: Mapping[int, jax.sharding.Sharding],
+) -> Any:
     """Runs a prepared call on traced or concrete arrays, with the kernel's own gradients."""
     arrays, structure = split((args, kwargs))
     shardings = tuple(known_shardings.get(id(array)) for array in arrays)
@@ -323,6 +334,6 @@ def apply(kernel: Kernel[Any, Any], selector: Selector, args: Any, kwargs: Any, 
     return tree.unflatten(results)
 
 
-def named(array: Any, name: str) -> Any:
+def named(array: jax.Array, name: str) -> Any:
     """The array under a ``checkpoint_name``, by which a policy of ``jax.checkpoint`` can save it."""
     return array if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else checkpoint_name(array, name)

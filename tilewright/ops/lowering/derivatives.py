@@ -29,6 +29,7 @@ from tilewright.ops.lowering.call import (
     shape_config,
 )
 from tilewright.ops.lowering.gradients import with_manual_axes
+from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import MOST_PROGRAMS
 from tilewright.ops.lowering.stages import CHOOSING, map_axes
 from tilewright.ops.types import Device, MappedAxis
@@ -63,13 +64,13 @@ def _to_differentiate(
 ) -> Callable[..., Any]:
     """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
 
-    def labelled(*operands: Any) -> list[Any]:
+    def labelled(*operands: jax.Array) -> list[Any]:
         return call.function(cfg.value, mapped, device)(*operands)
 
     return labelled_as(labelled, name)
 
 
-def _moves(tangent: Any) -> bool:
+def _moves(tangent: jax.Array | ad.Zero) -> bool:
     """Whether an input is differentiated."""
     return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
 
@@ -78,11 +79,12 @@ def _jvp_along(function: Callable[..., Any], primals: Sequence[Any], tangents: S
     """``jax.jvp`` of a function with respect to those operands that have a tangent."""
     moving = [i for i, t in enumerate(tangents) if _moves(t)]
 
-    def along(*values: Any) -> list[Any]:
+    def along(*values: jax.Array) -> list[Any]:
         operands = list(primals)
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
-        return function(*operands)
+        results: list[Any] = function(*operands)
+        return results
 
     return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
@@ -102,14 +104,14 @@ class Linearised:
     """
 
     call: Call
-    out: Any
-    kept: Any
+    out: jax.tree_util.PyTreeDef
+    kept: jax.tree_util.PyTreeDef
     moving: tuple[bool, ...]
     inexact: tuple[bool, ...]
 
     @property
     def num_kept(self) -> int:
-        return self.call.num_arrays + self.kept.num_leaves
+        return self.call.num_arrays + int(self.kept.num_leaves)
 
 
 def _with_own_gradients(
@@ -170,8 +172,9 @@ linear_p.multiple_results = True
 CHOOSING.add(linear_p)
 
 
-@linear_p.def_abstract_eval
-def _linear_abstract_eval(*avals: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
+def _linear_abstract_eval(
+    *avals: jax.core.ShapedArray, linear: Linearised, mapped: tuple[MappedAxis, ...]
+) -> list[Any]:
     call, count, device = linear.call, linear.call.num_arrays, current_device()
     own = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
     arrays = tuple(avals[:count])
@@ -184,11 +187,12 @@ def _linear_abstract_eval(*avals: Any, linear: Linearised, mapped: tuple[MappedA
     return [aval.to_tangent_aval() for aval, has in zip(along, linear.inexact, strict=True) if has]
 
 
+linear_p.def_abstract_eval(_linear_abstract_eval)
 batching.primitive_batchers[linear_p] = functools.partial(batching_rule, linear_p)
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]
+    cotangents: Sequence[Any], *operands: jax.Array, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> list[Any]:
     """The gradients by the kernel's backward pass."""
     count, num_kept = linear.call.num_arrays, linear.num_kept
@@ -214,7 +218,7 @@ def _transpose(
 ad.primitive_transposes[linear_p] = _transpose
 
 
-def _materialised(cotangent: Any) -> Any:
+def _materialised(cotangent: jax.Array | ad.Zero) -> jax.Array:
     """A cotangent as an array."""
     if not isinstance(cotangent, ad.Zero):
         return cotangent
@@ -235,10 +239,10 @@ def _forward_mode(
     function = call.function(cfg, (), device)
     moving = [i for i, moves in enumerate(linear.moving) if moves]
 
-    def element(*operands: Any) -> list[Any]:
+    def element(*operands: jax.Array) -> list[Any]:
         arrays, tangents = operands[: call.num_arrays], operands[linear.num_kept :]
 
-        def along(*values: Any) -> list[Any]:
+        def along(*values: jax.Array) -> list[Any]:
             complete = list(arrays)
             for i, value in zip(moving, values, strict=True):
                 complete[i] = value
@@ -266,9 +270,11 @@ def forward_mode_config(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> 
     return cfg
 
 
-def _linear_impl(*operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
+def _linear_impl(*operands: jax.Array, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> list[Any]:
     check_runs_here()
-    return _compiled(linear, tuple(jax.typeof(x) for x in operands), mapped, current_device())(*operands)
+    code = _compiled(linear, tuple(jax.typeof(x) for x in operands), mapped, current_device())
+    results: list[Any] = code(*operands)
+    return results
 
 
 linear_p.def_impl(_linear_impl)
@@ -281,7 +287,9 @@ def _compiled(
     return jax.jit(_forward_mode(linear, avals, mapped, device))
 
 
-def _linear_lowering(ctx: Any, *operands: Any, linear: Linearised, mapped: tuple[MappedAxis, ...]) -> Any:
+def _linear_lowering(
+    ctx: mlir.LoweringRuleContext, *operands: Value, linear: Linearised, mapped: tuple[MappedAxis, ...]
+) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     devices = devices_for_platforms(platforms)
     branches = {p: _forward_mode(linear, ctx.avals_in, mapped, device) for p, device in devices.items()}

@@ -12,7 +12,7 @@ from tilewright.ops.kernel.optional import argument_names
 
 
 def select_gradients(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Any, wanted: tuple[bool, ...]
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: object, wanted: tuple[bool, ...]
 ) -> list[Any]:
     """The gradients that were asked for, in the order of the call's arrays.
 
@@ -55,7 +55,7 @@ def select_gradients(
     ]
 
 
-def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: Any) -> list[Any]:
+def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: object) -> list[Any]:
     try:
         leaves = structure.tree.flatten_up_to(gradient)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, 
     return [leaf for leaf, static in zip(leaves, structure.leaves, strict=True) if static is None]
 
 
-def _checked(kernel: Kernel[Any, Any], name: str, gradient: Any, array: Any) -> Any:
+def _checked(kernel: Kernel[Any, Any], name: str, gradient: object, array: jax.Array) -> jax.Array:
     if gradient is None:
         raise TypeError(
             f"{kernel!r} returns no gradient for its argument {name!r}, which is being differentiated; "
@@ -78,7 +78,7 @@ def _checked(kernel: Kernel[Any, Any], name: str, gradient: Any, array: Any) -> 
     return jnp.asarray(gradient, array.dtype)
 
 
-def with_manual_axes(gradient: Any, aval: Any) -> Any:
+def with_manual_axes(gradient: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """A gradient that varies over the axes of a ``shard_map`` along which its argument, of type ``aval``, does.
 
     An argument that all devices share has the sum of their gradients.

@@ -71,7 +71,7 @@ class CallLabel:
         living = live_kernel(self.op, self.version)
         if living is not None:
             return living
-        made = resolve(self.kernel)()
+        made: Kernel[Any, Any] = resolve(self.kernel)()
         if (made.name, made.version) != (self.op, self.version):
             raise ValueError(f"{self.kernel} is now {made!r}, but the label is of {self.op=} {self.version=}")
         return made
@@ -123,7 +123,7 @@ def parse_label(text: str) -> CallLabel:
         raise ValueError(f"the label of a kernel call is damaged: {text!r}") from error
 
 
-def _config(said: Any) -> Any:
+def _config(said: object) -> Any:
     try:
         return untagged(said)
     except ValueError:  # its type lives in another program; the selection chain can still be asked
@@ -158,7 +158,8 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def without_label() -> AbstractContextManager[Any]:
     """A context without a user's label: the code of a kernel is the same under any, and its call keeps the name."""
-    return set_xla_metadata(tilewright_label=None)
+    context: AbstractContextManager[Any] = set_xla_metadata(tilewright_label=None)
+    return context
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
@@ -173,7 +174,7 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
     return list(dict.fromkeys(name for _, name in sorted(found)))
 
 
-def find_labels_in_lowered(lowered: Any) -> list[str]:
+def find_labels_in_lowered(lowered: object) -> list[str]:
     """The labels in what ``jax.jit(f).lower(...)``, or ``.compile()`` after it, returned."""
     if isinstance(lowered, jax.stages.Lowered):
         return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))

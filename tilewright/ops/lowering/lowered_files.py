@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def _file_name(key: Document) -> str:
     return f"{prefix}-{_digest(canonical_json(key).encode())[:32]}.lowered"
 
 
-def _is_owners_alone(path: Path, kind: Any) -> bool:
+def _is_owners_alone(path: Path, kind: Callable[[int], bool]) -> bool:
     """Tells if nobody else can have written a file or folder; logs why not."""
     # The folder may be a link that its owner made; an entry is never one.
     status = os.stat(path) if kind is stat.S_ISDIR else os.lstat(path)

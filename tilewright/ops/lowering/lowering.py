@@ -7,6 +7,7 @@ program into another, such as callbacks, is lowered in place, as if there were n
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,27 +72,32 @@ def results_of(program: Program) -> Results:
         return _RESULTS.put(key, results)
 
 
-def run(program: Program, *operands: Any) -> list[Any]:
+def run(program: Program, *operands: jax.Array) -> list[Any]:
     """The flat results of a program."""
-    return program_p.bind(*operands, program=program)
+    results: list[Any] = program_p.bind(*operands, program=program)
+    return results
 
 
 program_p = Primitive("tilewright_program")
 program_p.multiple_results = True
 
 
-@program_p.def_effectful_abstract_eval
-def _abstract_eval(*_: Any, program: Program) -> Any:
+def _abstract_eval(*_: jax.core.AbstractValue, program: Program) -> tuple[list[Any], set[Any]]:
     results = results_of(program)
     return list(results.avals), set(results.effects)
 
 
-@program_p.def_impl
-def _impl(*operands: Any, program: Program) -> list[Any]:
+program_p.def_effectful_abstract_eval(_abstract_eval)
+
+
+def _impl(*operands: jax.Array, program: Program) -> list[Any]:
     return jax.tree.leaves(program.function(*operands))
 
 
-def _lowering_rule(ctx: Any, *operands: Any, program: Program) -> Any:
+program_p.def_impl(_impl)
+
+
+def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value, program: Program) -> Any:
     with without_label():
         around = surroundings(ctx) if _can_be_apart(program, operands) else None
         if around is not None:
@@ -106,7 +112,7 @@ def _lowering_rule(ctx: Any, *operands: Any, program: Program) -> Any:
 mlir.register_lowering(program_p, _lowering_rule)
 
 
-def _can_be_apart(program: Program, operands: Any) -> bool:
+def _can_be_apart(program: Program, operands: Sequence[object]) -> bool:
     """Tells if a program may be lowered apart from the one that calls it."""
     values = all(isinstance(operand, ir.Value) for operand in operands)
     return values and is_shared(program) and not _belongs_to_caller(results_of(program))
@@ -117,7 +123,9 @@ def _belongs_to_caller(results: Results) -> bool:
     return bool(results.effects) or results.chooses
 
 
-def _find_or_lower(ctx: Any, operands: Any, program: Program, around: Surroundings) -> Lowered:
+def _find_or_lower(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, around: Surroundings
+) -> Lowered:
     """The lowered program from the disk, or made and kept there."""
     told = _described(program, around)
     if told is not None and (found := _from_disk(ctx, operands, told)) is not None:
@@ -147,7 +155,9 @@ def _described(program: Program, around: Surroundings) -> dict[str, Any] | None:
         return None
 
 
-def _from_disk(ctx: Any, operands: Any, told: dict[str, Any]) -> Lowered | None:
+def _from_disk(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], told: dict[str, Any]
+) -> Lowered | None:
     """The lowered program that is kept under a key, ready to be compiled."""
     file = _FILES.get(told)
     if file is None:

@@ -9,13 +9,15 @@ from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func
 from jax._src.source_info_util import new_name_stack
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from tilewright.ops.lowering.surroundings import without_places
 
+type Value = ir.Value[Any]
 
-def lower(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
+
+def lower(ctx: mlir.LoweringRuleContext, jaxpr: ClosedJaxpr, operands: Sequence[Value]) -> ir.Module | None:
     """A module whose ``main`` computes a closed jaxpr; ``None`` if it could not be called by another program.
 
     It could not if it belongs to the program that asks: by callbacks and what is to be kept alive for it, by channels,
@@ -67,15 +69,15 @@ def lower(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
     return module
 
 
-def bytecode_of(module: Any) -> bytes:
+def bytecode_of(module: ir.Module) -> bytes:
     return jax_mlir.module_to_bytecode(module)
 
 
-def custom_calls(module: Any) -> tuple[str, ...]:
+def custom_calls(module: ir.Module) -> tuple[str, ...]:
     """The names of the custom calls in a module."""
     found: set[str] = set()
 
-    def look(operation: Any) -> Any:
+    def look(operation: ir.Operation) -> ir.WalkResult:
         if (target := _target(operation)) is not None:
             found.add(target)
         return ir.WalkResult.ADVANCE
@@ -84,11 +86,11 @@ def custom_calls(module: Any) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def calls_apart(module: Any, targets: Collection[str]) -> list[bytes]:
+def calls_apart(module: ir.Module, targets: Collection[str]) -> list[bytes]:
     """Each custom call of one of these names as a module of its own, the same call once: bytecode, in their order."""
     found: dict[bytes, None] = {}
 
-    def look(operation: Any) -> Any:
+    def look(operation: ir.Operation) -> ir.WalkResult:
         if _target(operation) in targets:
             found[_apart(operation)] = None
         return ir.WalkResult.ADVANCE
@@ -97,13 +99,13 @@ def calls_apart(module: Any, targets: Collection[str]) -> list[bytes]:
     return list(found)
 
 
-def _target(operation: Any) -> str | None:
+def _target(operation: ir.Operation) -> str | None:
     """The name of a custom call."""
     is_call = operation.name == "stablehlo.custom_call"
     return ir.StringAttr(operation.attributes["call_target_name"]).value if is_call else None
 
 
-def _apart(operation: Any) -> bytes:
+def _apart(operation: ir.Operation) -> bytes:
     """A module whose ``main`` does one operation."""
     with operation.context, ir.Location.unknown():
         module = ir.Module.create()
@@ -118,7 +120,7 @@ def _apart(operation: Any) -> bytes:
         return bytecode_of(module)
 
 
-def parsed(ctx: Any, bytecode: bytes) -> Any:
+def parsed(ctx: mlir.LoweringRuleContext, bytecode: bytes) -> ir.Module:
     """A module from its bytes.
 
     Raises:
@@ -131,13 +133,15 @@ def parsed(ctx: Any, bytecode: bytes) -> Any:
             raise ValueError(f"it is no MLIR module: {error}") from error
 
 
-def takes(module: Any, operands: Sequence[Any]) -> bool:
+def takes(module: ir.Module, operands: Sequence[Value]) -> bool:
     """Tells if a module has a ``main`` for operands of these types."""
     functions = [op for op in module.body.operations if isinstance(op, func.FuncOp) and op.sym_name.value == "main"]
     return len(functions) == 1 and list(functions[0].type.inputs) == [operand.type for operand in operands]
 
 
-def call(ctx: Any, key: Hashable, bytecode: bytes, operands: Sequence[Any], name: str) -> list[Any]:
+def call(
+    ctx: mlir.LoweringRuleContext, key: Hashable, bytecode: bytes, operands: Sequence[Value], name: str
+) -> list[Value]:
     """The results of a module's ``main``, which becomes a function of the program that is being lowered.
 
     Args:

@@ -40,16 +40,16 @@ class Decisions(list[Decision]):
 class Program:
     """A jitted function, and the choices that went into it."""
 
-    def __init__(self, function: Callable[..., Any], version: Any):
+    def __init__(self, function: Callable[..., Any], version: Hashable):
         self._jitted = jax.jit(function)
         self._version = version
         self._decisions = Decisions()
 
-    def run(self, *operands: Any) -> Any:
+    def run(self, *operands: object) -> Any:
         with self._decisions:
             return self._jitted(*operands)
 
-    def compile(self, *structs: Any) -> None:
+    def compile(self, *structs: object) -> None:
         """Compiles for arguments of these shapes without running, for the target in force if there is one."""
         target = target_in_force()
         with self._decisions:
@@ -57,7 +57,7 @@ class Program:
             ahead.wait()  # otherwise XLA would compile the same kernels beside
             lowered.compile(device_assignment=None if target is None else target.devices)
 
-    def valid_for(self, version: Any, chooser: ConfigChooser, overrides: Overrides) -> bool:
+    def valid_for(self, version: Hashable, chooser: ConfigChooser, overrides: Overrides) -> bool:
         """Whether every choice would come out the same now; asked again only when a cache has changed."""
         if version == self._version:
             return True

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax._src import core as jax_core
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure
 from tilewright.ops.kernel.kernel import Kernel
@@ -39,7 +40,7 @@ class Stage:
     def num_arrays(self) -> int:
         return sum(leaf is None for leaf in self.structure.leaves)
 
-    def function(self, cfg: Any, mapped: Sequence[MappedAxis], device: Device) -> Callable[..., Any]:
+    def function(self, cfg: object, mapped: Sequence[MappedAxis], device: Device) -> Callable[..., Any]:
         """The stage with a config as a function of the flat operands; its results are a pytree."""
         return map_axes(functools.partial(_STAGES[self.name], self, cfg, device), mapped)
 
@@ -51,18 +52,18 @@ def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Call
     return function
 
 
-def _run_stage(stage: Stage, cfg: Any, device: Device, *arrays: Any) -> Any:
+def _run_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array) -> Any:
     args, kwargs = stage.structure.join(arrays)
     return platform_hook(stage.kernel, cfg, device)(*args, cfg=cfg, **kwargs)
 
 
-def _forward_stage(stage: Stage, cfg: Any, device: Device, *arrays: Any) -> Any:
+def _forward_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array) -> Any:
     args, kwargs = stage.structure.join(arrays)
     out, residuals = optional_method(stage.kernel, "forward_with_residuals")(*args, cfg=cfg, **kwargs)
     return out, residuals
 
 
-def _backward_stage(stage: Stage, cfg: Any, device: Device, *operands: Any) -> list[Any]:
+def _backward_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> list[Any]:
     arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
     args, kwargs = stage.structure.join(arrays)
     residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
@@ -109,7 +110,7 @@ class Results:
     """
 
     avals: tuple[Any, ...]
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     effects: Any
     sources: tuple[tuple[int, "Reshaping | None"], ...]
     chooses: bool = False
@@ -119,11 +120,12 @@ class Results:
 class Reshaping:
     """The equation that makes one result of another."""
 
-    primitive: Any
+    primitive: Primitive
     params: tuple[tuple[str, Any], ...]
 
-    def __call__(self, array: Any) -> Any:
-        return self.primitive.bind(array, **dict(self.params))
+    def __call__(self, array: jax.Array) -> jax.Array:
+        shaped: jax.Array = self.primitive.bind(array, **dict(self.params))
+        return shaped
 
 
 _TRACES: Memory[tuple[Any, Results]] = Memory("tilewright's traces of kernels", 64)
@@ -140,7 +142,7 @@ def traced(program: Program) -> tuple[Any, Results]:
 def _trace(program: Program) -> tuple[Any, Results]:
     tree: list[Any] = []
 
-    def flat(*operands: Any) -> list[Any]:
+    def flat(*operands: jax.Array) -> list[Any]:
         results = program.function(*operands)
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
@@ -155,12 +157,12 @@ CHOOSING: set[Any] = set()
 """The primitives whose lowering chooses a config."""
 
 
-def _chooses(jaxpr: Any) -> bool:
+def _chooses(jaxpr: Jaxpr) -> bool:
     inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
     return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
 
 
-def _without_references(jaxpr: Any) -> Any:
+def _without_references(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A closed jaxpr with the references that it makes itself turned into values.
 
     JAX does this for a whole program, and does not look into the primitives of others (``jax.new_ref`` in a kernel).
@@ -172,18 +174,18 @@ def _without_references(jaxpr: Any) -> Any:
     return discharge_state(jaxpr)
 
 
-def _sources(jaxpr: Any) -> list[tuple[int, Reshaping | None]]:
+def _sources(jaxpr: Jaxpr) -> list[tuple[int, Reshaping | None]]:
     """For each result of a jaxpr the result that it is made of, and the reshape that makes it, if it is another."""
     first: dict[int, int] = {}
     for i, variable in enumerate(jaxpr.outvars):
         first.setdefault(id(variable), i)
     reshapes = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive in RESHAPES}
 
-    def origin(variable: Any) -> Any:
+    def origin(variable: object) -> Any:
         eqn = reshapes.get(id(variable))
         return eqn.invars[0] if eqn is not None and len(eqn.invars) == 1 and id(eqn.invars[0]) in first else None
 
-    def source(variable: Any) -> tuple[int, Reshaping | None]:
+    def source(variable: object) -> tuple[int, Reshaping | None]:
         made_of = origin(variable)
         if made_of is None or origin(made_of) is not None:
             return first[id(variable)], None

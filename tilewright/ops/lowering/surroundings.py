@@ -18,6 +18,7 @@ from jax._src.core import AxisEnv
 from jax._src.sharding_impls import ShardingContext
 from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
+from jax.interpreters import mlir
 
 from tilewright.ops.config.context import as_without_overrides, key_of_overrides
 
@@ -74,7 +75,7 @@ def is_dumping() -> bool:
     return any(name.startswith("MOSAIC_GPU_DUMP_") or name == "MOSAIC_GPU_LLVM_DEBUG_ONLY" for name in os.environ)
 
 
-def described(value: Any) -> Any:
+def described(value: object) -> Any:
     """A setting as JSON data.
 
     Raises:
@@ -138,14 +139,14 @@ class Surroundings:
         return {name: described(_fields(value)) for name, value in fields}
 
 
-def _fields(value: Any) -> Any:
+def _fields(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"class": type(value).__qualname__, **named}
     return value
 
 
-def surroundings(ctx: Any) -> Surroundings | None:
+def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
     """Those of a lowering rule's context; ``None`` where a lowered call would not fit into another program.
 
     That is in a program for several platforms, one with symbolic dimensions, and on TPUs, where Pallas counts the

@@ -6,19 +6,18 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.tuning.device_lock import Turns, turns_on
 from tilewright.ops.tuning.timing import timer_for
 from tilewright.ops.tuning.workload import Workload
-from tilewright.ops.utils.untraced import numerics_of
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.utils.untraced import numerics_here
 
 
 class CandidateError(Exception):
@@ -125,7 +124,7 @@ class LocalBench(Bench):
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._pool is None or any(index in self._pending for index in indices):
             return list(self._pending)  # what was compiled together is measured first
-        numerics = numerics_of(jax.config)  # of this thread; those of the pool have their own
+        numerics = numerics_here()  # of this thread; those of the pool have their own
         for index in indices[: self._ahead]:
             if index not in self._functions:
                 self._leave()
@@ -197,17 +196,17 @@ class LocalBench(Bench):
         concurrent.futures.wait([pending, *self._pending.values()])
         return pending.result()
 
-    def _compile(self, config: Any, numerics: Callable[[], Any]) -> Callable[..., Any]:
+    def _compile(self, config: object, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
             return self._work.compile(config, self._turns.shared)
 
 
 def local_bench(
     inv: Invocation[Any, Any],
-    chooser: "ConfigSelectorChain",
+    chooser: ConfigSelectorChain,
     configs: Sequence[Any],
     *,
-    inputs: Any = None,
+    inputs: Arguments | None = None,
     timer: Timer | None = None,
     warmup: int = 2,
     verify: bool = True,

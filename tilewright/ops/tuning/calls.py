@@ -5,22 +5,21 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.ops.config import unbuilt
 from tilewright.ops.config.results import TunedCall
+from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Search
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import kind_of
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
+from tilewright.ops.tuning.events import TuningEvent
 from tilewright.ops.tuning.journal import Journal
 from tilewright.ops.tuning.limits import Gate, Limits, Outlook
 from tilewright.ops.tuning.race import Race
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigSelectorChain
 
 # Of the time for a call, for candidates to run once; the rest is for those that may be the best to be told apart.
 FIRST_RUNS = 0.75
@@ -145,12 +144,12 @@ class CallTuning:
         *,
         first: int,
         bench: Callable[[], Bench],
-        chooser: "ConfigSelectorChain",
+        chooser: ConfigSelectorChain,
         source: str,
         iters: int,
         search: Search,
         cancelled: threading.Event,
-        emit: Callable[[Any], None],
+        emit: Callable[[TuningEvent], None],
     ):
         self.inv, self.configs = inv, configs
         self.clock = Clock()
@@ -266,7 +265,7 @@ class CallTuning:
         )
 
 
-def outlook(inv: Invocation[Any, Any], config: Any) -> Outlook:
+def outlook(inv: Invocation[Any, Any], config: object) -> Outlook:
     """The kernel's own word on a config, without running it."""
     family = kind_of(config)
     against = inv.kernel.config_reasons(inv, config)

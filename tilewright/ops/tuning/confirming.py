@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ ROUNDS = 5
 """Samples of the program with each set of configs."""
 
 
-def check_confirmable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_confirmable(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raises unless a function can be run with its arguments.
 
     Raises:
@@ -34,8 +34,8 @@ def check_confirmable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def confirmed(
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     *,
     tuned: ConfigCache,
     untuned: ConfigCache,
@@ -54,7 +54,7 @@ def confirmed(
     return found
 
 
-def _sample_ms(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _sample_ms(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> float:
     """Milliseconds of one call; the caller's arrays may be donated or updated, so it gets copies."""
     copies, keywords = jax.block_until_ready(jax.tree.map(_copy, (args, kwargs)))
     start = time.perf_counter()
@@ -65,5 +65,5 @@ def _sample_ms(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return (time.perf_counter() - start) * 1e3
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: object) -> object:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -129,3 +129,22 @@ class BuildsLeft:
     """The tuning has ended, and these go on by themselves: the next one finds them."""
 
     builds: tuple[str, ...]
+
+
+type TuningEvent = (
+    TuningStarted
+    | CallStarted
+    | CallResumed
+    | CandidateStarted
+    | CandidateMeasured
+    | CandidateFailed
+    | CandidateDropped
+    | CallTuned
+    | CallLeftOut
+    | CandidateLeftOut
+    | BuildStarted
+    | BuildMade
+    | BuildFailed
+    | BuildsLeft
+)
+"""All that a tuning says."""

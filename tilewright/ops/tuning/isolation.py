@@ -14,19 +14,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import jax
 import numpy as np
 
+from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.workload import forward_of
 from tilewright.ops.utils.processes import module_path
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigSelectorChain
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Task:
 
     inv: Invocation[Any, Any]
     configs: tuple[Any, ...]
-    inputs: Any
+    inputs: Arguments | None
     forward: Any
     timer: Timer | None
     warmup: int
@@ -62,8 +61,8 @@ class Task:
         cls,
         inv: Invocation[Any, Any],
         configs: Sequence[Any],
-        inputs: Any,
-        chooser: "ConfigSelectorChain",
+        inputs: Arguments | None,
+        chooser: ConfigSelectorChain,
         timer: Timer | None,
         warmup: int,
         *,
@@ -155,7 +154,7 @@ class Worker:
             raise
         self.born_with = self.holds
 
-    def ask(self, timeout_s: float, *request: Any) -> Any:
+    def ask(self, timeout_s: float, *request: object) -> Any:
         """The answer to a request.
 
         Raises:
@@ -257,7 +256,8 @@ class ProcessBench(Bench):
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._worker is not None:
             with contextlib.suppress(WorkerDied):
-                return self._ask("expect", list(indices))
+                expected: Sequence[int] = self._ask("expect", list(indices))
+                return expected
         return []
 
     def start(self, index: int) -> Trial:
@@ -275,10 +275,12 @@ class ProcessBench(Bench):
         return trial
 
     def sample_ms(self, index: int) -> float:
-        return self._of_started("sample_ms", index)
+        sample: float = self._of_started("sample_ms", index)
+        return sample
 
     def recheck(self, index: int) -> list[str]:
-        return self._of_started("recheck", index)
+        wrong: list[str] = self._of_started("recheck", index)
+        return wrong
 
     def close(self) -> None:
         self._replace_if_it_leaks()
@@ -311,7 +313,7 @@ class ProcessBench(Bench):
         if time.monotonic() >= self._deadline:
             raise OutOfTimeError(_NO_TIME)
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, *request: object) -> Any:
         try:
             return self._begun().ask(self._seconds(self._timeout_s), *request)
         except WorkerDied:

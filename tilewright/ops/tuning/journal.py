@@ -2,14 +2,12 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.ops.config.persistent import Entry, PersistentCache
+from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.selection import ConfigSelectorChain
 
 FOLDER = "unfinished"
 
@@ -25,7 +23,7 @@ class Journal:
     Without a disk cache there is none. What another toolchain or another source measured does not count.
     """
 
-    def __init__(self, chooser: "ConfigSelectorChain", inv: Invocation[Any, Any], source: str):
+    def __init__(self, chooser: ConfigSelectorChain, inv: Invocation[Any, Any], source: str):
         self._inv, self._source = inv, source
         self._results = chooser.persistent
         self._unfinished = None if self._results is None else unfinished(self._results)

@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+type Array = jax.Array | np.ndarray[Any, Any]
 
 # What two summation orders of float32 may differ by, in units of the largest magnitude; for the dtypes whose oracle
 # runs in the same precision, and so measures no error of its own.
@@ -30,7 +33,7 @@ COSINE_EPS = 64.0
 TERMS = 1024
 
 
-def violations(out: Any, ref: Any, lowp: Any, factor: float = 2.0) -> list[str]:
+def violations(out: Array, ref: Array, lowp: Array, factor: float = 2.0) -> list[str]:
     """How an array breaks the policy; empty if it agrees.
 
     The largest error may be ``factor`` times that of the oracle run in the input dtype, plus a floor; non-finite
@@ -85,7 +88,7 @@ class _Comparison:
     cosine_of_lowp: float
 
 
-def _comparison(*arrays: Any) -> _Comparison:
+def _comparison(*arrays: Array) -> _Comparison:
     """On the accelerator that holds all three arrays, or else in float64 on the host."""
     if _compared_on_device(arrays):
         said = jax.device_get(_statistics_on_device(*arrays))
@@ -95,11 +98,12 @@ def _comparison(*arrays: Any) -> _Comparison:
         return _of_statistics(_statistics(np, *map(real_numbers, arrays)))
 
 
-def _compared_on_device(arrays: Sequence[Any]) -> bool:
+def _compared_on_device(arrays: Sequence[Array]) -> bool:
     """Whether transfers, which take seconds for the results of a large call, can be left out without loss."""
-    if not all(isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+    on_devices = [x for x in arrays if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
+    if len(on_devices) < len(arrays):
         return False
-    devices = {device for x in arrays for device in x.devices()}
+    devices = {device for x in on_devices for device in x.devices()}
     return len(devices) == 1 and devices.pop().platform != "cpu" and all(x.dtype.itemsize <= 4 for x in arrays)
 
 
@@ -108,7 +112,7 @@ def _statistics_on_device(*arrays: jax.Array) -> tuple[Any, ...]:
     return _statistics(jnp, *(x.astype(jnp.float32) for x in arrays))
 
 
-def _statistics(xp: Any, got: Any, want: Any, low: Any) -> tuple[Any, ...]:
+def _statistics(xp: ModuleType, got: Array, want: Array, low: Array) -> tuple[Any, ...]:
     """Flags, largest magnitudes, and sums of squares in parts, with ``xp`` numpy or its likeness in JAX."""
     finite = xp.isfinite(want)
     same = (xp.isnan(got) == xp.isnan(want)) & (~xp.isinf(want) | (got == want))
@@ -121,10 +125,11 @@ def _statistics(xp: Any, got: Any, want: Any, low: Any) -> tuple[Any, ...]:
     return xp.all(same), known, xp.sum(finite), *largest, *squares
 
 
-def _sums(xp: Any, terms: Any) -> Any:
+def _sums(xp: ModuleType, terms: Array) -> Array:
     """Of so few terms each that float32 does not round more than they do; the host adds them up."""
     flat = terms.reshape(-1)
-    return xp.pad(flat, (0, -flat.size % TERMS)).reshape(-1, TERMS).sum(axis=1)
+    sums: Array = xp.pad(flat, (0, -flat.size % TERMS)).reshape(-1, TERMS).sum(axis=1)
+    return sums
 
 
 def _of_statistics(said: Sequence[Any]) -> _Comparison:
@@ -144,7 +149,7 @@ def _cosine_distance(a: float, b: float, between: float) -> float:
     return max(0.0, between - (lengths[0] - lengths[1]) ** 2) / (2 * lengths[0] * lengths[1])
 
 
-def real_numbers(array: Any) -> np.ndarray:
+def real_numbers(array: Array) -> np.ndarray:
     """An array of any dtype as float64; complex numbers as pairs, random keys as their words."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -154,7 +159,7 @@ def real_numbers(array: Any) -> np.ndarray:
     return values.astype(np.float64)
 
 
-def tree_violations(out: Any, ref: Any, lowp: Any, *, factor: float = 2.0) -> list[str]:
+def tree_violations(out: object, ref: object, lowp: object, *, factor: float = 2.0) -> list[str]:
     """The violations of a pytree of arrays, each with the place of its leaf."""
     flat, tree = jax.tree_util.tree_flatten_with_path(out)
     refs, lows = jax.tree.leaves(ref), jax.tree.leaves(lowp)

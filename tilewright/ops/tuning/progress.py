@@ -50,7 +50,7 @@ def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Itera
         yield _ignore
 
 
-def _ignore(event: Any) -> None:
+def _ignore(event: object) -> None:
     pass
 
 
@@ -92,7 +92,7 @@ class TuningProgress:
         self._call = _CallProgress("", 0)
         self._building: list[str] = []
 
-    def on_event(self, event: Any) -> None:
+    def on_event(self, event: object) -> None:
         """Shows one event of a tuning; those of selection are let pass."""
         match event:
             case events.TuningStarted() if math.isfinite(event.budget_s):
@@ -121,7 +121,7 @@ class TuningProgress:
             case _:
                 self._on_build(event)
 
-    def _on_build(self, event: Any) -> None:
+    def _on_build(self, event: object) -> None:
         match event:
             case events.BuildStarted():
                 self._building.append(event.build)

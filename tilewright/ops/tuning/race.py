@@ -15,6 +15,7 @@ from tilewright.ops.tuning.events import (
     CandidateLeftOut,
     CandidateMeasured,
     CandidateStarted,
+    TuningEvent,
 )
 from tilewright.ops.tuning.limits import Gate, Limits, OpenGate, Outlook
 
@@ -65,7 +66,7 @@ class Race:
         *,
         outlooks: Sequence[Outlook],
         known: Mapping[int, Candidate],
-        emit: Callable[[Any], None],
+        emit: Callable[[TuningEvent], None],
         record: Callable[[Candidate], None],
         first: int = 1,
         gate: Gate | None = None,

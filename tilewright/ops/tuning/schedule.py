@@ -4,13 +4,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tilewright.ops.config.results import TunedCall
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.calls import FIRST_RUNS, CallTuning, Clock
-from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallResumed, CallStarted, CallTuned
+from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallResumed, CallStarted, CallTuned, TuningEvent
 from tilewright.ops.utils.describe import describe_key
 
 
@@ -39,7 +38,7 @@ class Schedule:
         deadline: float,
         call_budget_s: float,
         cancelled: threading.Event,
-        emit: Callable[[Any], None],
+        emit: Callable[[TuningEvent], None],
     ):
         self._calls = list(calls)
         self._deadline, self._call_budget_s = deadline, call_budget_s

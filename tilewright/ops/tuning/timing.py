@@ -162,13 +162,13 @@ class _Flushing:
     def __init__(self, function: Callable[..., Any], size: int):
         self._function, self._size = function, size
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return _write(self._size), self._function(*args)
 
-    def trace(self, *_: Any) -> Any:
+    def trace(self, *_: object) -> Any:
         raise NotImplementedError
 
-    def lower(self, *_: Any) -> Any:
+    def lower(self, *_: object) -> Any:
         raise NotImplementedError
 
 
@@ -292,7 +292,7 @@ def time_interleaved(
     return [Timing(tuple(mine)) for mine in samples]
 
 
-def benchmark(function: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters: int = 100) -> float:
+def benchmark(function: Callable[..., Any], *args: object, num_warmup: int = 3, num_iters: int = 100) -> float:
     """Median milliseconds of device time of one call.
 
     On a GPU or TPU calls are queued and waited for together; on a CPU this is the wall clock around blocked calls.

@@ -13,6 +13,7 @@ from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.config.selection import MEASURE, ConfigSelectorChain, default_chain
 from tilewright.ops.config.tuner import Tuner, check_tuner
 from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.tuning.bench import Bench, local_bench
 from tilewright.ops.tuning.calls import CallTuning
@@ -28,6 +29,7 @@ from tilewright.ops.tuning.events import (
     CandidateMeasured,
     CandidateStarted,
     Event,
+    TuningEvent,
     TuningStarted,
 )
 from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, why_not_sent
@@ -102,7 +104,7 @@ class Autotuner:
         self,
         *invocations: Invocation[Any, Any],
         configs: Iterable[Any] | None = None,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        inputs: Arguments | None = None,
         reuse: bool = False,
     ) -> AutotuningResult:
         """Measures every invocation and returns all that was found.
@@ -131,7 +133,7 @@ class Autotuner:
         self,
         *invocations: Invocation[Any, Any],
         configs: Iterable[Any] | None = None,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        inputs: Arguments | None = None,
         reuse: bool = False,
     ) -> AutotuningResult:
         """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
@@ -179,7 +181,7 @@ class Autotuner:
             left_out=tuple(text for schedule in schedules for text in schedule.left_out),
         )
 
-    def _emit(self, event: Any) -> None:
+    def _emit(self, event: TuningEvent) -> None:
         if logger.isEnabledFor(logging.INFO):
             log_event(logger, event)
         if self._on_event is not None:
@@ -201,7 +203,7 @@ class Autotuner:
         self,
         inv: Invocation[Any, Any],
         configs: list[Any] | None,
-        inputs: Any,
+        inputs: Arguments | None,
         cancelled: threading.Event,
         idle: IdleWorker,
         deadline: float,
@@ -222,7 +224,12 @@ class Autotuner:
         )
 
     def _bench(
-        self, inv: Invocation[Any, Any], candidates: list[Any], inputs: Any, idle: IdleWorker, deadline: float
+        self,
+        inv: Invocation[Any, Any],
+        candidates: list[Any],
+        inputs: Arguments | None,
+        idle: IdleWorker,
+        deadline: float,
     ) -> Bench:
         """Where the candidates run.
 
@@ -269,7 +276,7 @@ def _seconds(budget_s: float | None) -> float:
     return math.inf if budget_s is None else budget_s
 
 
-def log_event(logger: logging.Logger, event: Any) -> None:
+def log_event(logger: logging.Logger, event: TuningEvent) -> None:
     """Says at INFO that a tuning starts and what it found, and at DEBUG what became of each candidate."""
     match event:
         case CallStarted(inv, shapes, count):
@@ -294,11 +301,11 @@ def log_event(logger: logging.Logger, event: Any) -> None:
 
 def autotune(
     kernel: Kernel[Any, Any],
-    *args: Any,
+    *args: object,
     configs: Iterable[Any] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """The best forward config of one call, measured with the arrays given and stored for later calls.
 

@@ -8,25 +8,23 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides
-from tilewright.ops.kernel.arrays import split
+from tilewright.ops.kernel.arrays import Shaped, split
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.optional import gradient_form, optional_method
-from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.kernel.parts import Arguments, OraclePart
 from tilewright.ops.lowering import ahead
 from tilewright.ops.lowering.call import Call, Selector, code_of
 from tilewright.ops.lowering.lowering import results_of
 from tilewright.ops.lowering.stages import map_axes
 from tilewright.ops.tuning.numerics import tree_violations, widened
-from tilewright.ops.utils.untraced import numerics_of
-
-if TYPE_CHECKING:
-    from tilewright.ops.config.chooser import ConfigChooser
+from tilewright.ops.utils.untraced import numerics_here
 
 SEED = 20
 # So many different elements are drawn for a mapped axis; a longer axis repeats them.
@@ -49,7 +47,9 @@ class Workload:
       checked: whether ``check`` compares with an oracle.
     """
 
-    def __init__(self, inv: Invocation[Any, Any], chooser: "ConfigChooser", inputs: Any = None, *, verify: bool = True):
+    def __init__(
+        self, inv: Invocation[Any, Any], chooser: ConfigChooser, inputs: Arguments | None = None, *, verify: bool = True
+    ):
         self._inv = inv
         self._device = inv.target
         arrays, structure = self._sampled() if inputs is None else split(inputs)
@@ -66,7 +66,7 @@ class Workload:
         """Has the oracle answer in another thread, in a ``turn``, while candidates are compiled."""
         if not self.checked or self._asked is not None:
             return
-        numerics = numerics_of(jax.config)  # of this thread; the other has its own
+        numerics = numerics_here()  # of this thread; the other has its own
 
         def answer() -> tuple[float, list[_Answer]]:
             with numerics(), turn():
@@ -87,7 +87,7 @@ class Workload:
             self._asked.result()
 
     def compile(
-        self, config: Any, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self, config: object, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> Callable[..., Any]:
         """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
         lowered = jax.jit(self._code(config)).lower(*self.operands)
@@ -95,7 +95,7 @@ class Workload:
         with turn():
             return lowered.compile()
 
-    def recheck(self, config: Any) -> list[str]:
+    def recheck(self, config: object) -> list[str]:
         """What is wrong with the results of a config that are written over poison, as an element left out would be."""
         code = self._code(config)
         shapes = jax.eval_shape(code, *self.operands)
@@ -118,7 +118,7 @@ class Workload:
             found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
         return found
 
-    def _code(self, config: Any) -> Callable[..., list[Any]]:
+    def _code(self, config: object) -> Callable[..., list[Any]]:
         """The stage with a config; the user's program will take over what it is lowered to."""
         avals = [jax.typeof(operand) for operand in self.operands]
         return code_of(self._call, config, avals, self._mapped, self._device)
@@ -147,7 +147,7 @@ class Workload:
             arrays = [jnp.stack([a] * axis.size) if m else a for a, m in zip(arrays, axis.mapped, strict=False)]
         return arrays
 
-    def _add_cotangents(self, chooser: "ConfigChooser") -> None:
+    def _add_cotangents(self, chooser: ConfigChooser) -> None:
         """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""
         inv, count = self._inv, len(self.operands)
         forward_inv = forward_of(inv)
@@ -193,20 +193,20 @@ class Workload:
             ref = answer(*widened(self.operands))
         return _Answer(part, ref, answer(*self.operands))
 
-    def _reference(self, part: OraclePart | None, *arrays: Any) -> list[Any]:
+    def _reference(self, part: OraclePart | None, *arrays: jax.Array) -> list[Any]:
         return jax.tree.leaves(self._reference_tree(part, *arrays))
 
-    def _reference_tree(self, part: OraclePart | None, *arrays: Any) -> Any:
+    def _reference_tree(self, part: OraclePart | None, *arrays: jax.Array) -> Any:
         args, kwargs = self._call.structure.join(arrays)
         if part is not None:
             args, kwargs = part.arguments(args, kwargs)
         return optional_method(self._inv.kernel, "reference")(*args, **kwargs)
 
-    def _reference_gradients(self, part: OraclePart | None, *operands: Any) -> list[Any]:
+    def _reference_gradients(self, part: OraclePart | None, *operands: jax.Array) -> list[Any]:
         arrays, cotangents = operands[: self._call.num_arrays], operands[len(operands) - self._num_cotangents :]
         wanted = self._wanted_leaves
 
-        def of_wanted(*values: Any) -> list[Any]:
+        def of_wanted(*values: jax.Array) -> list[Any]:
             complete = list(arrays)
             for i, value in zip(wanted, values, strict=True):
                 complete[i] = value
@@ -270,7 +270,7 @@ def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
     return dataclasses.replace(inv, direction="forward", mapped=mapped)
 
 
-def _poison(like: Any) -> jax.Array:
+def _poison(like: Shaped) -> jax.Array:
     """Values that no kernel returns, as far as the dtype has such."""
     if jnp.issubdtype(like.dtype, jnp.inexact):
         return jnp.full(like.shape, jnp.nan, like.dtype)
@@ -279,7 +279,7 @@ def _poison(like: Any) -> jax.Array:
     return jnp.zeros(like.shape, like.dtype)
 
 
-def _cotangent(key: jax.Array, result: Any) -> Any:
+def _cotangent(key: jax.Array, result: jax.Array) -> jax.Array | None:
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return None
     return jax.random.normal(key, result.shape, jnp.float32).astype(result.dtype)

@@ -5,10 +5,9 @@ import enum
 import itertools
 import json
 import re
-from typing import Any
 
 
-def describe_config(config: Any) -> str:
+def describe_config(config: object) -> str:
     """A config as people read it: nested dataclasses flattened, fields that are None left out.
 
     A platform, and the algorithm if there is one, stand first and without their names. A config whose type is not
@@ -21,16 +20,17 @@ def describe_config(config: Any) -> str:
     return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in said.items()])
 
 
-def _has_fields(value: Any) -> bool:
+def _has_fields(value: object) -> bool:
     if isinstance(value, dict):
         return "$dataclass" in value and isinstance(value.get("fields"), dict)
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _fields(config: Any) -> list[tuple[str, str]]:
+def _fields(config: object) -> list[tuple[str, str]]:
+    fields: list[tuple[str, object]] = []
     if isinstance(config, dict):
         fields = list(config["fields"].items())
-    else:
+    elif dataclasses.is_dataclass(config):
         fields = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
     found: list[tuple[str, str]] = []
     for name, value in fields:
@@ -41,7 +41,7 @@ def _fields(config: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     match value:
         case enum.Enum():
             return str(value.value)
@@ -57,13 +57,13 @@ def _value(value: Any) -> str:
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
-def describe_key(key: Any) -> str:
+def describe_key(key: object) -> str:
     """The arguments in the key of a call, short: ``f32[1,512,8,64] f32[1,512,2,64]×2 CausalMask softmax_scale=0.125``.
 
     What is ``None``, false or zero is left out. A key of any other form comes as it prints.
     """
     try:
-        said = json.loads(key)
+        said = json.loads(key) if isinstance(key, str) else {}
         arguments = _tagged(said["args"])
         options = [f"{name}={' '.join(words)}" for name, value in said["kwargs"].items() if (words := _tagged(value))]
         mapped = [f"× {size} mapped" for size, _ in said.get("mapped", ())]
@@ -73,7 +73,7 @@ def describe_key(key: Any) -> str:
     return " ".join([word if count == 1 else f"{word}×{count}" for word, count in runs] + options + mapped)
 
 
-def _tagged(said: Any) -> list[str]:
+def _tagged(said: object) -> list[str]:
     """The words of one value in the tagged JSON of ``ops.utils.serialize``."""
     match said:
         case None | False | 0:

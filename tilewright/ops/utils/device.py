@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 
@@ -58,12 +57,13 @@ def device_for_platform(platform: str) -> Device:
     return Device(kind, "unknown", fingerprint=f"{kind}:unknown", present=False)
 
 
-def local_devices(platform: str) -> list[Any]:
+def local_devices(platform: str) -> list[jax.Device]:
     """The devices of a platform that this process has; none if it cannot use the platform."""
     try:
-        return jax.local_devices(backend=platform)
+        found: list[jax.Device] = jax.local_devices(backend=platform)
     except RuntimeError:
         return []
+    return found
 
 
 def device_of_fingerprint(fingerprint: str) -> Device:
@@ -80,7 +80,7 @@ def device_of_fingerprint(fingerprint: str) -> Device:
 
 
 @functools.cache
-def _device(device: Any) -> Device:
+def _device(device: jax.Device) -> Device:
     capability = None
     if "." in (said := getattr(device, "compute_capability", "")):  # only NVIDIA's have one, such as "9.0"
         major, minor = said.split(".")

@@ -195,7 +195,7 @@ def toolchain_fingerprint() -> dict[str, str]:
 _sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def source_fingerprint(obj: Any) -> str:
+def source_fingerprint(obj: object) -> str:
     """A hash of the source of a class, function or module, or of an instance's class; empty if there is no source."""
     if not isinstance(obj, type | types.FunctionType | types.ModuleType):
         obj = type(obj)

@@ -378,7 +378,9 @@ def from_json[T](text: str | bytes, kind: type[T]) -> T:
     Raises:
       ValueError: the text is no JSON, lacks a field or has one too many at any depth, or a value of the wrong type.
     """
-    return _decode(json.loads(text, parse_constant=_refuse_constant), kind, getattr(kind, "__name__", str(kind)))
+    data = json.loads(text, parse_constant=_refuse_constant)
+    config: T = _decode(data, kind, getattr(kind, "__name__", str(kind)))
+    return config
 
 
 def _refuse_constant(name: str) -> Any:

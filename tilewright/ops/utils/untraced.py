@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -30,13 +29,14 @@ def measuring_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _numerics(x64: bool, precision: Any, device: Any) -> Iterator[None]:
+def _numerics(x64: bool, precision: str | None, device: jax.Device | None) -> Iterator[None]:
     with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.default_device(device):
         yield
 
 
-def numerics_of(config: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def numerics_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context manager in which another thread has the numerics and the default device of this one."""
+    config = jax.config
     settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
     return lambda: _numerics(*settings)
 
@@ -53,17 +53,18 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
     Raises:
       Whatever the function raised, and ``KeyboardInterrupt`` after it has returned if the caller was interrupted.
     """
-    numerics = numerics_of(jax.config)
+    numerics = numerics_here()
     context = contextvars.copy_context()
     cancelled, done = threading.Event(), threading.Event()
-    outcome: dict[str, Any] = {}
+    values: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
             with numerics():
-                outcome["value"] = context.run(function, cancelled)
+                values.append(context.run(function, cancelled))
         except BaseException as error:  # raised again in the caller's thread
-            outcome["error"] = error
+            errors.append(error)
         finally:
             done.set()
 
@@ -78,16 +79,16 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
                 raise  # the second one means now
             interrupted = True
             cancelled.set()
-    if "error" in outcome:
-        raise outcome["error"]
+    if errors:
+        raise errors[0]
     if interrupted:
-        raise Interrupted(outcome["value"])
-    return outcome["value"]
+        raise Interrupted(values[0])
+    return values[0]
 
 
 class Interrupted(KeyboardInterrupt):
     """The caller was interrupted; ``value`` is what the function returned in spite of it."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         super().__init__()
         self.value = value

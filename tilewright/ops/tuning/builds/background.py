@@ -10,11 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from tilewright.ops.config.unbuilt import BUILD_IN_BACKGROUND
 from tilewright.ops.kernel.builds import Build, parallel_compilers
-from tilewright.ops.tuning.events import BuildFailed, BuildMade, BuildStarted
+from tilewright.ops.tuning.events import BuildFailed, BuildMade, BuildStarted, TuningEvent
 from tilewright.ops.utils.processes import module_path, usable_cores
 
 TIMEOUT_S = 1800.0
@@ -52,7 +51,7 @@ class BackgroundBuilds:
     def __init__(self, timeout_s: float | None = None):
         self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         self._why: dict[Build, str | None] = {}  # None while it is being made, then why it failed, or ""
-        self._events: list[Any] = []
+        self._events: list[TuningEvent] = []
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -86,7 +85,7 @@ class BackgroundBuilds:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events), seconds)
 
-    def news(self) -> list[Any]:
+    def news(self) -> list[TuningEvent]:
         """The events since it was asked last."""
         with self._changed:
             events, self._events = self._events, []
@@ -161,7 +160,7 @@ class BackgroundBuilds:
             self._why[build] = why
         self._tell(BuildFailed(str(build), why) if why else BuildMade(str(build), seconds))
 
-    def _tell(self, event: Any) -> None:
+    def _tell(self, event: TuningEvent) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
