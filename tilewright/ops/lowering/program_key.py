@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ def _arguments(stage: Stage, avals: tuple[Any, ...], packages: set[str]) -> dict
     # Of an array that is part of a static value, the values would not be told.
     if text.count('"$array":') != len(avals):
         raise TypeError("an array stands in a static value")
-    foreign = {name for name in found if name.partition(":")[0].partition(".")[0] not in packages}
+    foreign = {name for name, kind in found.items() if kind.__module__.partition(".")[0] not in packages}
     if foreign:
         raise TypeError(f"the sources of {sorted(foreign)} are not among those of the kernel")
     return told
@@ -125,7 +125,7 @@ def read(about: Mapping[str, Any]) -> Results | None:
         return None
 
 
-def _written_aval(aval: Any) -> dict[str, Any]:
+def _written_aval(aval: object) -> dict[str, Any]:
     if not isinstance(aval, jax.core.ShapedArray):
         raise TypeError(f"{aval!r} is no array")
     return {"struct": tagged(struct_of(aval)), "varying": tagged(sorted(aval.manual_axis_type.varying))}
@@ -143,5 +143,5 @@ def _written_reshaping(reshaping: Reshaping | None) -> Any:
     return None if reshaping is None else [reshaping.primitive.name, tagged(reshaping.params)]
 
 
-def _read_reshaping(told: Any) -> Reshaping | None:
+def _read_reshaping(told: Sequence[Any] | None) -> Reshaping | None:
     return None if told is None else Reshaping(_RESHAPES[told[0]], untagged(told[1]))
