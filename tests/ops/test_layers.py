@@ -23,9 +23,6 @@ LAYERS = (
     ("tilewright.ops",),
 )
 
-# TO BE REMOVED: packages whose cycles are being taken apart.
-STILL_WITH_CYCLES = ("tilewright.cli", "tilewright.kernels.triton")
-
 
 def is_in(name, package):
     return name == package or name.startswith(f"{package}.")
@@ -34,12 +31,6 @@ def is_in(name, package):
 @functools.cache
 def graph_of_all():
     return {name: imports_of(module, MODULES) for name, module in MODULES.items()}
-
-
-def cycles_of(graph):
-    """The cycles, less those that lie in one of the packages that still have some."""
-    found = cycles(graph)
-    return [part for part in found if not any(all(is_in(n, p) for n in part) for p in STILL_WITH_CYCLES)]
 
 
 def layer_of(name):
@@ -66,7 +57,7 @@ def planted(name, code):
 
 
 def test_there_is_no_cycle():
-    assert cycles_of(graph_of_all()) == []
+    assert cycles(graph_of_all()) == []
 
 
 def test_every_module_of_the_framework_imports_earlier_layers_alone():
@@ -95,4 +86,4 @@ def test_a_wrong_import_is_found(importing, imported, code):
 
 def test_a_cycle_within_a_layer_is_found():
     graph = planted("tilewright.ops.utils.processes", "import tilewright.ops.utils.fingerprint")
-    assert cycles_of(graph) == [["tilewright.ops.utils.fingerprint", "tilewright.ops.utils.processes"]]
+    assert cycles(graph) == [["tilewright.ops.utils.fingerprint", "tilewright.ops.utils.processes"]]
