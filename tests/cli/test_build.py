@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.support import fake_nvcc
 from tilewright.cli import main
 from tilewright.cli.app import app
-from tilewright.cli.inventory import machine_facts
+from tilewright.cli.info.inventory import machine_facts
 from tilewright.kernels.cuda import BuildCache, Group, build
 from tools.kernels_wheel.__main__ import record_of
 from tools.kernels_wheel.wheel import write_wheel

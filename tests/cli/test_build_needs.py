@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from tests.kernels.conftest import H100
 from tests.support import fake_nvcc
-from tilewright.cli import building, main
+from tilewright.cli import main
 from tilewright.cli.app import app
+from tilewright.cli.cuda import building
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import Group, groups_of, locate, toolchain
 from tilewright.kernels.flash_attention.cuda import ampere_variants

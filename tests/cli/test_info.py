@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support.command_line import invoke
-from tilewright.cli import probing
+from tilewright.cli.info import probing
 from tilewright.kernels.portfolio import LazyImplementation
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops import Device
@@ -91,7 +91,7 @@ def test_what_is_imported_with_the_first_call_is_tried_too(monkeypatch):
 
 
 def test_the_table_keeps_brackets(monkeypatch, tmp_path):
-    from tilewright.cli import inventory
+    from tilewright.cli.info import inventory
 
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))  # that of all tests may hold what others tuned
     row = probing.ServedBackend("op", "triton", (), "needs triton: pip install 'tilewright[triton]' in [/tmp] :smile:")

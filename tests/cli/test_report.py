@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from tests.support.command_line import invoke
 from tilewright.cli import main
-from tilewright.cli.markup import visible
-from tilewright.cli.report_calls import ReportedCall, calls_of_cache
-from tilewright.cli.report_page import LONGEST_MESSAGE, render
+from tilewright.cli.report.calls import ReportedCall, calls_of_cache
+from tilewright.cli.report.markup import visible
+from tilewright.cli.report.page import LONGEST_MESSAGE, render
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.ops import AutotuningResult, Candidate, FwdParams, PersistentCache, TunedCall

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilewright._version import __version__
-from tilewright.cli import bench, build, cache, explain, info, report, tune
+from tilewright.cli.commands import bench, build, cache, explain, info, report, tune
 from tilewright.cli.output import FAILED, INTERRUPTED, USAGE, Failure, Interrupted, complain
 from tilewright.errors import LockError, TilewrightError, UnsupportedError
 

@@ -53,7 +53,7 @@ def registered(name: str, where: str) -> Iterator[None]:
 
 
 @functools.cache
-def kernel(name: str) -> "Portfolio":
+def kernel(name: str) -> "Portfolio[Any, Any, Any]":
     """The kernel of an op.
 
     Raises:

@@ -92,7 +92,7 @@ def integer_array(name: str, array: Any, shape: tuple[int, ...], unbatched: bool
 
 def to_int32(array: Any) -> Any:
     """int32 with what does not fit cut off: a wrapped number would be a length, or name a page, that is there."""
-    limits = jnp.iinfo(array.dtype)
+    limits = jnp.iinfo(array.dtype)  # type: ignore[no-untyped-call]
     if limits.max > np.iinfo(np.int32).max:
         low = max(limits.min, np.iinfo(np.int32).min)
         array = jnp.clip(array, low, np.iinfo(np.int32).max)

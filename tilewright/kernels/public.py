@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate, Protocol, Unpack, get_args, get_origin, is_typeddict
+from typing import Any, Concatenate, Unpack, get_args, get_origin, is_typeddict
 
 FLAX_ADAPTER = "tilewright.integrations.flax.dot_product_attention"
 
@@ -50,7 +50,9 @@ _ELSEWHERE = {
 """Names that other libraries have for an argument of ours."""
 
 
-def public_function[**P](prepare: Callable[Concatenate[Any, P], Any], *, attention_fn: bool = False) -> "_Decorator[P]":
+def public_function[**P, R](
+    prepare: Callable[Concatenate[Any, P], Any], *, attention_fn: bool = False
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Gives a function the argument list of a kernel's ``prepare``: it is written once, there.
 
     What ``prepare`` takes as ``**options: Unpack[...]`` of a ``TypedDict`` the function has as arguments of their own:
@@ -67,13 +69,13 @@ def public_function[**P](prepare: Callable[Concatenate[Any, P], Any], *, attenti
     least, most = sum(p.default is p.empty for p in positional), len(positional)
     known = frozenset(p.name for p in parameters)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
         returns = inspect.signature(function).return_annotation
         signature = inspect.Signature([*parameters, *[refused] * attention_fn], return_annotation=returns)
         name = function.__name__
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> R:
             if not kwargs.keys() <= known:
                 _refuse_keywords(name, kwargs, known)
                 kwargs = {key: value for key, value in kwargs.items() if key in known}
@@ -104,12 +106,6 @@ def with_defaults(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _defaults(options: Any) -> Mapping[str, Any]:
     return {name: False if kind is bool else None for name, kind in options.__annotations__.items()}
-
-
-class _Decorator[**P](Protocol):
-    """What gives a function the argument list ``P`` and leaves its result alone."""
-
-    def __call__[R](self, function: Callable[..., R], /) -> Callable[P, R]: ...
 
 
 def _options_of(parameter: inspect.Parameter) -> Any:

@@ -98,9 +98,8 @@ def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[A
     for name, array in arrays.items():
         axes = typed_axes(array)
         if any(axes[shared[name] :]):
-            raise ValueError(
-                f"{name} can be split along its first {shared[name]} dimensions ({said}); reshard it first"
-            )
+            allowed = f"be split by its first {shared[name]} dimensions alone" if shared[name] else "be whole"
+            raise ValueError(f"{name} must {allowed} ({said}); reshard it first")
         for position, each in enumerate(axes[: shared[name]]):
             if None not in (each, split[position]) and each != split[position]:
                 raise ValueError(f"arguments must be split alike or be whole ({said}); reshard {name} first")

@@ -50,7 +50,7 @@ def detect_platform(
     return next((each for each in order if each in available), Platform.XLA)
 
 
-def _available(op: Portfolio) -> set[Platform]:
+def _available(op: Portfolio[Any, Any, Any]) -> set[Platform]:
     """The platforms of an op's implementations that can be loaded here."""
     return {each.load().platform for each in op.implementations if not each.load_error}
 

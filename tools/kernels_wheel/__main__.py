@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.cli.building import BuildProgress, size_of, terminated_as_interrupted
+from tilewright.cli.cuda.building import BuildProgress, size_of, terminated_as_interrupted
 from tilewright.cli.output import INTERRUPTED, stderr, stdout, table
 from tilewright.kernels.cuda import BuildCache, Group, Values, build, library
 from tilewright.kernels.cuda.build import build_key, shipped_key

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
-from tilewright.cli.report_calls import ReportedCall
+from tilewright.cli.report.calls import ReportedCall
 from tilewright.ops import (
     Autotuner,
     AutotuningResult,

@@ -61,7 +61,9 @@ class CudaBackwardParams:
     deterministic: bool = False
 
 
-class CudaFlashAttention(Implementation):
+class CudaFlashAttention(
+    Implementation[AttentionInputs, AttentionProblem, Results, CudaForwardParams, CudaBackwardParams]
+):
     """Serves float32, float16 and bfloat16 of any head dim, and every option, on compute capability 5.0 and up."""
 
     platform: ClassVar[Platform] = Platform.CUDA
@@ -116,7 +118,13 @@ class CudaFlashAttention(Implementation):
             return [CudaForwardParams(name) for name in names]
         return [CudaBackwardParams(), CudaBackwardParams(None, True), *(CudaBackwardParams(name) for name in names)]
 
-    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+    def config_reasons(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: CudaForwardParams | CudaBackwardParams,
+    ) -> list[str]:
         if params.variant is None:
             return []
         fields = problem_fields(problem, getattr(params, "deterministic", False))
@@ -129,7 +137,11 @@ class CudaFlashAttention(Implementation):
         return min(said, key=len)
 
     def footprints(
-        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: CudaForwardParams | CudaBackwardParams,
     ) -> list[Footprint]:
         """The grid of a forward variant; shared memory is among its requirements, the rest in compiled libraries."""
         if direction == "backward" or params.variant is None:
@@ -141,7 +153,13 @@ class CudaFlashAttention(Implementation):
             return []
         return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
 
-    def builds(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[Build]:
+    def builds(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: CudaForwardParams | CudaBackwardParams,
+    ) -> list[Build]:
         if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
             return []
         fields = problem_fields(problem, getattr(params, "deterministic", False))

@@ -121,7 +121,9 @@ def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
     return math.ceil(max(problem.head_dim, values) / VECTOR) * VECTOR
 
 
-class CudnnFlashAttention(Implementation):
+class CudnnFlashAttention(
+    Implementation[AttentionInputs, AttentionProblem, Results, CudnnForwardParams, CudnnBackwardParams]
+):
     """Serves float16 and bfloat16 with causal masks, windows, lengths and a bias, on compute capability 8.0 and up."""
 
     platform: ClassVar[Platform] = Platform.CUDA

@@ -38,7 +38,9 @@ from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 
 
-class Fa4FlashAttention(Implementation):
+class Fa4FlashAttention(
+    Implementation[AttentionInputs, AttentionProblem, Results, Fa4ForwardParams, Fa4BackwardParams]
+):
     """Serves float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA
@@ -84,11 +86,17 @@ class Fa4FlashAttention(Implementation):
         fitting = (each for each in found if not self.config_reasons(problem, device, direction, each))
         return list(dict.fromkeys(fitting))
 
-    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+    def config_reasons(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: Fa4ForwardParams | Fa4BackwardParams,
+    ) -> list[str]:
         if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
             return []
         mask, dims = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length), computed_dims(problem, direction)
-        if direction == "forward":
+        if isinstance(params, Fa4ForwardParams):
             return forward_params_reasons(params.completed(forward_defaults(problem, mask)), *dims)
         complete = params.completed(backward_defaults(problem, mask))
         return backward_params_reasons(complete, *dims, problem.groups > 1)

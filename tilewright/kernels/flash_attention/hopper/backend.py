@@ -113,7 +113,9 @@ def bias_gradient_of(bias: Any, scores: tuple[int, int, int, int], params: Any) 
     return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
 
 
-class PallasGpuFlashAttention(Implementation):
+class PallasGpuFlashAttention(
+    Implementation[AttentionInputs, AttentionProblem, Results, HopperForwardParams, BackwardParams]
+):
     """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
@@ -200,7 +202,13 @@ class PallasGpuFlashAttention(Implementation):
             for block_q, block_k, persistent, ping_pong in tiles
         ]
 
-    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+    def config_reasons(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: HopperForwardParams | BackwardParams,
+    ) -> list[str]:
         dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
         try:
             plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
@@ -209,7 +217,11 @@ class PallasGpuFlashAttention(Implementation):
         return []
 
     def footprints(
-        self, problem: AttentionProblem, device: Device, direction: Direction, params: Any
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: HopperForwardParams | BackwardParams,
     ) -> list[Footprint]:
         dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
         plan = plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
@@ -226,6 +238,7 @@ class PallasGpuFlashAttention(Implementation):
             blocks = min(by_keys(params.block_k), persistent)
             key_value = Footprint(blocks, threads + fused * WARPGROUP_THREADS, plan.shared_bytes)
             return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), threads)]
+        assert isinstance(params, WideBackwardParams)
         key_value = Footprint(by_keys(params.block_k), threads, plan.shared_bytes)
         if not params.deterministic:
             return [key_value]

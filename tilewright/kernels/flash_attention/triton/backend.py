@@ -42,7 +42,9 @@ LEAST_SHARED_BYTES = 99 << 10
 """That a block may have on any compute capability from 8.0 on."""
 
 
-class TritonFlashAttention(Implementation):
+class TritonFlashAttention(
+    Implementation[AttentionInputs, AttentionProblem, Results, TritonForwardParams, TritonBackwardParams]
+):
     """Serves float32, float16 and bfloat16 of head dims to 256, and every option, on compute capability 8.0 and up."""
 
     platform: ClassVar[Platform] = Platform.TRITON
@@ -77,9 +79,15 @@ class TritonFlashAttention(Implementation):
         fitting = [params for params in listed if not self.config_reasons(problem, device, direction, params)]
         return fitting or [smallest_params(direction)]
 
-    def config_reasons(self, problem: AttentionProblem, device: Device, direction: Direction, params: Any) -> list[str]:
+    def config_reasons(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        direction: Direction,
+        params: TritonForwardParams | TritonBackwardParams,
+    ) -> list[str]:
         dims, itemsize = padded_dim(problem.head_dim) + padded_dim(problem.value_dim), problem.dtype.itemsize
-        if direction == "forward":
+        if isinstance(params, TritonForwardParams):
             # Products in float32 take both operands from there, those on tensor cores the queries alone.
             resident = params.tiles.block_q // (1 if itemsize == 4 else 2)
             wanted = {"tiles": params.tiles.shared_bytes(resident, params.tiles.block_k, dims, itemsize)}

@@ -50,7 +50,7 @@ SYMBOLIC_BLOCK = 128
 """Side of a tile where the batch size or a length is a symbolic dimension: few scores of a short row are wasted."""
 
 
-class XlaFlashAttention(Implementation):
+class XlaFlashAttention(Implementation[AttentionInputs, AttentionProblem, Results, FwdParams, BwdParams]):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
 
     ``blocksize_heads`` counts the score matrices (batch × heads) in work at once. It is ignored where the call may be

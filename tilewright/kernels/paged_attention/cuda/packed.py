@@ -101,7 +101,7 @@ class CudaPackedParams:
     """None: sizes follow from what shared memory and registers hold."""
 
 
-class CudaPackedAttention(InferenceImplementation):
+class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, CudaPackedParams]):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA

@@ -53,7 +53,7 @@ class HopperLatentParams:
             raise ValueError(f"there are 1 to {MOST_SPLITS} splits, got {self.num_key_splits=}")
 
 
-class PallasGpuPagedAttention(InferenceImplementation):
+class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, HopperLatentParams]):
     """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS

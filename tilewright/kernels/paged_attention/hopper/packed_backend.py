@@ -40,7 +40,7 @@ class HopperChunkParams:
             raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
 
 
-class PallasGpuPackedAttention(InferenceImplementation):
+class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, HopperChunkParams]):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS

@@ -35,7 +35,7 @@ LARGEST_SHARED_BYTES = 227 << 10
 """Of a block, where the device's own limit is not known."""
 
 
-class TritonPagedAttention(InferenceImplementation):
+class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, FwdParams]):
     """Float16, bfloat16 and float32; its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and launch.
 
     A product of float32 is computed in float32, without tensor cores.

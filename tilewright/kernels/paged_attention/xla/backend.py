@@ -24,7 +24,7 @@ SYMBOLIC_BLOCK_Q = 16
 """Where the number of tokens is a symbolic dimension: decoded tokens waste little of a tile, chunks fill several."""
 
 
-class XlaPagedAttention(InferenceImplementation):
+class XlaPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, FwdParams]):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
 
     ``blocksize_heads`` counts the score matrices (query tiles × heads) in work at once.

@@ -1,7 +1,7 @@
 """Writing into pages by XLA's scatter, which writes in place where the pages are donated."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
 from tilewright.kernels.registry import InferenceImplementation, Platform
@@ -9,7 +9,7 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
 
-class XlaUpdatePages(InferenceImplementation):
+class XlaUpdatePages(InferenceImplementation[WriteInputs, WriteInputs, Cache, FwdParams]):
     """Serves every problem; it has nothing to tune, so its params are empty."""
 
     platform: ClassVar[Platform] = Platform.XLA
@@ -22,7 +22,7 @@ class XlaUpdatePages(InferenceImplementation):
     def heuristic(self, problem: WriteInputs, device: Device, direction: Direction) -> FwdParams:
         return FwdParams()
 
-    def candidates(self, problem: WriteInputs, device: Device, direction: Direction) -> Iterable[Any]:
+    def candidates(self, problem: WriteInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
         return []
 
     def forward(self, inputs: WriteInputs, params: FwdParams) -> Cache:

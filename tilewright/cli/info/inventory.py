@@ -8,8 +8,8 @@ import jax
 
 from tilewright import __version__
 from tilewright.cli.device import here
+from tilewright.cli.info.probing import ServedBackend, served_backends
 from tilewright.cli.output import Failure, counted, stdout, table
-from tilewright.cli.probing import ServedBackend, served_backends
 from tilewright.kernels.cuda.shipped import shipped_folders
 from tilewright.kernels.cuda.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache

@@ -10,8 +10,8 @@ import typer
 from tilewright.cli.device import here
 from tilewright.cli.entries import open_cache
 from tilewright.cli.output import complain, counted
-from tilewright.cli.report_calls import ReportedCall, calls_of_cache, calls_of_file, merged
-from tilewright.cli.report_page import render
+from tilewright.cli.report.calls import ReportedCall, calls_of_cache, calls_of_file, merged
+from tilewright.cli.report.page import render
 from tilewright.ops.utils.folders import absolute, replace_file
 
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tilewright.cli.report_calls import ReportedCall
+from tilewright.cli.report.calls import ReportedCall
 from tilewright.ops.kernel.candidates import Candidate
 
 # Up to so many candidates a page shows all of them; of more, so many rows altogether, as far as three of each

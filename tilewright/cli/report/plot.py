@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from tilewright.cli.markup import Markup, element, word
 from tilewright.cli.output import counted
-from tilewright.cli.report_calls import ReportedCall, sound, time_of
+from tilewright.cli.report.calls import ReportedCall, sound, time_of
+from tilewright.cli.report.markup import Markup, element, word
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from tilewright.cli.building import architectures_of, capabilities, named_groups, named_tables, only_named
+from tilewright.cli.cuda.building import architectures_of, capabilities, named_groups, named_tables, only_named
 from tilewright.cli.device import here, named_device, on_device
 from tilewright.cli.mistakes import first_line
 from tilewright.cli.options import CallOptions

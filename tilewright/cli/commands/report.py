@@ -31,6 +31,6 @@ def report(
 
     The page needs no other file, no network and no script.
     """
-    from tilewright.cli.reporting import write_report
+    from tilewright.cli.report.reporting import write_report
 
     typer.echo(write_report(files or (), out, date and date.date()))

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from tilewright._version import __version__
-from tilewright.cli.markup import Markup, element, joined, word
 from tilewright.cli.output import counted
-from tilewright.cli.report_calls import ReportedCall, geometric_mean, sound, time_of
-from tilewright.cli.report_plot import FieldPlot
-from tilewright.cli.report_shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
-from tilewright.cli.report_style import STYLE
+from tilewright.cli.report.calls import ReportedCall, geometric_mean, sound, time_of
+from tilewright.cli.report.markup import Markup, element, joined, word
+from tilewright.cli.report.plot import FieldPlot
+from tilewright.cli.report.shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
+from tilewright.cli.report.style import STYLE
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 

@@ -3,6 +3,6 @@
 
 def info() -> None:
     """Show the device, the versions, and which backends of each op can be loaded, and if not why."""
-    from tilewright.cli.inventory import print_inventory
+    from tilewright.cli.info.inventory import print_inventory
 
     print_inventory()

@@ -71,8 +71,8 @@ def build(
     wanted = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
-    from tilewright.cli.building import build_and_report, list_builds, named_tables, write_sources
-    from tilewright.cli.needing import needs_of
+    from tilewright.cli.cuda.building import build_and_report, list_builds, named_tables, write_sources
+    from tilewright.cli.cuda.needing import needs_of
 
     if sources is not None:
         write_sources(named_tables(table or []), sources)

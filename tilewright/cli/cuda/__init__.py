@@ -1,0 +1,1 @@
+"""What ``tilewright build`` does: the groups that something needs, and their compilation."""

@@ -1,0 +1,1 @@
+"""What ``tilewright info`` does: the machine, and what each backend says of it."""
