@@ -135,7 +135,7 @@ class Ring:
         return None
 
     def copy_to_shared(
-        self, step: Step, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: Any = None
+        self, step: Step, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: pl.Slice | None = None
     ) -> None:
         """Producer: makes the tile visible to the consumers.
 

@@ -6,6 +6,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.hopper.tiles import across, row_constants
@@ -25,7 +26,7 @@ def initial_statistics() -> tuple[Any, Any]:
 
 
 def online_softmax(
-    logits: Any, multiplier: float, m: Any, total: Any, guarded: bool = True
+    logits: jax.Array, multiplier: float, m: jax.Array, total: jax.Array, guarded: bool = True
 ) -> tuple[Any, Any, Any, Any]:
     """Probabilities of a tile in float32, what scales sums so far, and the new statistics of rows.
 
@@ -42,11 +43,11 @@ def online_softmax(
     return p, scale, maximum, total * scale + p.sum(axis=1)
 
 
-def normaliser(total: Any) -> Any:
+def normaliser(total: jax.Array) -> Any:
     """What a row's sum of values is multiplied by in the end; 0 where all of its keys are masked."""
     return jnp.where(total == 0.0, 0.0, 1 / total)
 
 
-def row_lse(m: Any, total: Any) -> Any:
+def row_lse(m: jax.Array, total: jax.Array) -> Any:
     """The natural log-sum-exp of rows; −∞ where all of their keys are masked."""
     return jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))

@@ -20,6 +20,7 @@ from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -124,7 +125,7 @@ class Place:
         """Key positions, in the tile's shape."""
         return self._positions(1 - self.q_axis, self.kv_start)
 
-    def _positions(self, axis: int, start: Any) -> Any:
+    def _positions(self, axis: int, start: Scalar) -> Any:
         # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
@@ -148,7 +149,7 @@ class Place:
         along = self._positions(1, 0)
         return (along & ~LANE_COLUMNS) < kv_length - (self.kv_start + (along & LANE_COLUMNS))
 
-    def vector(self, ref: Any, of_queries: bool) -> Any:
+    def vector(self, ref: Ref | jax.Array, of_queries: bool) -> Any:
         """Elements of ``[batch|1, length]`` for the tile's rows or columns, in the tile's shape."""
         axis = self.q_axis if of_queries else 1 - self.q_axis
         start = self.q_start if of_queries else self.kv_start
@@ -158,7 +159,7 @@ class Place:
         )
         return spread(values, self.shape, axis)
 
-    def matrix(self, ref: Any) -> Any:
+    def matrix(self, ref: Ref | jax.Array) -> Any:
         """The tile of ``[batch|1, heads|1, ...]``, whose last two dimensions are the tile's own or 1; or a scalar."""
         batch = self.batch if ref.shape[0] > 1 else 0
         head = self.head if ref.shape[1] > 1 else 0
@@ -175,7 +176,7 @@ class Place:
         return spread(values, self.shape, axis)
 
 
-def biased_and_capped(logits: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> tuple[Any, Any]:
+def biased_and_capped(logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> tuple[Any, Any]:
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs."""
     logits = logits * options.scale
     if options.has_bias:
@@ -201,10 +202,12 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
     return result
 
 
-def masked_logits(logits: Any, masked: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
+def masked_logits(
+    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, place: Place
+) -> Any:
     """Logits with −∞ where the mask hides; ``masked``, a bool or a scalar on the device, says if the tile needs it."""
 
-    def hidden(logits: Any) -> Any:
+    def hidden(logits: jax.Array) -> Any:
         return jnp.where(visible(options, arrays, place), logits, -jnp.inf)
 
     if isinstance(masked, bool):
@@ -212,7 +215,7 @@ def masked_logits(logits: Any, masked: Any, options: ScoreOptions, arrays: Score
     return lax.cond(masked, hidden, lambda logits: logits, logits)
 
 
-def _in_band(rows: Any, columns: Any, lowest: int | None, highest: int | None) -> Any:
+def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: int | None) -> Any:
     # Bounds are added to the rows, which a loop over keys keeps in two registers; of the difference of rows and
     # columns the compiler keeps every element.
     parts = []

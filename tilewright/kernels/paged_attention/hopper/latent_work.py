@@ -10,6 +10,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
 
 KEYS = 64
@@ -125,7 +126,7 @@ class LatentWork:
     total: Any
 
 
-def work_of_program(call: LatentCall, program: Any, lengths_ref: Any) -> LatentWork:
+def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> LatentWork:
     row_tile = lax.rem(program, jnp.int32(call.row_tiles))
     rest = lax.div(program, jnp.int32(call.row_tiles))
     split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
@@ -121,7 +122,7 @@ class ChunkCall:
         """Blocks of keys of a sequence."""
         return self.capacity // self.block_k
 
-    def plan(self, dtype: Any, dim: int) -> ChunkPlan:
+    def plan(self, dtype: DTypeLike, dim: int) -> ChunkPlan:
         return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies, CONSUMERS * self.group)
 
 
