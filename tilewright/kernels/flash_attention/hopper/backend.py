@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
@@ -72,7 +73,7 @@ def padded_dim(dim: int) -> int:
     return next(size for size in HEAD_DIMS if size >= dim)
 
 
-def aligned(array: Any, dim: int) -> Any:
+def aligned(array: jax.Array, dim: int) -> Any:
     """``[batch, length, heads, ...]`` with zeros to a whole number of ``SWIZZLE_ROWS`` and ``dim`` at the end."""
     widths = [(0, 0), (0, -array.shape[1] % SWIZZLE_ROWS), (0, 0), (0, dim - array.shape[3])]
     return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
@@ -81,7 +82,13 @@ def aligned(array: Any, dim: int) -> Any:
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
 
 
-def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradient: BiasGradient | None = None) -> Plan:
+def plan_of(
+    params: HopperForwardParams | BackwardParams,
+    head_dim: int,
+    value_dim: int,
+    dtype: DTypeLike,
+    bias_gradient: BiasGradient | None = None,
+) -> Plan:
     """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
@@ -106,7 +113,11 @@ def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradien
     return plan
 
 
-def bias_gradient_of(bias: Any, scores: tuple[int, int, int, int], params: Any) -> BiasGradient | None:
+def bias_gradient_of(
+    bias: jax.Array | jax.ShapeDtypeStruct | None,
+    scores: tuple[int, int, int, int],
+    params: HopperForwardParams | BackwardParams,
+) -> BiasGradient | None:
     """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
     if bias is None or not isinstance(params, BackwardParams):
         return None
@@ -338,8 +349,8 @@ class PallasGpuFlashAttention(Implementation):
 
 def _query_gradient(
     operands: tuple[Any, Any, Any, Any],
-    out: Any,
-    statistics: Any,
+    out: jax.Array,
+    statistics: jax.Ref,
     arrays: ScoreArrays,
     mask: Mask | None,
     options: ScoreOptions,
