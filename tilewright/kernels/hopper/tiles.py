@@ -34,12 +34,12 @@ def row_constants(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), row_layout())
 
 
-def across(vector: jax.Array, columns: int) -> Any:
+def across(vector: jax.Array, columns: int) -> jax.Array:
     """``[64]`` values of rows as a tile with so many columns."""
     return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
 
-def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> Any:
+def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along ``axis`` of a tile of an accumulator's layout.
 
     The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
@@ -57,7 +57,7 @@ def store_unoptimised(target: Ref, value: jax.Array) -> None:
         store(target, value, optimized=False)
 
 
-def opaque_zero(value: Scalar, bits: int = 30) -> Any:
+def opaque_zero(value: Scalar, bits: int = 30) -> jax.Array:
     """0, which the compiler cannot know: ``value`` is from memory or a loop, not negative, and below 2 to the ``bits``.
 
     An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 32

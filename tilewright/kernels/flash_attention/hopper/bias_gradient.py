@@ -8,6 +8,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.scores import Place
@@ -39,7 +40,7 @@ class BiasGradient:
     """
 
     bias_shape: tuple[int, ...]
-    bias_dtype: Any
+    bias_dtype: DTypeLike
     scores: tuple[int, int, int, int]
     deterministic: bool
 
@@ -80,7 +81,7 @@ class BiasGradient:
         return q_tiles, kv_tiles
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         return jnp.float32 if self.shared or 1 in self.bias_shape[2:] else self.bias_dtype
 
     @property

@@ -140,7 +140,7 @@ def convert_kernel(
     parts = np.arange(batch * heads * tiles, dtype=np.int32)[::-1]
     operands: tuple[Any, ...] = (sums,)
     out_type: Any = jax.ShapeDtypeStruct(shape, dtype)
-    result: Any = None
+    result: jax.Ref | None = None
     if early is not None:
         conversions, converted, done = early
         matrix, tile = np.divmod(parts, tiles)

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import (
@@ -36,7 +36,7 @@ class ForwardPlan:
     params: HopperForwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def queries(self) -> RingPlan:
@@ -94,7 +94,7 @@ class BackwardPlan:
     params: HopperBackwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
 
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
@@ -202,7 +202,7 @@ class QueryPlan:
     num_stages: int
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
@@ -234,7 +234,7 @@ class WideBackwardPlan:
     params: WideBackwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
 
     @property

@@ -1,7 +1,6 @@
 """What the backward kernels for wide heads on Hopper do to a tile of scores, and which tiles they meet."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,12 @@ class QueryVisits:
 
     walk: Walk
     tables: TableRefs
-    batch: Any
-    first_head: Any
+    batch: Scalar
+    first_head: Scalar
     group: int
-    row_tile: Any
+    row_tile: Scalar
     shared: Steps | None
-    nothing: Any
+    nothing: Scalar
 
     @classmethod
     def of(
@@ -63,7 +62,7 @@ class QueryVisits:
         return self.walk.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Scalar:
         if self.shared is not None:
             # A loop whose length the compiler knows may be unrolled or dropped, and ``opaque_zero`` with it.
             return self.shared.total * self.group + self.nothing
@@ -80,13 +79,13 @@ class QueryVisits:
         last = number + 1 == self.steps(member).total
         return jnp.where(last, member + 1, member), jnp.where(last, 0, number + 1)
 
-    def head(self, visit: Visit) -> Any:
+    def head(self, visit: Visit) -> Scalar:
         return self.first_head if self.group == 1 else self.first_head + visit[0]
 
-    def q_start(self, visit: Visit) -> Any:
+    def q_start(self, visit: Visit) -> Scalar:
         return self.steps(visit[0]).tile(visit[1]) * BLOCK
 
-    def masked(self, visit: Visit) -> Any:
+    def masked(self, visit: Visit) -> Condition:
         return visit[1] < self.steps(visit[0]).masked
 
 
@@ -131,7 +130,7 @@ def probabilities(
 
 def score_gradients(
     factors: jax.Array, d_probabilities: jax.Array, minus_delta: jax.Array | None, options: ScoreOptions
-) -> Any:
+) -> jax.Array:
     """dS; ``minus_delta`` is None if the product for dP started from it, which dropout's scale does not allow."""
     if minus_delta is None:
         return factors * d_probabilities

@@ -147,14 +147,14 @@ def latent_kernel(
 
         def softmax(
             products: jax.Array, visit: Scalar, page: Scalar, m: jax.Array, total: jax.Array
-        ) -> tuple[Any, Any, Any, Any]:
+        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             """Probabilities, what scales earlier ones, and the new statistics."""
             logits = products if early == 1.0 else products * early
             logits = lax.cond(
                 masks(visit, page), lambda x: jnp.where(visible(visit, page), x, -jnp.inf), lambda x: x, logits
             )
-            p, *statistics_after = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), *statistics_after
+            p, scale, m, total = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), scale, m, total
 
         def logits_of(scores: Ref, visit: Scalar) -> None:
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses

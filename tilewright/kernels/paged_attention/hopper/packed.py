@@ -177,14 +177,14 @@ def chunk_kernel(
 
         def softmax(
             products: jax.Array, visit: Scalar, bits: jax.Array, m: jax.Array, total: jax.Array
-        ) -> tuple[Any, Any, Any, Any]:
+        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             """Probabilities, what scales earlier ones, and the new statistics."""
             logits = products if early == 1.0 else products * early
             logits = lax.cond(
                 plain(visit, bits), lambda x: x, lambda x: jnp.where(visible(visit, bits), x, -jnp.inf), logits
             )
-            p, *statistics_after = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), *statistics_after
+            p, scale, m, total = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), scale, m, total
 
         def swizzle_queries() -> None:
             plgpu.barrier_wait(queries_ready)
