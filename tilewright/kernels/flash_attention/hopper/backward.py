@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import (
     COUNTER,
     EARLY_TILES,
@@ -35,10 +36,9 @@ from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
     biased_and_capped,
     kept,
+    transposed,
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -50,19 +50,12 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 def key_value_kernel(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    d_out: jax.Array,
-    statistics: jax.Ref,
-    d_query: jax.Ref | None,
-    lists: tuple[np.ndarray, np.ndarray],
-    tables: Tables | tuple[()],
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[HopperBackwardParams],
     walk: Walk,
-    params: HopperBackwardParams,
+    tables: Tables | tuple[()],
+    *,
+    lists: tuple[np.ndarray, np.ndarray],
+    d_query: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
     early: EarlyConversions | None = None,
@@ -76,10 +69,9 @@ def key_value_kernel(
       counters: with ``early``, a reference to float32 zeros, ``[batch, heads, *COUNTER]``.
       d_bias: a reference to zeros as ``bias_gradient`` wants them. If ``added``, results have whole tiles of keys.
       lists: of ``program_lists``, over tiles of keys.
-      statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
-        from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
-        nothing or does not exist; and the row sums of ``d_out · out`` less the gradient of lse. Both negated.
     """
+    query, _, value, _ = call.operands
+    params, options, arrays = call.params, call.options, transposed(call.arrays)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
@@ -92,7 +84,7 @@ def key_value_kernel(
     rows_of_step = block_q * head_dim // ROW
     ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
     tasks = None if early is None else (jnp.asarray(early.items), counters)
-    operands = (query, key, value, d_out, statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
+    operands = (*call.operands, call.statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
     rings = plan.rings if early is None else (*plan.rings, plan.count)
     rows = kv_tiles * block_k if bias_gradient is not None and bias_gradient.added else kv_length

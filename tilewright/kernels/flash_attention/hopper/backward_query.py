@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.delta import completed, sums_of_products
-from tilewright.kernels.flash_attention.hopper.params import CONSUMERS
+from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
     biased_and_capped,
     kept,
     masked_logits,
@@ -31,26 +30,16 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def query_kernel(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    d_out: jax.Array,
-    out: jax.Array,
-    statistics: jax.Ref,
-    lists: tuple[np.ndarray, np.ndarray],
-    tables: Tables | tuple[()],
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[HopperBackwardParams],
     walk: Walk,
+    tables: Tables | tuple[()],
+    *,
+    lists: tuple[np.ndarray, np.ndarray],
     block_k: int,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries.
-
-    Args:
-      statistics: as ``key_value_kernel`` wants them, a reference. Of the second row only the gradient of lse is there:
-        the row sums of ``d_out · out`` are subtracted here, where d_out is at hand.
-    """
+    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries."""
+    query, _, value, _ = call.operands
+    options = call.options
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -58,7 +47,7 @@ def query_kernel(
     plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     shape = (ROWS, block_k)
-    operands = (query, key, value, d_out, out, statistics, operands_of(lists), tables, arrays)
+    operands = (*call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Ref) -> None:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
+    transposed,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     QueryVisits,
@@ -42,19 +42,12 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def wide_key_value_kernel(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    d_out: jax.Array,
-    statistics: jax.Ref,
-    d_query: jax.Ref | None,
-    order: jax.Array,
-    tables: Tables | tuple[()],
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[WideBackwardParams],
     walk: Walk,
-    params: WideBackwardParams,
+    tables: Tables | tuple[()],
+    *,
+    order: jax.Array,
+    d_query: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
 ) -> tuple[Any, Any]:
@@ -62,10 +55,9 @@ def wide_key_value_kernel(
 
     Args:
       d_bias: a reference to zeros as ``bias_gradient`` wants them.
-      statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
-        from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
-        nothing or does not exist; and the row sums of ``d_out · out`` less the gradient of lse. Both negated.
     """
+    query, _, value, _ = call.operands
+    params, options, arrays = call.params, call.options, transposed(call.arrays)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
@@ -82,7 +74,7 @@ def wide_key_value_kernel(
     kv_tiles = walk.extent.row_tiles
     of_columns = tile_layout().reduce(0)
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    operands = (query, key, value, d_out, statistics, d_query, d_bias, order, tables, arrays)
+    operands = (*call.operands, call.statistics, d_query, d_bias, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Ref) -> None:

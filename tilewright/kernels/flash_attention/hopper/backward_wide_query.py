@@ -10,14 +10,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.delta import completed, statistic_of_rows, sums_of_products
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     again,
@@ -34,24 +33,18 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 def wide_query_kernel(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    d_out: jax.Array,
-    out: jax.Array,
-    statistics: jax.Ref,
-    order: jax.Array,
-    tables: Tables | tuple[()],
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[WideBackwardParams],
     walk: Walk,
-    params: WideBackwardParams,
+    tables: Tables | tuple[()],
+    *,
+    order: jax.Array,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``query_kernel``.
+    """``d_query`` by a walk over the keys, in a fixed order.
 
     Each of two warpgroups holds 64 rows of dQ. The walk has rows of ``query_rows`` and columns of ``block_k``.
     """
+    query, _, value, _ = call.operands
+    params, options = call.params, call.options
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -61,7 +54,8 @@ def wide_query_kernel(
     # What else is done to a tile takes the registers that a second tile in flight would need.
     light = options.plain and not options.dropout_prob
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    leaves, structure = jax.tree.flatten((query, key, value, d_out, out, statistics, order, tables, arrays))
+    operands = (*call.operands, call.out, call.statistics, order, tables, call.arrays)
+    leaves, structure = jax.tree.flatten(operands)
 
     def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
