@@ -32,7 +32,6 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
-from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -348,7 +347,7 @@ def forward_kernel(
     scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
     scratch.append(plgpu.Barrier(num_barriers=consumers))
     if own_output:
-        scratch.append(SharedTile((block_q, value_dim), dtype).scratch())
+        scratch.append(plan.output.scratch())
     out_type = (
         jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),

@@ -61,6 +61,11 @@ class ForwardPlan:
         return self.queries, self.keys, self.values
 
     @property
+    def output(self) -> SharedTile:
+        """Where the output waits for its store, if not where the queries were."""
+        return SharedTile((self.params.block_q, self.value_dim), self.dtype)
+
+    @property
     def ahead(self) -> bool:
         """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
         return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
@@ -79,8 +84,7 @@ class ForwardPlan:
 
     def _bytes(self, query_stages: int, own_output: bool) -> int:
         rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
-        output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
-        return rings + FORWARD_RESERVED + (output if own_output else 0)
+        return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
 
 
 OUTPUT_RESERVED = 32
