@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,21 @@ type PlatformOption = PlatformLike | Sequence[PlatformLike] | None
 type PrecisionLike = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 
-def as_array(name: str, value: Any) -> Any:
+def as_array(name: str, value: object) -> jax.Array:
     """``value`` as a JAX array, untouched if it is one already, a tracer, or a ``ShapeDtypeStruct``."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return value
+        return cast(jax.Array, value)  # which stands for one
     if isinstance(value, np.ndarray | np.generic | numbers.Number | list | tuple):
         return jnp.asarray(value)
     raise TypeError(f"{name} must be an array, got {value!r} of type {type(value).__name__}")
 
 
-def reshape(array: Any, shape: tuple[int, ...]) -> Any:
+def reshape(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``array.reshape`` that also takes a ``ShapeDtypeStruct`` and costs nothing if the shape is the same."""
     return array if array.shape == shape else apply(lambda x: x.reshape(shape), array)
 
 
-def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+def apply(function: Callable[..., Any], *arrays: jax.Array | jax.ShapeDtypeStruct | np.ndarray | None) -> Any:
     """``function(*arrays)``, by shape alone if one of them has no values."""
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         return jax.eval_shape(function, *arrays)
@@ -54,11 +54,11 @@ def is_integer(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def is_real(dtype: Any) -> bool:
+def is_real(dtype: np.dtype) -> bool:
     return is_floating(dtype) or is_integer(dtype)
 
 
-def narrowed(array: Any, dtype: DTypeLike) -> Any:
+def narrowed(array: jax.Array | None, dtype: DTypeLike) -> Any:
     """An array beside queries of ``dtype``: of 64 bits only if they are, whatever ``jax_enable_x64`` made of it."""
     if array is None or np.dtype(dtype).itemsize >= 8:
         return array
@@ -67,7 +67,7 @@ def narrowed(array: Any, dtype: DTypeLike) -> Any:
     return apply(lambda x: x.astype(jnp.float32), array) if array.dtype == np.float64 else array
 
 
-def sinks_array(softmax_aux: Any, heads: int) -> Any:
+def sinks_array(softmax_aux: object, heads: int) -> jax.Array:
     """``[heads, sinks]``."""
     softmax_aux = as_array("softmax_aux", softmax_aux)
     if not is_floating(softmax_aux.dtype):
@@ -78,7 +78,7 @@ def sinks_array(softmax_aux: Any, heads: int) -> Any:
     return reshape(softmax_aux, (heads, 1)) if len(shape) == 1 else softmax_aux
 
 
-def integer_array(name: str, array: Any, shape: tuple[int, ...], unbatched: bool) -> Any:
+def integer_array(name: str, array: object, shape: tuple[int, ...], unbatched: bool) -> jax.Array:
     """An int32 array of ``shape``, whose leading batch dimension may be absent where the call has none."""
     array = as_array(name, array)
     if not is_integer(array.dtype):
@@ -90,7 +90,7 @@ def integer_array(name: str, array: Any, shape: tuple[int, ...], unbatched: bool
     return array if array.dtype == np.int32 else apply(to_int32, array)
 
 
-def to_int32(array: Any) -> Any:
+def to_int32(array: jax.Array) -> jax.Array:
     """int32 with what does not fit cut off: a wrapped number would be a length, or name a page, that is there."""
     limits = jnp.iinfo(array.dtype)  # type: ignore[no-untyped-call]
     if limits.max > np.iinfo(np.int32).max:
@@ -99,7 +99,7 @@ def to_int32(array: Any) -> Any:
     return array.astype(jnp.int32)
 
 
-def identifiers(name: str, array: Any, shape: tuple[int, ...], unbatched: bool) -> Any:
+def identifiers(name: str, array: object, shape: tuple[int, ...], unbatched: bool) -> jax.Array:
     """An int32 array of numbers of which equality alone counts: of 64 bits the lower half, that of hashes too."""
     array = as_array(name, array)
     if is_integer(array.dtype) and array.dtype.itemsize == 8:
@@ -107,29 +107,29 @@ def identifiers(name: str, array: Any, shape: tuple[int, ...], unbatched: bool) 
     return integer_array(name, array, shape, unbatched)
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
     """A finite Python float from a number of Python's or NumPy's."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a number, got {value}; {static_hint(name, 'float')}")
     scalar = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == () and is_real(value.dtype)
     if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    result = float(value)
+    result = float(cast(SupportsFloat, value))
     if not math.isfinite(result):
         raise ValueError(f"{name} must be finite, got {name}={result}")
     return result
 
 
-def integer(name: str, value: Any) -> int:
+def integer(name: str, value: object) -> int:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be an int, got {value}; {static_hint(name, 'int')}")
     try:
-        return operator.index(value)
+        return operator.index(cast(SupportsIndex, value))
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be True or False, got {value}; {static_hint(name, 'bool')}")
     if not isinstance(value, bool | np.bool_):
@@ -145,7 +145,7 @@ def static_hint(name: str, kind: str) -> str:
     )
 
 
-def soft_cap(logits_soft_cap: Any) -> float | None:
+def soft_cap(logits_soft_cap: object) -> float | None:
     if logits_soft_cap is None:
         return None
     result = number("logits_soft_cap", logits_soft_cap)
@@ -154,7 +154,7 @@ def soft_cap(logits_soft_cap: Any) -> float | None:
     return result
 
 
-def scaled(query: Any, softmax_scale: Any) -> tuple[Any, float]:
+def scaled(query: jax.Array, softmax_scale: object) -> tuple[jax.Array, float]:
     """The query and the scale of its products with the keys, 1/√head_dim by default.
 
     A scale that is a JAX array is an operand, traced or not: it is multiplied into the query, and rounded with it.
@@ -170,12 +170,12 @@ def scaled(query: Any, softmax_scale: Any) -> tuple[Any, float]:
     return apply(_scaled, query, softmax_scale), 1.0
 
 
-def _scaled(query: Any, scale: Any) -> Any:
+def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:
     wide = jnp.promote_types(query.dtype, jnp.float32)
     return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
 
 
-def window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
+def window(sliding_window: object, causal: bool) -> tuple[int | None, int | None]:
     """(left, right), both inclusive and None where unbounded; causality is folded into ``right``."""
     message = f"sliding_window must be an int or (left, right) of ints or None, got {sliding_window=}"
     sides = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
@@ -192,7 +192,7 @@ def window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
     return left, 0 if causal else right
 
 
-def matmul_precision(precision: Any) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset | None:
+def matmul_precision(precision: object) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset | None:
     if precision is None or isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
         return precision
     if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:

@@ -23,6 +23,6 @@ def sinks_statistics(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     return maximum, jnp.sum(jnp.exp(sinks - finite_shift(maximum)[..., None]), axis=-1)
 
 
-def sinks_lse(softmax_aux: Any) -> Any:
+def sinks_lse(softmax_aux: jax.Array | None) -> Any:
     """``[heads]`` float32: all of a head's sinks as one; None where there are none."""
     return None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=1)

@@ -17,6 +17,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -162,10 +163,10 @@ def test_the_gradient_of_a_shared_bias_takes_shared_memory():
 
 def test_a_place_for_d_query_belongs_to_sums():
     nothing: Any = None
+
+    def run(x: jax.Array) -> Any:
+        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC)
+        return wide_key_value_kernel(call, nothing, (), order=nothing, d_query=x)
+
     with pytest.raises(ValueError, match="deterministic"):
-        jax.eval_shape(
-            lambda x: wide_key_value_kernel(
-                x, x, x, x, None, x, None, (), nothing, options=nothing, walk=nothing, params=DETERMINISTIC
-            ),
-            jax.ShapeDtypeStruct((1, BLOCK, 1, 256), jnp.bfloat16),
-        )
+        jax.eval_shape(run, jax.ShapeDtypeStruct((1, BLOCK, 1, 256), jnp.bfloat16))

@@ -15,7 +15,7 @@ from tilewright.kernels.arguments import apply, as_array, is_floating, is_intege
 type CausalAlignment = Literal["top_left", "bottom_right"]
 
 
-def query_key_value(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, bool]:
+def query_key_value(query: object, key: object, value: object) -> tuple[Any, Any, Any, bool]:
     """The three arrays with a batch dimension, and whether it had to be added."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     shapes = f"{query.shape=}, {key.shape=}, {value.shape=}"
@@ -48,7 +48,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, bo
     return query, key, value, unbatched
 
 
-def score_array(name: str, array: Any, scores: tuple[int, int, int, int]) -> Any:
+def score_array(name: str, array: object, scores: tuple[int, int, int, int]) -> jax.Array:
     """An array that is broadcastable to the scores' shape, with rank 4."""
     array = as_array(name, array)
     shape = array.shape
@@ -61,21 +61,23 @@ def score_array(name: str, array: Any, scores: tuple[int, int, int, int]) -> Any
     return reshape(array, padded)
 
 
-def bias_array(bias: Any, scores: tuple[int, int, int, int]) -> Any:
-    bias = score_array("bias", bias, scores)
-    if not is_floating(bias.dtype):
-        raise TypeError(f"bias is added to the logits and must be floating-point, got {bias.dtype=}; see mask")
-    return bias
+def bias_array(bias: object, scores: tuple[int, int, int, int]) -> jax.Array:
+    array = score_array("bias", bias, scores)
+    if not is_floating(array.dtype):
+        raise TypeError(
+            f"bias is added to the logits and must be floating-point, got bias.dtype={array.dtype!r}; see mask"
+        )
+    return array
 
 
-def alignment(causal_alignment: Any) -> bool:
+def alignment(causal_alignment: object) -> bool:
     """Whether the last query is aligned with the last key."""
     if causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"{causal_alignment=} must be 'top_left' or 'bottom_right'")
     return causal_alignment == "bottom_right"
 
 
-def dropout(dropout_prob: Any, dropout_seed: Any) -> tuple[float, Any]:
+def dropout(dropout_prob: object, dropout_seed: object) -> tuple[float, Any]:
     """The probability, and the seed as ``uint32[2]``, None where nothing is dropped."""
     prob = number("dropout_prob", dropout_prob)
     if not 0.0 <= prob < 1.0:
@@ -86,7 +88,7 @@ def dropout(dropout_prob: Any, dropout_seed: Any) -> tuple[float, Any]:
     return prob, seed if prob > 0.0 else None
 
 
-def seed_words(seed: Any) -> Any:
+def seed_words(seed: object) -> Any:
     """Two uint32 words: of a 64-bit integer the high and the low one, of a key the first two."""
     message = f"dropout_seed must be an integer, an integer scalar, uint32[2], or a jax.random key, got {seed!r}"
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool | np.bool_):
@@ -110,7 +112,7 @@ def seed_words(seed: Any) -> Any:
     return seed
 
 
-def _scalar_words(seed: Any) -> Any:
+def _scalar_words(seed: jax.Array) -> Any:
     """The same words as of the Python integer."""
     if seed.dtype.itemsize == 8:
         high = seed >> 32

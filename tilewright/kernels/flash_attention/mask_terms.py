@@ -5,6 +5,7 @@ import functools
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -87,7 +88,7 @@ def _static_band(mask: Mask | None) -> Mask:
     return functools.reduce(operator.and_, bands)
 
 
-def _rows(segments: Any, positions: Any, lengths: list[Any], length: int, outside: int) -> Any:
+def _rows(segments: jax.Array, positions: jax.Array | None, lengths: list[Any], length: int, outside: int) -> Any:
     indices = jnp.arange(length, dtype=jnp.int32)[None, :]
     positions = indices if positions is None else positions.astype(jnp.int32)
     for each in lengths:

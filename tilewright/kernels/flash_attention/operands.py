@@ -48,14 +48,14 @@ def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> d
     }  # fmt: skip
 
 
-def widened(array: Any, dim: int) -> Any:
+def widened(array: jax.Array, dim: int) -> Any:
     """With zeros up to ``dim`` at the end of the last axis."""
     if array.shape[-1] == dim:
         return array
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, dim - array.shape[-1])])
 
 
-def into_batch(array: Any, is_mapped: bool, size: int, batch: int) -> Any:
+def into_batch(array: jax.Array, is_mapped: bool, size: int, batch: int) -> Any:
     """``[size * batch, ...]`` of an array whose first dimension is ``batch`` or 1, behind a mapped axis or without."""
     array = array if is_mapped else array[None]
     own = array.shape[2:]
@@ -90,7 +90,7 @@ def over_batch(
     return launch(arrays)
 
 
-def by_row(rows: Any) -> Any:
+def by_row(rows: jax.Array) -> Any:
     """``[batch, heads, length]`` as it goes with ``[batch, length, heads, head_dim]``."""
     return rows.transpose(0, 2, 1)[..., None]
 
@@ -101,7 +101,7 @@ def least_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
     return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))
 
 
-def with_blind_rows(out: Any, lse: Any, seen: Any) -> tuple[Any, Any]:
+def with_blind_rows(out: jax.Array, lse: jax.Array, seen: jax.Array | None) -> tuple[Any, Any]:
     """Results of a kernel that need not be right where a row sees nothing: 0 and −∞ there.
 
     Args:
@@ -112,7 +112,9 @@ def with_blind_rows(out: Any, lse: Any, seen: Any) -> tuple[Any, Any]:
     return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
 
 
-def without_blind_rows(out: Any, d_out: Any, lse: Any, d_lse: Any, blind: Any) -> tuple[Any, Any, Any, Any]:
+def without_blind_rows(
+    out: jax.Array, d_out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, blind: jax.Array | None
+) -> tuple[Any, Any, Any, Any]:
     """What a backward kernel reads, such that rows that see nothing add 0 to every gradient.
 
     With ``exp(logit − ∞) = 0`` for every probability there is nothing to multiply it by.
@@ -126,7 +128,9 @@ def without_blind_rows(out: Any, d_out: Any, lse: Any, d_lse: Any, blind: Any) -
     return out, d_out, jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
 
 
-def without_hidden(d_query: Any, d_key: Any, d_value: Any, blind: Any, kv_lengths: Any) -> tuple[Any, Any, Any]:
+def without_hidden(
+    d_query: jax.Array, d_key: jax.Array, d_value: jax.Array, blind: jax.Array | None, kv_lengths: jax.Array | None
+) -> tuple[Any, Any, Any]:
     """Gradients with 0 for queries and keys that take no part, of which a kernel need not write any.
 
     Args:
@@ -141,7 +145,7 @@ def without_hidden(d_query: Any, d_key: Any, d_value: Any, blind: Any, kv_length
     return d_query, d_key, d_value
 
 
-def bias_gradient(d_scores: Any, bias: Any) -> Any:
+def bias_gradient(d_scores: jax.Array, bias: jax.Array) -> Any:
     """The gradient of a bias from that of what it is added to, summed in float32 over what shares the bias."""
     shared = tuple(axis for axis, size in enumerate(bias.shape) if size != d_scores.shape[axis])
     return jnp.sum(d_scores, axis=shared, keepdims=True, dtype=jnp.float32).astype(bias.dtype)

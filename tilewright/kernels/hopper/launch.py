@@ -12,7 +12,7 @@ def compiler_params() -> Any:
 
 
 def warpgroup_kernel(
-    body: Callable[..., None], out_type: Any, scratch: Sequence[Any], programs: int, warpgroups: int | None = None
+    body: Callable[..., None], out_type: object, scratch: Sequence[Any], programs: int, warpgroups: int | None = None
 ) -> Callable[..., Any]:
     """A kernel over the axis "program"; with more than one warpgroup they are told apart by the axis "warpgroup".
 

@@ -14,17 +14,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Integer
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, MAX_BARRIERS
 from tilewright.kernels.hopper.shared import SharedTile
-
-type Step = int | Integer[jax.Array, ""]
-type Ref = Any  # a Pallas reference or a view of one; jax exports no type for both
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
-def _when(condition: bool | jax.Array, action: Callable[[], None]) -> None:
+def _when(condition: Condition, action: Callable[[], None]) -> None:
     # pl.when on a Python bool still leaves a branch in the jaxpr.
     if isinstance(condition, bool):
         if condition:
@@ -101,20 +98,20 @@ class Ring:
     empty: Ref
     offset: int = 0
 
-    def slot(self, step: Step) -> Step:
+    def slot(self, step: Scalar) -> Scalar:
         """Index of the stage that holds ``step``."""
         if isinstance(step, int):
             return (step + self.offset) % self.plan.num_stages
         return lax.rem(step + self.offset, jnp.asarray(self.plan.num_stages, step.dtype))
 
-    def _wait_released(self, step: Step) -> None:
+    def _wait_released(self, step: Scalar) -> None:
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
-    def _wait_empty(self, step: Step) -> None:
+    def _wait_empty(self, step: Scalar) -> None:
         # The first round fills slots that nobody has to release.
         _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
 
-    def load_from_dram(self, step: Step, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
+    def load_from_dram(self, step: Scalar, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
         """Producer: starts the load of a tile, an already sliced reference in device memory for each of its copies.
 
         Under TMA it waits until the slot is free and starts the copies, one below the other. With ``writers`` it reads
@@ -135,7 +132,7 @@ class Ring:
         return None
 
     def copy_to_shared(
-        self, step: Step, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: Any = None
+        self, step: Scalar, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: pl.Slice | None = None
     ) -> None:
         """Producer: makes the tile visible to the consumers.
 
@@ -163,20 +160,20 @@ class Ring:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.full.at[slot])
 
-    def load_from_shared(self, step: Step) -> None:
+    def load_from_shared(self, step: Scalar) -> None:
         """Consumer: waits until the slot is full; once per step."""
         plgpu.barrier_wait(self.full.at[self.slot(step)])
 
-    def get_mma_tile(self, step: Step, transposed: bool = False) -> Ref:
+    def get_mma_tile(self, step: Scalar, transposed: bool = False) -> Ref:
         """Consumer: the slot as an operand of wgmma; ``transposed`` is a view, nothing moves."""
         tile = self.smem.at[self.slot(step)]
         return tile.T if transposed else tile
 
-    def release(self, step: Step) -> None:
+    def release(self, step: Scalar) -> None:
         """Consumer: hands the slot back; only after the wgmma that read it has been waited for."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def drain(self, last_step: Step) -> None:
+    def drain(self, last_step: Scalar) -> None:
         """Producer: waits until the consumers have released everything up to ``last_step``, the last load; -1 is none.
 
         A block of a cluster must not leave while others may still write to it. Nothing may be loaded afterwards.

@@ -6,19 +6,24 @@ An item is a row of tiles of one matrix of scores, that is of one batch element 
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+type Role = Callable[[Scalar, Scalar, Scalar], Scalar]
+"""``first = role(turn, item, first)``: what a warpgroup does in an item; ``first`` counts its steps."""
 
 ITEM_OVERHEAD = 1.5
 """What a work item costs beside its visits, in visits: its first scores, which nothing overlaps, and its output."""
 
 
-def decode_tile_index(item: Any, row_tiles: int, heads: int) -> tuple[Any, Any, Any]:
+def decode_tile_index(item: Scalar, row_tiles: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch element, head and row of tiles of a work item, ``(batch · heads + head) · row_tiles + row tile``."""
     matrix, row_tile = lax.div(item, jnp.int32(row_tiles)), lax.rem(item, jnp.int32(row_tiles))
     return lax.div(matrix, jnp.int32(heads)), lax.rem(matrix, jnp.int32(heads)), row_tile
@@ -69,7 +74,9 @@ def program_lists(order: np.ndarray, visits: np.ndarray, programs: int) -> tuple
     return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
 
 
-def item_by_arithmetic(visits: np.ndarray, matrices: int, matrices_at_once: int) -> Callable[[Any], Any] | None:
+def item_by_arithmetic(
+    visits: np.ndarray, matrices: int, matrices_at_once: int
+) -> Callable[[Scalar], jax.Array] | None:
     """``program_order`` as a function of the place in it, for groups of one size and rows that grow or shrink."""
     sizes, tiles = group_sizes(matrices, matrices_at_once), len(visits)
     longest_first = np.argsort(-visits, kind="stable")
@@ -77,7 +84,7 @@ def item_by_arithmetic(visits: np.ndarray, matrices: int, matrices_at_once: int)
     if len(set(sizes)) > 1 or not (ascending or np.array_equal(longest_first[::-1], np.arange(tiles))):
         return None
 
-    def item(place: Any) -> Any:
+    def item(place: Scalar) -> jax.Array:
         size = jnp.int32(sizes[0])
         group = lax.div(place, size * tiles)
         row, matrix = lax.div(place - group * (size * tiles), size), lax.rem(place, size)
@@ -86,13 +93,13 @@ def item_by_arithmetic(visits: np.ndarray, matrices: int, matrices_at_once: int)
     return item
 
 
-def over_items(lists: tuple[Any, Any], one: Any) -> None:
+def over_items(lists: tuple[Ref, Ref], one: Role) -> None:
     """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
     starts_ref, items_ref = lists
     program = lax.axis_index("program")
     start, end = starts_ref[program], starts_ref[program + 1]
 
-    def of_turn(turn: Any, state: Any) -> Any:
+    def of_turn(turn: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         first, item = state
         following = items_ref[turn + 1]  # on its way while this item is worked on
         return one(turn - start, item, first), following
@@ -100,13 +107,13 @@ def over_items(lists: tuple[Any, Any], one: Any) -> None:
     lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
 
 
-def run_warpgroup(lists: tuple[Any, Any], role: Any, registers: int, action: Literal["increase", "decrease"]) -> None:
+def run_warpgroup(lists: tuple[Ref, Ref], role: Role, registers: int, action: Literal["increase", "decrease"]) -> None:
     """Runs a warpgroup's role in every item of this program, until its stores have left shared memory."""
     plgpu.set_max_registers(registers, action=action)
     over_items(lists, role)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
+def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
     """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
     return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))

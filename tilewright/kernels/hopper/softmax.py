@@ -4,8 +4,8 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
 import math
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.hopper.tiles import across, row_constants
@@ -19,14 +19,14 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
     return (1.0, scale) if scale > 0 else (scale, 1.0)
 
 
-def initial_statistics() -> tuple[Any, Any]:
+def initial_statistics() -> tuple[jax.Array, jax.Array]:
     """The maximum and the sum of rows before their first key."""
     return row_constants(-jnp.inf), row_constants(0.0)
 
 
 def online_softmax(
-    logits: Any, multiplier: float, m: Any, total: Any, guarded: bool = True
-) -> tuple[Any, Any, Any, Any]:
+    logits: jax.Array, multiplier: float, m: jax.Array, total: jax.Array, guarded: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Probabilities of a tile in float32, what scales sums so far, and the new statistics of rows.
 
     Args:
@@ -42,11 +42,11 @@ def online_softmax(
     return p, scale, maximum, total * scale + p.sum(axis=1)
 
 
-def normaliser(total: Any) -> Any:
+def normaliser(total: jax.Array) -> jax.Array:
     """What a row's sum of values is multiplied by in the end; 0 where all of its keys are masked."""
     return jnp.where(total == 0.0, 0.0, 1 / total)
 
 
-def row_lse(m: Any, total: Any) -> Any:
+def row_lse(m: jax.Array, total: jax.Array) -> jax.Array:
     """The natural log-sum-exp of rows; −∞ where all of their keys are masked."""
     return jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))

@@ -8,6 +8,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import WGMMA_M
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 ROWS = WGMMA_M
 """Rows of a tile that a warpgroup works on: the M of its matrix instruction."""
@@ -33,12 +34,12 @@ def row_constants(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), row_layout())
 
 
-def across(vector: Any, columns: int) -> Any:
+def across(vector: jax.Array, columns: int) -> jax.Array:
     """``[64]`` values of rows as a tile with so many columns."""
     return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
 
-def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
+def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along ``axis`` of a tile of an accumulator's layout.
 
     The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
@@ -47,7 +48,7 @@ def spread(vector: Any, shape: tuple[int, int], axis: int) -> Any:
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), tile_layout())
 
 
-def store_unoptimised(target: Any, value: Any) -> None:
+def store_unoptimised(target: Ref, value: jax.Array) -> None:
     """Stores registers as they lie, also where that fills no whole sectors or makes banks of shared memory conflict."""
     store: Any = getattr(plgpu, "store", None)
     if store is None:  # jax 0.11, which takes every store so
@@ -56,7 +57,7 @@ def store_unoptimised(target: Any, value: Any) -> None:
         store(target, value, optimized=False)
 
 
-def opaque_zero(value: Any, bits: int = 30) -> Any:
+def opaque_zero(value: Scalar, bits: int = 30) -> jax.Array:
     """0, which the compiler cannot know: ``value`` is from memory or a loop, not negative, and below 2 to the ``bits``.
 
     An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 32

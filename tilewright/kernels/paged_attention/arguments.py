@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,7 +12,7 @@ from tilewright.kernels.paged_attention.inputs import FAR
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def query_array(query: Any, ranks: tuple[int, ...], layout: str) -> Any:
+def query_array(query: object, ranks: tuple[int, ...], layout: str) -> Any:
     query = as_array("query", query)
     if len(query.shape) not in ranks:
         raise ValueError(f"query must be {layout}, got {query.shape=}")
@@ -22,7 +23,7 @@ def query_array(query: Any, ranks: tuple[int, ...], layout: str) -> Any:
     return query
 
 
-def cache_arrays(key: Any, value: Any, layout: str, names: tuple[str, str] = ("key", "value")) -> tuple[Any, Any]:
+def cache_arrays(key: object, value: object, layout: str, names: tuple[str, str] = ("key", "value")) -> tuple[Any, Any]:
     """Keys and values of rank 4 that agree; the value may be absent."""
     key = as_array(names[0], key)
     value = None if value is None else as_array(names[1], value)
@@ -40,7 +41,7 @@ def cache_arrays(key: Any, value: Any, layout: str, names: tuple[str, str] = ("k
     return key, value
 
 
-def check_heads(query: Any, key: Any) -> None:
+def check_heads(query: jax.Array, key: jax.Array) -> None:
     heads, head_dim = query.shape[-2:]
     kv_heads, key_dim = key.shape[2:]
     if key_dim != head_dim:
@@ -53,7 +54,7 @@ def check_heads(query: Any, key: Any) -> None:
         )
 
 
-def integers(name: str, array: Any, shape: tuple[int | None, ...], layout: str) -> Any:
+def integers(name: str, array: object, shape: tuple[int | None, ...], layout: str) -> Any:
     """An int32 array of a shape in which ``None`` stands for any size."""
     array = as_array(name, array)
     if not is_integer(array.dtype):
@@ -64,11 +65,11 @@ def integers(name: str, array: Any, shape: tuple[int | None, ...], layout: str) 
     return array if array.dtype == np.int32 else apply(to_int32, array)
 
 
-def page_table_array(page_table: Any, sequences: int, name: str = "page_table") -> Any:
+def page_table_array(page_table: object, sequences: int, name: str = "page_table") -> Any:
     return integers(name, page_table, (sequences, None), f"[sequences, pages_per_sequence] with {sequences=}")
 
 
-def scale_array(name: str, scale: Any, cache: Any) -> Any:
+def scale_array(name: str, scale: object, cache: jax.Array | None) -> Any:
     """float32 of rank 3, broadcastable to ``[num_pages, page_size, kv_heads]``; ``None`` where there is none."""
     if scale is None:
         if cache is not None and cache.dtype.name == "int8":
@@ -90,7 +91,7 @@ def scale_array(name: str, scale: Any, cache: Any) -> Any:
     return array if array.dtype == np.float32 else apply(lambda x: x.astype(jnp.float32), array)
 
 
-def slopes_array(alibi_slopes: Any, heads: int) -> Any:
+def slopes_array(alibi_slopes: object, heads: int) -> Any:
     if alibi_slopes is None:
         return None
     array = as_array("alibi_slopes", alibi_slopes)
@@ -101,19 +102,21 @@ def slopes_array(alibi_slopes: Any, heads: int) -> Any:
     return array if array.shape == (heads,) else apply(lambda x: jnp.broadcast_to(x, (heads,)), array)
 
 
-def window_sides(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
+def window_sides(sliding_window: object, causal: bool) -> tuple[int | None, int | None]:
     left, right = window(sliding_window, causal)
     return (None if left is None else min(left, FAR)), (None if right is None else min(right, FAR))
 
 
-def new_tokens(key: Any, value: Any, pages: Any, value_pages: Any, tokens: int | None) -> tuple[Any, Any]:
+def new_tokens(
+    key: object, value: object, pages: jax.Array, value_pages: jax.Array | None, tokens: int | None
+) -> tuple[Any, Any]:
     """New keys and values ``[tokens, kv_heads, head_dim]`` that fit pages; of these the value may be absent."""
     key = as_array("key", key)
     if (value is None) != (value_pages is None):
         raise TypeError("new values and pages of values go together: give both or none")
     value = None if value is None else as_array("value", value)
     for name, new, cache in (("key", key, pages), ("value", value, value_pages)):
-        if new is None:
+        if new is None or cache is None:
             continue
         wanted = (key.shape[0] if tokens is None else tokens, *cache.shape[2:])
         if tuple(new.shape) != wanted:
@@ -125,26 +128,26 @@ def new_tokens(key: Any, value: Any, pages: Any, value_pages: Any, tokens: int |
     return key, value
 
 
-def required(name: str, array: Any) -> Any:
+def required(name: str, array: object) -> Any:
     if array is None:
         raise TypeError(f"{name} must be an array, got None")
     return array
 
 
-def page_arrays(key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
+def page_arrays(key_pages: object, value_pages: object) -> tuple[Any, Any]:
     layout = "[num_pages, page_size, kv_heads, head_dim]"
     return cache_arrays(key_pages, required("value_pages", value_pages), layout, ("key_pages", "value_pages"))
 
 
-def block_arrays(key_cache: Any, value_cache: Any) -> tuple[Any, Any]:
+def block_arrays(key_cache: object, value_cache: object) -> tuple[Any, Any]:
     """Pages by the names that vLLM has for them."""
     layout = "[num_blocks, block_size, kv_heads, head_dim]"
     return cache_arrays(key_cache, required("value_cache", value_cache), layout, ("key_cache", "value_cache"))
 
 
-def lengths_array(name: str, lengths: Any, sequences: int | None) -> Any:
+def lengths_array(name: str, lengths: object, sequences: int | None) -> Any:
     return integers(name, lengths, (sequences,), "[sequences]" + ("" if sequences is None else f" with {sequences=}"))
 
 
-def boundaries_array(name: str, boundaries: Any, sequences: int) -> Any:
+def boundaries_array(name: str, boundaries: object, sequences: int) -> Any:
     return integers(name, boundaries, (sequences + 1,), f"[sequences + 1] with {sequences=}")

@@ -33,7 +33,7 @@ def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None)
     return lax.map(lambda token: token_reference(inputs, dtype, token), jnp.arange(tokens), batch_size=at_once)
 
 
-def token_reference(inputs: PagedInputs, dtype: Any, token: Any) -> tuple[Any, Any]:
+def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> tuple[Any, Any]:
     """The results of one token, computed in ``dtype``: ``[heads, value_dim]`` and ``[heads]``."""
     options = inputs.options
     sequence, index, count, owned = _owner(inputs, token)
@@ -75,7 +75,7 @@ def token_reference(inputs: PagedInputs, dtype: Any, token: Any) -> tuple[Any, A
     return out, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))[:, 0]
 
 
-def _owner(inputs: PagedInputs, token: Any) -> tuple[Any, Any, Any, Any]:
+def _owner(inputs: PagedInputs, token: jax.Array) -> tuple[Any, Any, Any, Any]:
     """Of a token the sequence, its number among that sequence's tokens, how many these are, and whether it has one."""
     if inputs.options.q_length is not None:
         count = inputs.options.q_length
@@ -83,10 +83,10 @@ def _owner(inputs: PagedInputs, token: Any) -> tuple[Any, Any, Any, Any]:
     return _sequence_of(inputs.cum_q_lens, token, inputs.query.shape[0])
 
 
-def _sequence_of(cum: Any, token: Any, tokens: int) -> tuple[Any, Any, Any, Any]:
+def _sequence_of(cum: Any, token: jax.Array, tokens: int) -> tuple[Any, Any, Any, Any]:
     first, sequences = cum[0], cum.shape[0] - 1
 
-    def look(at: Any, state: Any) -> Any:
+    def look(at: jax.Array, state: Any) -> Any:
         low, found = state
         high = jnp.clip(cum[at + 1], low, tokens)
         mine = (token >= low) & (token < high)
@@ -99,7 +99,9 @@ def _sequence_of(cum: Any, token: Any, tokens: int) -> tuple[Any, Any, Any, Any]
     return sequence, token - low, high - low, owned
 
 
-def _dense(inputs: PagedInputs, pages: Any, scale: Any, sequence: Any, dtype: Any) -> tuple[Any, Any]:
+def _dense(
+    inputs: PagedInputs, pages: jax.Array, scale: jax.Array | None, sequence: jax.Array, dtype: DTypeLike
+) -> tuple[Any, Any]:
     """A sequence's tokens as ``[capacity, kv_heads, head_dim]``, and which of them are there."""
     num_pages, page_size = pages.shape[:2]
     names = jnp.asarray(sequence)[None] if inputs.page_table is None else inputs.page_table[sequence]
@@ -120,7 +122,7 @@ def write_reference(inputs: WriteInputs) -> Cache:
     if 0 in (tokens, columns, num_pages, page_size, inputs.page_table.shape[0]):
         return cache
 
-    def write(token: Any, cache: Cache) -> Cache:
+    def write(token: jax.Array, cache: Cache) -> Cache:
         if inputs.cum_q_lens is None:
             sequence, index, count, owned = token, 0, 1, True
         else:
@@ -141,7 +143,9 @@ def write_reference(inputs: WriteInputs) -> Cache:
     return lax.fori_loop(0, tokens, write, cache)
 
 
-def _put(pages: Any, scale: Any, new: Any, place: Any, inside: Any, dtype: str) -> tuple[Any, Any]:
+def _put(
+    pages: jax.Array, scale: jax.Array | None, new: jax.Array, place: Any, inside: jax.Array, dtype: str
+) -> tuple[Any, Any]:
     """One token ``[kv_heads, head_dim]`` in its place, if it has one."""
     limit = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
     element = new.astype(jnp.float32) if limit is not None or scale is not None else new

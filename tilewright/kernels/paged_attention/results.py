@@ -1,7 +1,6 @@
 """What all backends of attention over a cache return, and how those without a rule for vmap are mapped."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def one_after_the_other(run: Callable[[PagedInputs], Results], inputs: PagedInpu
     leaves, tree = jax.tree.flatten(inputs)
 
     @jax.custom_batching.sequential_vmap
-    def each(*leaves: Any) -> Results:
+    def each(*leaves: jax.Array) -> Results:
         return run(jax.tree.unflatten(tree, leaves))
 
     return each(*leaves)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -35,12 +36,12 @@ def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | 
     return Tokens(sequence, token - cum[sequence], cum[sequence + 1] - cum[sequence], owned)
 
 
-def _ends_passed(ends: Any, index: Any) -> Any:
+def _ends_passed(ends: jax.Array, index: jax.Array) -> Any:
     """How many of the rising ends are not above each index; ``jnp.searchsorted`` takes no symbolic dimensions."""
     return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
 
 
-def bounded(lengths: Any) -> Any:
+def bounded(lengths: jax.Array) -> Any:
     """Lengths or starts that are not negative and leave room for sums in int32."""
     return jnp.clip(lengths, 0, FAR)
 
@@ -65,7 +66,7 @@ def most_tiles(tokens: int, sequences: int, block_q: int) -> int:
     return min(tokens, most) if isinstance(most, int) else most
 
 
-def packed_tiles(cum: Any, lengths: Any, tokens: int, block_q: int) -> tuple[TilePlan, Any]:
+def packed_tiles(cum: jax.Array, lengths: jax.Array, tokens: int, block_q: int) -> tuple[TilePlan, Any]:
     """The tiles of rising boundaries, and the first tile of each sequence."""
     sequences, counts = lengths.shape[0], jnp.diff(cum)
     ends = jnp.cumsum(-(-counts // block_q))

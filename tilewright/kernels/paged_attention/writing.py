@@ -55,7 +55,7 @@ def applied(write: Callable[[WriteInputs], Cache], inputs: WriteInputs) -> Cache
     return write(inputs)
 
 
-def scaled_by_token(scale: Any, pages: Any) -> bool:
+def scaled_by_token(scale: jax.Array | None, pages: jax.Array) -> bool:
     """Whether each token has scales of its own, which are then computed as it is written."""
     return scale is not None and scale.shape[:2] == pages.shape[:2]
 
@@ -94,7 +94,7 @@ def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
         raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
     by_head, whole = P(None, spec[2]), P()
 
-    def placed(array: Any, wanted: P) -> Any:
+    def placed(array: jax.Array, wanted: P) -> Any:
         return None if array is None else jax.reshard(array, NamedSharding(mesh, wanted))
 
     return dataclasses.replace(
@@ -125,7 +125,9 @@ def _places(inputs: WriteInputs) -> tuple[Any, Any]:
     return jnp.where(kept, page, num_pages), row
 
 
-def _written(pages: Any, scale: Any, new: Any, page: Any, row: Any, dtype: str) -> tuple[Any, Any]:
+def _written(
+    pages: jax.Array, scale: jax.Array | None, new: jax.Array, page: jax.Array, row: jax.Array, dtype: str
+) -> tuple[Any, Any]:
     if scale is not None:
         if scaled_by_token(scale, pages):
             own = token_scales(new, dtype, per_head=scale.shape[2] > 1)
@@ -136,18 +138,18 @@ def _written(pages: Any, scale: Any, new: Any, page: Any, row: Any, dtype: str) 
     return pages.at[page, row].set(stored(new, dtype).astype(pages.dtype), mode="drop"), scale
 
 
-def _index(places: Any, size: int) -> Any:
+def _index(places: jax.Array, size: int) -> Any:
     return jnp.clip(places, 0, size - 1)
 
 
-def token_scales(new: Any, dtype: str, *, per_head: bool) -> Any:
+def token_scales(new: jax.Array, dtype: str, *, per_head: bool) -> Any:
     """``[tokens, kv_heads | 1]``, float32."""
     largest = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
     largest = largest if per_head else jnp.max(largest, axis=1, keepdims=True)
     return jnp.where(largest == 0.0, 1.0, largest / greatest(dtype))
 
 
-def stored(new: Any, dtype: str) -> Any:
+def stored(new: jax.Array, dtype: str) -> Any:
     """Elements as pages of a dtype hold them: int8 rounded to nearest even, what is too great saturated."""
     if dtype == "int8":
         return jnp.clip(jnp.round(new.astype(jnp.float32)), -127.0, 127.0).astype(jnp.int8)

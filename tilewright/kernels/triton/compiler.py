@@ -17,6 +17,10 @@ PTX_VERSION = 87
 """Of CUDA 12.8: the assembler that XLA finds, which compiles what the GPU runs, may be older than Triton's own."""
 
 
+type CompiledKernel = Any
+"""What ``triton.compile`` returns, of a package that need not be installed."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """A kernel for one compute capability.
@@ -54,7 +58,7 @@ class Report:
 
 
 @functools.lru_cache(maxsize=1024)
-def compiled(launch: Launch, capability: tuple[int, int]) -> Any:
+def compiled(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
     """What ``triton.compile`` makes of a launch: from Triton's cache on disk, if any process made it before."""
     import triton
     from triton.backends.compiler import GPUTarget

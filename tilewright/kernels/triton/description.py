@@ -12,6 +12,10 @@ MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 """What CUDA allows along each axis of a grid."""
 
 
+type JitKernel = Any
+"""A ``@triton.jit`` function, of a package that need not be installed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """Everything about a launch but the values in its arrays.
@@ -26,7 +30,7 @@ class Launch:
       in_place: for each output that is an input, updated, the input's index.
     """
 
-    kernel: Any
+    kernel: JitKernel
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     scalars: tuple[tuple[str, int], ...]

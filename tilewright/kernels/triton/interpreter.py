@@ -8,7 +8,8 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,6 +22,12 @@ from tilewright.kernels.triton.launch import run_by
 from tilewright.ops.utils.target import traced_as
 
 DEVICE = "NVIDIA H100 80GB HBM3"
+
+type Handle = Any
+"""A tensor of Triton's interpreter, whose package need not be installed."""
+
+type TritonType = Any
+"""A dtype of Triton's language."""
 
 _LOCK = threading.Lock()  # the interpreter changes Triton's language for everyone while it runs
 
@@ -39,7 +46,7 @@ def _by_callback(launch: Launch, inputs: tuple[Any, ...]) -> Any:
     return jax.pure_callback(functools.partial(interpret, launch), launch.outputs, *inputs)
 
 
-def interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
+def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
     """The outputs of a launch for arrays that the host can read."""
     arrays = [np.array(x) for x in inputs]
     fresh = [_poisoned(output) for output in launch.fresh]
@@ -48,7 +55,7 @@ def interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
     return (*fresh, *(arrays[source] for source in launch.in_place))
 
 
-def _poisoned(output: Any) -> np.ndarray:
+def _poisoned(output: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.empty(output.shape, output.dtype)
     array.view(np.uint8).fill(0xFF)  # a NaN, or -1
     return array
@@ -78,7 +85,7 @@ class _Pointer:
         self.array, self.dtype = array, type_name(array.dtype)
 
     @classmethod
-    def of(cls, value: Any) -> Any:
+    def of(cls, value: object) -> Any:
         return cls(value) if isinstance(value, np.ndarray) else value
 
     def data_ptr(self) -> int:
@@ -86,7 +93,7 @@ class _Pointer:
 
 
 @functools.cache
-def _interpreted(function: Any) -> Any:
+def _interpreted(function: Callable[..., Any]) -> Any:
     """A function as the interpreter rewrites it, with globals of its own, to which it adds."""
     from triton.runtime import interpreter
 
@@ -97,7 +104,7 @@ def _interpreted(function: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _language(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
+def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
     """Triton's language computes, and its kernels may be called by each other.
 
     Assembly of one operand and one result is what ``MEANINGS`` in the module of a kernel says of its text.
@@ -117,30 +124,30 @@ def _language(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np
 
 
 @contextlib.contextmanager
-def _builder(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
+def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
     """What the interpreter lacks: assembly, and conversions and products of bfloat16, which it takes for integers."""
     import triton.language as tl
 
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
 
-    def cast_impl(source: Any, to: Any) -> Any:
+    def cast_impl(source: Handle, to: TritonType) -> Any:
         data = _widened(source.data, source.dtype.scalar == tl.bfloat16)
         if to.scalar == tl.bfloat16:
             return handle(data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
         return handle(data.astype(interpreter._get_np_dtype(to)), to.scalar)
 
-    def create_fp_to_fp(source: Any, to: Any, rounding: Any) -> Any:
+    def create_fp_to_fp(source: Handle, to: TritonType, rounding: Handle) -> Any:
         if tl.bfloat16 in (source.dtype.scalar, to.scalar):
             return cast_impl(source, to)
         return type(builder).create_fp_to_fp(builder, source, to, rounding)
 
-    def create_dot(a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    def create_dot(a: Handle, b: Handle, d: Handle, precision: Handle, imprecise: Handle) -> Any:
         if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
             return type(builder).create_dot(builder, a, b, d, precision, imprecise)
         left, right = (_widened(x.data, x.dtype.scalar == tl.bfloat16) for x in (a, b))
         return handle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
-    def create_descriptor_reduce(kind: Any, target: Any, value: Any, indices: Any) -> None:
+    def create_descriptor_reduce(kind: object, target: Handle, value: Handle, indices: Sequence[Handle]) -> None:
         if "ADD" not in str(kind).upper():
             raise NotImplementedError(f"a descriptor's reductions are sums, got {kind}")
         places, mask = target.materialize_pointers(indices)
@@ -148,7 +155,9 @@ def _builder(interpreter: Any, meanings: Mapping[str, Callable[[np.ndarray], np.
         before = interpreter._interpreter.load(places.data, inside, np.zeros_like(value.data), value.data.dtype)
         interpreter._interpreter.store(places.data, before + value.data, inside)
 
-    def create_inline_asm(text: str, constraints: str, operands: Any, kinds: Any, pure: bool, pack: int) -> Any:
+    def create_inline_asm(
+        text: str, constraints: str, operands: Sequence[Handle], kinds: Sequence[TritonType], pure: bool, pack: int
+    ) -> Any:
         if text not in meanings:
             raise NotImplementedError(f"the kernel's module does not say by MEANINGS what this computes: {text}")
         (operand,), (kind,) = operands, kinds

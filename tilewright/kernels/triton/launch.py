@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from tilewright.errors import TargetDeviceError
-from tilewright.kernels.triton.compiler import compiled
-from tilewright.kernels.triton.description import ALIGNMENT, Launch
+from tilewright.kernels.triton.compiler import CompiledKernel, compiled
+from tilewright.kernels.triton.description import ALIGNMENT, JitKernel, Launch
 from tilewright.ops.utils.device import current_device
 
 SCRATCH_ALIGNMENT = 128
@@ -28,7 +28,7 @@ SCRATCH_ALIGNMENT = 128
 
 
 def launch(
-    kernel: Any,
+    kernel: JitKernel,
     inputs: Sequence[Any],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
@@ -130,15 +130,15 @@ _triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.b
 
 
 @_triton_p.def_abstract_eval
-def _(*_: Any, launch: Launch, capability: Any) -> list[Any]:
+def _(*_: object, launch: Launch, capability: tuple[int, int] | None) -> list[Any]:
     return [jax.core.ShapedArray(output.shape, output.dtype) for output in launch.outputs]
 
 
-def _lower(ctx: Any, *operands: Any, launch: Launch, capability: tuple[int, int] | None) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, capability: tuple[int, int] | None) -> Any:
     if capability is None:
         raise RuntimeError(f"{launch.name} is compiled for a compute capability, and that of the device is unknown")
     kernel = compiled(launch, capability)
-    scratch = _scratch(launch, kernel.metadata)
+    scratch = _scratch(launch, kernel)
     call = _call_of(launch, kernel, capability, len(scratch))
     fresh, first = ctx.avals_out[: len(launch.fresh)], len(launch.fresh) + len(scratch)
     lower = jax.ffi.ffi_lowering(
@@ -150,18 +150,19 @@ def _lower(ctx: Any, *operands: Any, launch: Launch, capability: tuple[int, int]
     return [*results[: len(fresh)], *results[first:]]
 
 
-def _scratch(launch: Launch, metadata: Any) -> list[jax.core.ShapedArray]:
+def _scratch(launch: Launch, kernel: CompiledKernel) -> list[jax.core.ShapedArray]:
     """The memory in which a kernel that makes descriptors for TMA keeps them: a result that nobody reads, if any.
 
     The custom call could allocate it by itself, but only as it runs, and CUDA cannot put that into a graph.
     """
+    metadata = kernel.metadata
     if not metadata.global_scratch_size:
         return []
     assert metadata.global_scratch_align <= SCRATCH_ALIGNMENT, metadata.global_scratch_align
     return [jax.core.ShapedArray((math.prod(launch.grid) * metadata.global_scratch_size,), jnp.uint8)]
 
 
-def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: int) -> Any:
+def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int], scratch: int) -> Any:
     from jax._src.lib import gpu_triton  # without a public name; registers the custom call
 
     if not callable(getattr(gpu_triton, "TritonKernelCall", None)):  # what stands there where no plugin is installed
@@ -181,11 +182,13 @@ def _call_of(launch: Launch, kernel: Any, capability: tuple[int, int], scratch: 
     return gpu_triton.TritonKernelCall(program, *launch.grid, parameters)
 
 
-def _lower_elsewhere(ctx: Any, *_: Any, launch: Launch, capability: Any) -> Any:
+def _lower_elsewhere(
+    ctx: mlir.LoweringRuleContext, *_: object, launch: Launch, capability: tuple[int, int] | None
+) -> Any:
     raise RuntimeError(f"{launch.name} is a Triton kernel: it runs on CUDA GPUs, not on {ctx.module_context.platforms}")
 
 
-def _batch(*_: Any, launch: Launch, **__: Any) -> Any:
+def _batch(*_: object, launch: Launch, **__: Any) -> Any:
     raise NotImplementedError(f"{launch.name} has no rule for vmap: say by jax.custom_batching.custom_vmap what it is")
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
 
 from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.cuda.selection import (
@@ -56,11 +57,11 @@ class CudaCall:
         names = [name for name, array in arrays.items() if array is not None]
 
         @custom_vmap
-        def launch(*operands: Any) -> tuple[Any, ...]:
+        def launch(*operands: jax.Array) -> tuple[Any, ...]:
             return self.launch(dict(zip(names, operands, strict=True)))
 
         @launch.def_vmap
-        def _(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        def _(size: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
             results = self._run_mapped(size, dict(zip(names, zip(operands, mapped, strict=True), strict=True)))
             return results, (True,) * len(results)
 
@@ -140,7 +141,7 @@ class CudaCall:
         ]
 
 
-def _widened(array: Any, dim: int | None, absent: Any) -> Any:
+def _widened(array: jax.Array | None, dim: int | None, absent: DTypeLike) -> Any:
     """With zeros up to ``dim`` at the end of the last axis; without elements where there is no array."""
     if array is None:
         return jnp.zeros((0,), absent)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,6 +27,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
+from tilewright.kernels.masks import Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -85,7 +87,7 @@ class CudnnMask:
     parts: MaskParts
 
     @classmethod
-    def of(cls, mask: Any, q_length: int, kv_length: int) -> "CudnnMask":
+    def of(cls, mask: Mask | None, q_length: int, kv_length: int) -> "CudnnMask":
         """The terms for a mask that ``reasons`` says nothing against."""
         parts = MaskParts.of(mask)
         lowest, highest = parts.band.lowest, parts.band.highest
@@ -233,7 +235,7 @@ def _bias_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def carrying(out: Any, d_out: Any, d_lse: Any) -> tuple[Any, Any]:
+def carrying(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tuple[Any, Any]:
     """``out`` and ``d_out`` with columns more, by which cuDNN's sum of their products is less by ``d_lse``.
 
     That sum is the one place where the gradient to lse goes. The values have zeros there, so nothing else changes.
@@ -287,7 +289,7 @@ class _Call:
         lead = self.problem.score_shape[:2] if apart else bias.shape[:2]
         return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), least, bias), (*lead, *self.problem.score_shape[2:]))
 
-    def bias_gradient(self, d_bias: Any) -> Any:
+    def bias_gradient(self, d_bias: jax.Array) -> Any:
         """What cuDNN computed, summed over what shares the bias; 0 for what is masked, which cuDNN may leave out."""
         bias, (_, _, q_length, kv_length) = self.inputs.bias, self.problem.score_shape
         assert bias is not None

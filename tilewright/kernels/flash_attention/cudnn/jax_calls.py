@@ -7,8 +7,10 @@ arguments than it did, importing this module is an ``ImportError`` that says so.
 """
 
 import inspect
+from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -32,7 +34,7 @@ PARAMETERS = (
 type Lengths = tuple[Any, Any] | None
 
 
-def known_parameters(module: Any) -> dict[str, tuple[str, ...]]:
+def known_parameters(module: ModuleType) -> dict[str, tuple[str, ...]]:
     """What each primitive takes of ``PARAMETERS``.
 
     Raises:
@@ -64,7 +66,15 @@ def cudnn_version() -> int | None:
 
 
 def forward(
-    query: Any, key: Any, value: Any, bias: Any, lengths: Lengths, *, scale: float, causal: bool, window: int | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Lengths,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Any, ...]:
     """``(out, lse)``: ``[batch, length, heads, head_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
 
@@ -78,7 +88,8 @@ def forward(
 
 
 def backward(
-    query: Any, key: Any, value: Any, bias: Any, lengths: Lengths, out: Any, lse: Any, d_out: Any,
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, lengths: Lengths,
+    out: jax.Array, lse: jax.Array, d_out: jax.Array,
     *, scale: float, causal: bool, window: int | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of query, key, value and, if there is one, of a bias, from what ``forward`` gave."""
@@ -87,7 +98,13 @@ def backward(
 
 
 def _call(
-    primitive: str, given: dict[str, Any], bias: Any, lengths: Lengths, scale: float, causal: bool, window: int | None
+    primitive: str,
+    given: dict[str, Any],
+    bias: jax.Array | None,
+    lengths: Lengths,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Any, ...]:
     kinds = fused.MaskType
     mask_type = kinds.CAUSAL if causal else kinds.NO_MASK

@@ -1,7 +1,7 @@
 """Flash attention by FlashAttention-4's kernels for Hopper: what they serve, and the way to their layouts and back."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -199,7 +199,12 @@ class _Call:
             seen = seen & (jnp.arange(q_length, dtype=jnp.int32) < q_lengths[:, None])
         return seen[:, None, :]
 
-    def run(self, function: Any, arrays: dict[str, Any], params: Any) -> tuple[Any, ...]:
+    def run(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        arrays: dict[str, Any],
+        params: Fa4ForwardParams | Fa4BackwardParams,
+    ) -> tuple[Any, ...]:
         """``function`` of arrays that lead with the batch."""
         options = self.inputs.options
         soft_cap = None if options.logits_soft_cap is None else float(options.logits_soft_cap)

@@ -83,6 +83,13 @@ _LOAD_ERRORS: list[str] = []
 """What went wrong when they were loaded for a call."""
 
 
+type CuteTensor = Any
+"""A tensor of the CuTe DSL, of a package that need not be installed; None in the place of an absent one."""
+
+type Stream = Any
+"""A CUDA stream of the same package."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kernels:
     """What is called of the packages: the kernels' classes, the two changes of scores, dtypes, and the bridge."""
@@ -220,12 +227,14 @@ class Scores:
         return (self.left, self.right) if self.local else (None, None)
 
 
-def forward(query: Any, key: Any, value: Any, *, lengths: Lengths, scores: Scores, params: Any) -> tuple[Any, ...]:
+def forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, lengths: Lengths, scores: Scores, params: Any
+) -> tuple[Any, ...]:
     """``(out, lse)``: ``[batch, length, heads, value_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
 
     Args:
       lengths: of queries and of keys, int32 ``[batch]`` each, or None; what is written beyond them is not defined.
-      params: ``Fa4ForwardParams`` without any None.
+      params: ``Any`` without any None.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
@@ -238,7 +247,8 @@ def forward(query: Any, key: Any, value: Any, *, lengths: Lengths, scores: Score
 
 
 def backward(
-    query: Any, key: Any, value: Any, out: Any, lse: Any, d_out: Any, d_lse: Any | None = None,
+    query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, lse: jax.Array,
+    d_out: jax.Array, d_lse: jax.Array | None = None,
     *, lengths: Lengths, scores: Scores, params: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of query, key and value; where several heads share a key, value has its head dim."""
@@ -263,7 +273,9 @@ def backward(
     return _converted(d_query, query, lengths[0], "query", settings), d_key, d_value
 
 
-def _converted(sums: Any, like: Any, lengths: Any | None, name: str, settings: tuple[Any, ...]) -> Any:
+def _converted(
+    sums: jax.Array, like: jax.Array, lengths: jax.Array | None, name: str, settings: tuple[Any, ...]
+) -> Any:
     """Sums of the tiles of a gradient as the gradient."""
     shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
     return _call("postprocess", (*settings, name), (sums, lengths), [shape])[0]
@@ -289,7 +301,16 @@ def _call(
 def _forward_launch(
     kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
 ) -> Callable[..., None]:
-    def launch(stream: Any, query: Any, key: Any, value: Any, q_lengths: Any, kv_lengths: Any, out: Any, lse: Any):
+    def launch(
+        stream: Stream,
+        query: CuteTensor,
+        key: CuteTensor,
+        value: CuteTensor,
+        q_lengths: CuteTensor,
+        kv_lengths: CuteTensor,
+        out: CuteTensor,
+        lse: CuteTensor,
+    ):
         kernel = kernels.classes["forward"](
             kernels.dtypes[jnp.dtype(dtype)],
             head_dim,
@@ -322,8 +343,8 @@ def _preprocess_launch(
     kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
 ) -> Callable[..., None]:
     def launch(
-        stream: Any, out: Any, d_out: Any, lse: Any, q_lengths: Any, d_lse: Any,
-        delta: Any, exponent: Any, d_query: Any,
+        stream: Stream, out: CuteTensor, d_out: CuteTensor, lse: CuteTensor, q_lengths: CuteTensor, d_lse: CuteTensor,
+        delta: CuteTensor, exponent: CuteTensor, d_query: CuteTensor,
     ) -> None:  # fmt: skip
         kernel = kernels.classes["preprocess"](
             kernels.dtypes[jnp.dtype(dtype)], head_dim, value_dim, params.block_q, hdim_multiple_of=_multiple(params)
@@ -338,8 +359,9 @@ def _backward_launch(
     kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
 ) -> Callable[..., None]:
     def launch(
-        stream: Any, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any,
-        q_lengths: Any, kv_lengths: Any, d_query: Any, d_key: Any, d_value: Any,
+        stream: Stream, query: CuteTensor, key: CuteTensor, value: CuteTensor,
+        d_out: CuteTensor, exponent: CuteTensor, delta: CuteTensor,
+        q_lengths: CuteTensor, kv_lengths: CuteTensor, d_query: CuteTensor, d_key: CuteTensor, d_value: CuteTensor,
     ) -> None:  # fmt: skip
         capped = scores.soft_cap is not None
         kernel = kernels.classes["backward"](
@@ -375,9 +397,16 @@ def _backward_launch(
 
 
 def _postprocess_launch(
-    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any, name: str
+    kernels: _Kernels,
+    dtype: str,
+    head_dim: int,
+    value_dim: int,
+    groups: int,
+    scores: Scores,
+    params: Any,
+    name: str,
 ) -> Callable[..., None]:
-    def launch(stream: Any, sums: Any, lengths: Any, gradient: Any) -> None:
+    def launch(stream: Stream, sums: CuteTensor, lengths: CuteTensor, gradient: CuteTensor) -> None:
         of_query = name == "query"
         kernel = kernels.classes["postprocess"](
             kernels.dtypes[jnp.dtype(dtype)],

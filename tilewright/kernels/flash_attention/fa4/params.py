@@ -13,6 +13,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
+from tilewright.kernels.masks import Mask
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -37,7 +38,7 @@ class _Tunables:
         return dataclasses.replace(defaults, **{name: x for name, x in given.items() if x is not None})  # type: ignore[type-var]
 
 
-def _check_counts(params: Any, names: Sequence[str]) -> None:
+def _check_counts(params: object, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(params, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -132,7 +133,7 @@ class Fa4Mask:
     parts: MaskParts
 
     @classmethod
-    def of(cls, mask: Any, q_length: int, kv_length: int) -> "Fa4Mask":
+    def of(cls, mask: Mask | None, q_length: int, kv_length: int) -> "Fa4Mask":
         """The terms for a mask that ``reasons`` says nothing against."""
         parts, more_keys = MaskParts.of(mask), kv_length - q_length
         # Past these bounds nothing changes, and the kernels' sums of indices stay small.

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
@@ -13,6 +14,7 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import (
     EarlyConversions,
     convert_kernel,
@@ -28,7 +30,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, ForwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, prepare_scores, transposed
+from tilewright.kernels.flash_attention.hopper.scores import prepare_scores
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -72,7 +74,7 @@ def padded_dim(dim: int) -> int:
     return next(size for size in HEAD_DIMS if size >= dim)
 
 
-def aligned(array: Any, dim: int) -> Any:
+def aligned(array: jax.Array, dim: int) -> Any:
     """``[batch, length, heads, ...]`` with zeros to a whole number of ``SWIZZLE_ROWS`` and ``dim`` at the end."""
     widths = [(0, 0), (0, -array.shape[1] % SWIZZLE_ROWS), (0, 0), (0, dim - array.shape[3])]
     return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
@@ -81,7 +83,13 @@ def aligned(array: Any, dim: int) -> Any:
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
 
 
-def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradient: BiasGradient | None = None) -> Plan:
+def plan_of(
+    params: HopperForwardParams | BackwardParams,
+    head_dim: int,
+    value_dim: int,
+    dtype: DTypeLike,
+    bias_gradient: BiasGradient | None = None,
+) -> Plan:
     """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
@@ -106,7 +114,11 @@ def plan_of(params: Any, head_dim: int, value_dim: int, dtype: Any, bias_gradien
     return plan
 
 
-def bias_gradient_of(bias: Any, scores: tuple[int, int, int, int], params: Any) -> BiasGradient | None:
+def bias_gradient_of(
+    bias: jax.Array | jax.ShapeDtypeStruct | None,
+    scores: tuple[int, int, int, int],
+    params: HopperForwardParams | BackwardParams,
+) -> BiasGradient | None:
     """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
     if bias is None or not isinstance(params, BackwardParams):
         return None
@@ -298,11 +310,11 @@ class PallasGpuFlashAttention(
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Short of the row sums, which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
-        operands = query, key, value, d_out
+        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params)
         d_query: Any = None
         sums_ref: Any = None
         if params.deterministic:
-            d_query = _query_gradient(operands, out, statistics, arrays, inputs.mask, options, params)
+            d_query = _query_gradient(call, inputs.mask)
         else:
             shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
             zeros, counters = row_sums_kernel(out, d_out, statistics, shape)
@@ -331,9 +343,8 @@ class PallasGpuFlashAttention(
         else:
             kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
         d_key, d_value, *converted = kernel(
-            *operands, statistics, sums_ref, tables=tables, arrays=transposed(arrays),
-            options=options, walk=walk, params=params, d_bias=bias_ref, bias_gradient=bias_gradient,
-        )  # fmt: skip
+            call, walk, tables, d_query=sums_ref, d_bias=bias_ref, bias_gradient=bias_gradient
+        )
         if sums_ref is not None:
             d_query = convert_kernel(
                 jax.freeze(sums_ref), query.shape, query.dtype, None if early is None else (early, *converted),
@@ -349,38 +360,31 @@ class PallasGpuFlashAttention(
         }
 
 
-def _query_gradient(
-    operands: tuple[Any, Any, Any, Any],
-    out: Any,
-    statistics: Any,
-    arrays: ScoreArrays,
-    mask: Mask | None,
-    options: ScoreOptions,
-    params: BackwardParams,
-) -> Any:
+def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> jax.Array:
     """dQ by a kernel of its own, which completes the statistics for the one for dK and dV."""
-    query, key, value, _ = operands
+    query, key, value, _ = call.operands
+    params, options = call.params, call.options
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
-    kernel: Any
     if isinstance(params, HopperBackwardParams):
         query_rows, block_k = 128, 64
         if max(head_dim, value_dim) <= 64 and options.soft_cap is None and not options.dropout_prob:
             block_k = 128
-        kernel = functools.partial(query_kernel, block_k=block_k)
     else:
         assert isinstance(params, WideBackwardParams)
         query_rows, block_k = params.query_rows, params.block_k
-        kernel = functools.partial(wide_query_kernel, params=params)
     extent = Extent(q_length, kv_length, query_rows, block_k)
     walk, tables = plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
     queue = visits(walk)
     at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
     order = program_order(queue, batch * heads, at_once)
-    work: Any = jnp.asarray(order)
+    kernel: Any
     if isinstance(params, HopperBackwardParams):
-        work = program_lists(order, queue, min(num_sms(current_device()), len(order)))
-    return kernel(*operands, out, statistics, work, tables, arrays, options=options, walk=walk)
+        lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+        kernel = functools.partial(query_kernel, lists=lists, block_k=block_k)
+    else:
+        kernel = functools.partial(wide_query_kernel, order=jnp.asarray(order))
+    return kernel(call, walk, tables)
 
 
 def _tiles(length: int, block: int, matrices: int) -> int:

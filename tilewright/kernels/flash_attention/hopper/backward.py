@@ -10,6 +10,7 @@ the others; its parts are added in float32 by TMA reductions, in the order in wh
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import (
     COUNTER,
     EARLY_TILES,
@@ -31,40 +33,33 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
 )
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
     biased_and_capped,
     kept,
+    transposed,
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
-from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 def key_value_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    statistics: Any,
-    d_query: Any,
-    lists: tuple[np.ndarray, np.ndarray],
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[HopperBackwardParams],
     walk: Walk,
-    params: HopperBackwardParams,
-    d_bias: Any = None,
+    tables: Tables | tuple[()],
+    *,
+    lists: tuple[np.ndarray, np.ndarray],
+    d_query: jax.Ref | None,
+    d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
     early: EarlyConversions | None = None,
-    counters: Any = None,
+    counters: jax.Ref | None = None,
 ) -> tuple[Any, ...]:
     """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None.
 
@@ -74,10 +69,9 @@ def key_value_kernel(
       counters: with ``early``, a reference to float32 zeros, ``[batch, heads, *COUNTER]``.
       d_bias: a reference to zeros as ``bias_gradient`` wants them. If ``added``, results have whole tiles of keys.
       lists: of ``program_lists``, over tiles of keys.
-      statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
-        from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
-        nothing or does not exist; and the row sums of ``d_out · out`` less the gradient of lse. Both negated.
     """
+    query, _, value, _ = call.operands
+    params, options, arrays = call.params, call.options, transposed(call.arrays)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
@@ -90,7 +84,7 @@ def key_value_kernel(
     rows_of_step = block_q * head_dim // ROW
     ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
     tasks = None if early is None else (jnp.asarray(early.items), counters)
-    operands = (query, key, value, d_out, statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
+    operands = (*call.operands, call.statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
     rings = plan.rings if early is None else (*plan.rings, plan.count)
     rows = kv_tiles * block_k if bias_gradient is not None and bias_gradient.added else kv_length
@@ -98,7 +92,7 @@ def key_value_kernel(
     if early is not None:
         out_type += [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lists[1].shape, jnp.int32)]
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, list_refs, task_refs, table_refs, array_refs = (
             jax.tree.unflatten(structure, refs[: len(leaves)])
         )
@@ -112,16 +106,16 @@ def key_value_kernel(
         staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
         warpgroup = lax.axis_index("warpgroup")
 
-        def over_steps(item: Any, first: Any, one: Any, carry: Any = None) -> Any:
+        def over_steps(item: Scalar, first: Scalar, one: Callable[..., Any], carry: Any = None) -> Any:
             """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
 
-            def of_head(member: Any, state: Any) -> Any:
+            def of_head(member: Scalar, state: Any) -> Any:
                 first, carry = state
                 head = kv_head * group + member
                 steps = walk.steps(table_refs, b, head, kv_tile)
 
-                def visit(number: Any, carry: Any) -> Any:
+                def visit(number: Scalar, carry: Any) -> Any:
                     more = number + 1 < steps.total
                     more = more if group == 1 else more | (member + 1 < group)
                     return one(first + number, head, steps.tile(number), number < steps.masked, more, carry)
@@ -132,54 +126,61 @@ def key_value_kernel(
             state = first, carry
             return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
-        def gradients(turn: Any, item: Any, first: Any) -> Any:
+        def gradients(turn: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             own = pl.ds(warpgroup * ROWS, ROWS)
             kv_start = kv_tile * block_k + warpgroup * ROWS
 
-            def accumulate(dk: Any, dv: Any) -> tuple[Any, Any, Any]:
+            def accumulate(dk: Ref, dv: Ref) -> tuple[Any, Any, Any]:
                 k_ring.load_from_shared(turn)
                 v_ring.load_from_shared(turn)
 
-                def statistic(step: Any, row: int, begin: int, size: int) -> Any:
+                def statistic(step: Scalar, row: int, begin: int, size: int) -> Any:
                     values = plgpu.load(
                         stat_ring.smem.at[stat_ring.slot(step), row, pl.ds(begin, size)], layout=of_columns
                     )
                     return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
-                def operand(ring: Any, step: Any) -> Any:
+                def operand(ring: Ring, step: Scalar) -> Any:
                     return ring.smem.at[opaque_zero(step + item), own]
 
-                def wait_for_queries(step: Any) -> None:
+                def wait_for_queries(step: Scalar) -> None:
                     stat_ring.load_from_shared(step)
                     q_ring.load_from_shared(step)
 
-                def prepare_scores(scores: Any, step: Any) -> None:
+                def prepare_scores(scores: Ref, step: Scalar) -> None:
                     if options.plain:
                         scores[...] = statistic(step, 0, 0, block_q)
 
-                def issue_scores(scores: Any, step: Any) -> None:
+                def issue_scores(scores: Ref, step: Scalar) -> None:
                     plgpu.wgmma(scores, operand(k_ring, step), q_ring.get_mma_tile(step, transposed=True))
 
-                def scores_alone(scores: Any, step: Any) -> Any:
+                def scores_alone(scores: Ref, step: Scalar) -> Any:
                     wait_for_queries(step)
                     prepare_scores(scores, step)
                     issue_scores(scores, step)
                     return plgpu.wgmma_accumulator_load(scores, wait_n=0)
 
-                def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, logits: Any) -> Any:
+                def one(
+                    step: Scalar,
+                    head: Scalar,
+                    q_tile: Scalar,
+                    masked: Condition,
+                    more: Condition,
+                    logits: jax.Array | None,
+                ) -> Any:
                     zero = opaque_zero(step + item)
                     place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
-                    def probabilities(logits: Any) -> tuple[Any, Any, Any]:
+                    def probabilities(logits: jax.Array) -> tuple[Any, Any, Any]:
                         """What d_out, dP and delta are multiplied by: P, but for dropout and soft cap."""
                         tanh = None
                         if not options.plain:
                             logits, tanh = biased_and_capped(logits, options, array_refs, place)
                             logits = logits + statistic(step, 0, 0, block_q)
 
-                        def exponentials(logits: Any, hidden: bool) -> Any:
+                        def exponentials(logits: jax.Array, hidden: bool) -> Any:
                             logits = logits * options.multiplier
                             if hidden:
                                 logits = jnp.where(visible(options, array_refs, place), logits, -jnp.inf)
@@ -194,7 +195,7 @@ def key_value_kernel(
                             logits,
                         )
 
-                        def rounded(weight: Any) -> Any:
+                        def rounded(weight: jax.Array) -> Any:
                             # Before the next product is on its way: an operand made meanwhile would serialise it.
                             return lax.optimization_barrier(weight.astype(dtype))
 
@@ -212,9 +213,10 @@ def key_value_kernel(
                         logits = pl.run_scoped(
                             functools.partial(scores_alone, step=step), plgpu.ACC(shape, jnp.float32)
                         )
+                    assert logits is not None
                     weights = probabilities(logits)
 
-                    def d_scores(d_probabilities: Any, begin: int) -> Any:
+                    def d_scores(d_probabilities: Ref, begin: int) -> Any:
                         columns = pl.ds(begin, ROWS)
                         for_d_out, for_dp, for_delta = (
                             one if block_q == ROWS else one[:, begin : begin + ROWS] for one in weights
@@ -242,13 +244,13 @@ def key_value_kernel(
                     ]
                     do_ring.release(step)
 
-                    def finish(scores: Any = None) -> Any:
-                        if ahead:  # after the last step of an item the scores are of a stale tile
+                    def finish(scores: Ref | None = None) -> Any:
+                        if scores is not None:  # after the last step of an item the scores are of a stale tile
                             pl.when(more)(functools.partial(wait_for_queries, step + 1))
                             prepare_scores(scores, step + 1)
                         for begin, ds in parts:
                             plgpu.wgmma(dk, ds, queries.at[pl.ds(begin, ROWS)])
-                        if ahead:
+                        if scores is not None:
                             issue_scores(scores, step + 1)
                         if fused:
                             ds_ring.copy_to_shared(step, [ds for _, ds in parts], rows=own)
@@ -285,7 +287,7 @@ def key_value_kernel(
                 plgpu.copy_smem_to_gmem(output.at[warpgroup], target.at[b, rows, kv_head])
             return last
 
-        def convert(item: Any, number: Any) -> None:
+        def convert(item: Scalar, number: Scalar) -> None:
             """One piece of the rows of dQ that an item stands for."""
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             pieces, steps = jnp.int32(head_dim // PIECE), jnp.int32(EARLY_TILES)
@@ -295,7 +297,7 @@ def key_value_kernel(
             sums = sums_of(dq_ref, b, head, rows, block_q, head_dim, piece)
             store_unoptimised(target, (sums * options.scale).astype(dtype))
 
-        def d_queries(turn: Any, item: Any, first: Any) -> Any:
+        def d_queries(turn: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, _ = decode_tile_index(item, kv_tiles, kv_heads)
             pieces: Any = 0
             if early is not None:
@@ -312,12 +314,12 @@ def key_value_kernel(
                 converted_refs[1][asked] = complete.astype(jnp.int32)
                 pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
 
-            def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
+            def one(step: Scalar, head: Scalar, q_tile: Scalar, masked: Condition, more: Condition, _: None) -> None:
                 zero = opaque_zero(step + item)
                 ds_ring.load_from_shared(step)
                 for index, (row, column, columns) in enumerate(plan.d_query_parts):
 
-                    def product(dq: Any, row: int = row, column: int = column, columns: int = columns) -> Any:
+                    def product(dq: Ref, row: int = row, column: int = column, columns: int = columns) -> Any:
                         keys = k_ring.smem.at[zero, :, pl.ds(column, columns)]
                         plgpu.wgmma(dq, ds_ring.get_mma_tile(step).at[:, pl.ds(row, ROWS)].T, keys)
                         return dq[...]
@@ -348,11 +350,11 @@ def key_value_kernel(
                 plgpu.copy_smem_to_gmem(ones.reshape(COUNTER), task_refs[1].at[b, kv_head], reduction_op="add")
             return last
 
-        def load(turn: Any, item: Any, first: Any) -> Any:
+        def load(turn: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             rows = pl.ds(kv_tile * block_k, block_k)
 
-            def one(step: Any, head: Any, q_tile: Any, masked: Any, more: Any, _: Any) -> None:
+            def one(step: Scalar, head: Scalar, q_tile: Scalar, masked: Condition, more: Condition, _: None) -> None:
                 rows = pl.ds(q_tile * block_q, block_q)
                 stat_ring.load_from_dram(step, stat_ref.at[b, head, :, rows])
                 q_ring.load_from_dram(step, q_ref.at[b, rows, head])

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.delta import completed, sums_of_products
-from tilewright.kernels.flash_attention.hopper.params import CONSUMERS
+from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
     biased_and_capped,
     kept,
     masked_logits,
@@ -27,29 +26,20 @@ from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def query_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    out: Any,
-    statistics: Any,
-    lists: tuple[np.ndarray, np.ndarray],
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[HopperBackwardParams],
     walk: Walk,
+    tables: Tables | tuple[()],
+    *,
+    lists: tuple[np.ndarray, np.ndarray],
     block_k: int,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries.
-
-    Args:
-      statistics: as ``key_value_kernel`` wants them, a reference. Of the second row only the gradient of lse is there:
-        the row sums of ``d_out · out`` are subtracted here, where d_out is at hand.
-    """
+    """``d_query`` by a walk over the keys, in a fixed order; ``lists`` over tiles of 128 queries."""
+    query, _, value, _ = call.operands
+    options = call.options
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -57,10 +47,10 @@ def query_kernel(
     plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
     q_tiles = walk.extent.row_tiles
     shape = (ROWS, block_k)
-    operands = (query, key, value, d_out, out, statistics, operands_of(lists), tables, arrays)
+    operands = (*call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays)
     leaves, structure = jax.tree.flatten(operands)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
@@ -68,17 +58,17 @@ def query_kernel(
         (q_ring, do_ring, stat_ring, k_ring, v_ring), (outputs,) = bind_rings(plan.rings, scratch)
         warpgroup = lax.axis_index("warpgroup")
 
-        def out_step(turn: Any, first: Any, number: Any) -> Any:
+        def out_step(turn: Scalar, first: Scalar, number: Scalar) -> Any:
             """Where a load is in the ring of the values, which has brought ``first`` tiles of these."""
             return first + turn * plan.out_steps + number
 
-        def gradients(turn: Any, item: Any, first: Any) -> Any:
+        def gradients(turn: Scalar, item: Scalar, first: Scalar) -> Any:
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             own = pl.ds(warpgroup * ROWS, ROWS)
             q_start = q_tile * block_q + warpgroup * ROWS
 
-            def complete(shift: Any, d_lse: Any) -> Any:
+            def complete(shift: jax.Array, d_lse: jax.Array) -> Any:
                 """The second statistic of this warpgroup's rows, which is stored for the kernel for dK and dV."""
                 steps_of_out = [out_step(turn, first, i) for i in range(plan.out_steps)]
                 for step in steps_of_out:
@@ -95,20 +85,20 @@ def query_kernel(
                 store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)], minus_delta)
                 return minus_delta
 
-            def accumulate(dq: Any) -> Any:
+            def accumulate(dq: Ref) -> Any:
                 stat_ring.load_from_shared(turn)
                 do_ring.load_from_shared(turn)
                 rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=tile_layout().reduce(1)) for row in range(2)]
                 lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], complete(*rows)))
                 q_ring.load_from_shared(turn)
 
-                def one(number: Any, _: Any) -> None:
+                def one(number: Scalar, _: None) -> None:
                     step, v_step = first + number, out_step(turn + 1, first, number)
                     zero = opaque_zero(step + item)
                     q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
                     place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
 
-                    def of_scores(scores: Any, d_probabilities: Any) -> Any:
+                    def of_scores(scores: Ref, d_probabilities: Ref) -> Any:
                         k_ring.load_from_shared(step)
                         plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
                         v_ring.load_from_shared(v_step)
@@ -150,7 +140,7 @@ def query_kernel(
             plgpu.copy_smem_to_gmem(output, dq_ref.at[b, pl.ds(q_start, ROWS), h])
             return first + steps.total
 
-        def load(turn: Any, item: Any, first: Any) -> Any:
+        def load(turn: Scalar, item: Scalar, first: Scalar) -> Any:
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             steps = walk.steps(table_refs, b, h, q_tile)
             kv_head = lax.div(h, jnp.int32(group))
@@ -162,7 +152,7 @@ def query_kernel(
             do_ring.load_from_dram(turn, do_ref.at[b, rows, h])
             q_ring.load_from_dram(turn, q_ref.at[b, rows, h])
 
-            def one(number: Any, carry: Any) -> None:
+            def one(number: Scalar, carry: Any) -> None:
                 columns = pl.ds(steps.tile(number) * block_k, block_k)
                 k_ring.load_from_dram(first + number, k_ref.at[b, columns, kv_head])
                 v_ring.load_from_dram(out_step(turn + 1, first, number), v_ref.at[b, columns, kv_head])

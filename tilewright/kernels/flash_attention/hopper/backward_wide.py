@@ -15,17 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
+    transposed,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     QueryVisits,
+    Visit,
     again,
     has_unlike_factors,
     probabilities,
@@ -34,36 +35,29 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def wide_key_value_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    statistics: Any,
-    d_query: Any,
-    order: Any,
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[WideBackwardParams],
     walk: Walk,
-    params: WideBackwardParams,
-    d_bias: Any = None,
+    tables: Tables | tuple[()],
+    *,
+    order: jax.Array,
+    d_query: jax.Ref | None,
+    d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
 ) -> tuple[Any, Any]:
     """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None if deterministic.
 
     Args:
       d_bias: a reference to zeros as ``bias_gradient`` wants them.
-      statistics: ``[batch, heads, 2, padded q_length]`` float32, what scores and the gradients of probabilities start
-        from, so that to subtract it costs nothing: lse in the unit of ``ScoreOptions.multiplier``, −∞ where a row sees
-        nothing or does not exist; and the row sums of ``d_out · out`` less the gradient of lse. Both negated.
     """
+    query, _, value, _ = call.operands
+    params, options, arrays = call.params, call.options, transposed(call.arrays)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     group = heads // kv_heads
@@ -80,10 +74,10 @@ def wide_key_value_kernel(
     kv_tiles = walk.extent.row_tiles
     of_columns = tile_layout().reduce(0)
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    operands = (query, key, value, d_out, statistics, d_query, d_bias, order, tables, arrays)
+    operands = (*call.operands, call.statistics, d_query, d_bias, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, order_ref, table_refs, array_refs = (
             jax.tree.unflatten(structure, refs[: len(leaves)])
         )
@@ -99,7 +93,7 @@ def wide_key_value_kernel(
         def current_item() -> Any:
             return order_ref[lax.axis_index("program")]
 
-        def program(item: Any) -> tuple[Any, Any, Any, QueryVisits]:
+        def program(item: Scalar) -> tuple[Any, Any, Any, QueryVisits]:
             """Batch element, kv head, first key and visits.
 
             Worked out anew by each role, and by the consumers in each step, where they would be spilled otherwise.
@@ -109,7 +103,7 @@ def wide_key_value_kernel(
             visits = QueryVisits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
             return b, kv_head, kv_tile * BLOCK, visits
 
-        def row_statistic(ring: Any, step: Any) -> Any:
+        def row_statistic(ring: Ring, step: Scalar) -> Any:
             """A step's statistic of its queries, spread over the tile.
 
             Between reading it and its release comes a commit: TMA writes the stage next, and knows no other order.
@@ -118,7 +112,7 @@ def wide_key_value_kernel(
             values = plgpu.load(ring.smem.at[ring.slot(step)], layout=of_columns)
             return lax.broadcast_in_dim(values, WIDE_SHAPE, [1])
 
-        def add_to_d_query(part: Any, item: Any, visit: Any, role: int, begin: int) -> None:
+        def add_to_d_query(part: jax.Array, item: Scalar, visit: Visit, role: int, begin: int) -> None:
             b, _, _, visits = program(item)
             head, strips = visits.head(visit), params.d_query_columns // STRIP
             # Of the tile's rows of sums: a strip is two.
@@ -139,14 +133,14 @@ def wide_key_value_kernel(
             _, _, _, visits = program(item)
             steps = visits.total
 
-            def issue_scores(scores: Any, step: Any) -> None:
+            def issue_scores(scores: Ref, step: Scalar) -> None:
                 if options.plain:
                     scores[...] = row_statistic(shift_ring, step)
                 q_ring.load_from_shared(step)
                 keys = k_ring.smem.at[opaque_zero(step + item)]
                 plgpu.wgmma(scores, keys, q_ring.get_mma_tile(step, transposed=True))
 
-            def weigh(scores: Any, step: Any, visit: Any) -> tuple[Any, Any]:
+            def weigh(scores: jax.Array, step: Scalar, visit: Visit) -> tuple[Any, Any]:
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
                 b, _, kv_start, visits = program(again(item, step))
                 place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
@@ -155,7 +149,7 @@ def wide_key_value_kernel(
                 # Registers that are an operand must not be written while a product runs: see below.
                 return weights if in_registers else weights.astype(dtype), factors.astype(dtype)
 
-            def publish(step: Any, weights: Any, factors: Any) -> Any:
+            def publish(step: Scalar, weights: jax.Array, factors: jax.Array) -> Any:
                 """Hands over the factors; returns what the loop carries to the product for dV."""
                 weights = weights.astype(dtype)
                 if apart:
@@ -164,21 +158,21 @@ def wide_key_value_kernel(
                 shift_ring.release(step)
                 return weights if in_registers else jnp.int32(0)
 
-            def accumulate(dv: Any) -> Any:
-                def issue_dv(step: Any, weights: Any) -> None:
+            def accumulate(dv: Ref) -> Any:
+                def issue_dv(step: Scalar, weights: jax.Array) -> None:
                     do_ring.load_from_shared(step)
                     plgpu.wgmma(dv, weights if in_registers else weights_smem.at[0], do_ring.get_mma_tile(step))
 
-                def first(scores: Any) -> tuple[Any, Any]:
+                def first(scores: Ref) -> tuple[Any, Any]:
                     issue_scores(scores, jnp.int32(0))
                     return weigh(scores[...], jnp.int32(0), visits.first)
 
-                def d_query_part(step: Any, dq: Any) -> Any:
+                def d_query_part(step: Scalar, dq: Ref) -> Any:
                     keys = k_ring.smem.at[opaque_zero(step + item), :, pl.ds(0, split)]
                     plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), keys)
                     return dq[...]
 
-                def add_own_columns(step: Any, visit: Any) -> None:
+                def add_own_columns(step: Scalar, visit: Visit) -> None:
                     if not fused:
                         return
                     ds_ring.load_from_shared(step)
@@ -187,11 +181,11 @@ def wide_key_value_kernel(
                     ds_ring.release(step)
                     add_to_d_query(dq, again(item, step), visit, 0, 0)
 
-                def one(step: Any, carry: Any) -> Any:
+                def one(step: Scalar, carry: Any) -> Any:
                     visit, weights = carry
                     following = program(again(item, step))[-1].after(visit)
 
-                    def products(scores: Any) -> Any:
+                    def products(scores: Ref) -> Any:
                         if ahead:
                             issue_scores(scores, step + 1)
                             issue_dv(step, weights)
@@ -241,20 +235,20 @@ def wide_key_value_kernel(
             d_query_part = plgpu.ACC((BLOCK, max(head_dim - split, 8)), jnp.float32)
             own_columns = fused and split < head_dim
 
-            def issue_dp(dp: Any, step: Any) -> None:
+            def issue_dp(dp: Ref, step: Scalar) -> None:
                 if not options.dropout_prob:
                     dp[...] = row_statistic(delta_ring, step)
                 do_ring.load_from_shared(step)
                 plgpu.wgmma(dp, v_ring.smem.at[opaque_zero(step + item)], do_ring.get_mma_tile(step, transposed=True))
 
-            def store_bias(ds: Any, step: Any, visit: Any) -> None:
-                if bias_gradient is None:
+            def store_bias(ds: jax.Array, step: Scalar, visit: Visit | None) -> None:
+                if bias_gradient is None or visit is None:
                     return
                 b, _, kv_start, visits = program(again(item, step))
                 place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
                 bias_gradient.store(d_bias_ref, None if bias_smem is None else bias_smem.at[0], ds, place)
 
-            def finish(dp: Any, step: Any, visit: Any) -> Any:
+            def finish(dp: jax.Array, step: Scalar, visit: Visit | None) -> Any:
                 """dS from dP, whose product is over."""
                 do_ring.release(step)
                 minus_delta = row_statistic(delta_ring, step) if options.dropout_prob else None
@@ -272,11 +266,11 @@ def wide_key_value_kernel(
                 store_bias(ds, step, visit)
                 return ds.astype(dtype)
 
-            def alone(step: Any, visit: Any, dp: Any) -> Any:
+            def alone(step: Scalar, visit: Visit, dp: Ref) -> Any:
                 issue_dp(dp, step)
                 return finish(dp[...], step, visit)
 
-            def publish(step: Any, ds: Any, visit: Any) -> Any:
+            def publish(step: Scalar, ds: jax.Array, visit: Visit | None) -> Any:
                 """Hands dS to both products for dQ; returns what the loop carries to the one for dK."""
                 if not fused:
                     # Here, where no product is in flight: rounded for the bias, dS is the next one's operand too.
@@ -287,40 +281,40 @@ def wide_key_value_kernel(
                 delta_ring.release(step)
                 return jnp.int32(0)
 
-            def issue_own_columns(dq: Any, step: Any) -> None:
+            def issue_own_columns(dq: Ref, step: Scalar) -> None:
                 rest = pl.ds(split, head_dim - split)
                 plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[opaque_zero(step + item), :, rest])
 
-            def accumulate(dk: Any) -> Any:
-                def issue_dk(step: Any, ds: Any) -> None:
+            def accumulate(dk: Ref) -> Any:
+                def issue_dk(step: Scalar, ds: jax.Array) -> None:
                     q_ring.load_from_shared(step)
                     plgpu.wgmma(dk, ds_ring.get_mma_tile(step) if fused else ds, q_ring.get_mma_tile(step))
 
-                def one_ahead(step: Any, carry: Any) -> Any:
+                def one_ahead(step: Scalar, carry: Any) -> Any:
                     """dP of the next step and dK of this one; the next dS is made under the latter."""
                     visit, ds = carry
 
-                    def products(dp: Any) -> Any:
+                    def products(dp: Ref) -> Any:
                         issue_dp(dp, step + 1)
                         issue_dk(step, ds)
                         next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
                         return finish(plgpu.wgmma_accumulator_load(dp, wait_n=1), step + 1, next_visit)
 
-                    def own(dq: Any) -> Any:
+                    def own(dq: Ref) -> Any:
                         issue_own_columns(dq, step)
                         return dq[...]
 
                     made = pl.run_scoped(products, accumulator)
                     plgpu.wgmma_wait(0)
                     q_ring.release(step)
-                    dq = pl.run_scoped(own, d_query_part) if own_columns else None
+                    dq: Any = pl.run_scoped(own, d_query_part) if own_columns else None
                     next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
                     following = publish(step + 1, made, next_visit)
                     if own_columns:
                         add_to_d_query(dq, again(item, step), visit, 1, split)
                     return program(again(item, step))[-1].after(visit), following
 
-                def one(step: Any, carry: Any) -> Any:
+                def one(step: Scalar, carry: Any) -> Any:
                     """dP, then dQ and dK of one step."""
                     visit, _ = carry
                     ds = publish(step, pl.run_scoped(functools.partial(alone, step, visit), accumulator), visit)
@@ -328,8 +322,8 @@ def wide_key_value_kernel(
                     q_ring.release(step)
                     return program(again(item, step))[-1].after(visit), jnp.int32(0)
 
-                def last_products(step: Any, visit: Any, ds: Any) -> None:
-                    def products(dq: Any) -> Any:
+                def last_products(step: Scalar, visit: Visit, ds: jax.Array) -> None:
+                    def products(dq: Ref) -> Any:
                         issue_own_columns(dq, step)
                         issue_dk(step, ds)
                         return plgpu.wgmma_accumulator_load(dq, wait_n=1)
@@ -358,7 +352,7 @@ def wide_key_value_kernel(
             # The last scores came before the last dS: nothing reads queries any more.
             store(q_ring, steps - 1, dk, dk_ref.at[b, pl.ds(kv_start, BLOCK), kv_head])
 
-        def store(ring: Any, step: Any, gradient: Any, target: Any) -> None:
+        def store(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -> None:
             """Writes a gradient by way of a stage that is no longer needed."""
             stage = ring.smem.at[ring.slot(step)]
             stage[...] = gradient.astype(dtype)
@@ -372,7 +366,7 @@ def wide_key_value_kernel(
             kv_rows = pl.ds(kv_start, BLOCK)
             k_ring.load_from_dram(0, k_ref.at[b, kv_rows, kv_head])
 
-            def load(step: Any, visit: Any) -> Any:
+            def load(step: Scalar, visit: Visit) -> Any:
                 head, rows = visits.head(visit), pl.ds(visits.q_start(visit), BLOCK)
                 shift_ring.load_from_dram(step, stat_ref.at[b, head, 0, rows])
                 q_ring.load_from_dram(step, q_ref.at[b, rows, head])

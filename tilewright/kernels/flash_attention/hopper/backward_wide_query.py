@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,14 +10,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.delta import completed, statistic_of_rows, sums_of_products
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
-    ScoreArrays,
-    ScoreOptions,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     again,
@@ -26,30 +26,25 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 def wide_query_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    d_out: Any,
-    out: Any,
-    statistics: Any,
-    order: Any,
-    tables: Any,
-    arrays: ScoreArrays,
-    *,
-    options: ScoreOptions,
+    call: BackwardCall[WideBackwardParams],
     walk: Walk,
-    params: WideBackwardParams,
+    tables: Tables | tuple[()],
+    *,
+    order: jax.Array,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order; arguments as for ``query_kernel``.
+    """``d_query`` by a walk over the keys, in a fixed order.
 
     Each of two warpgroups holds 64 rows of dQ. The walk has rows of ``query_rows`` and columns of ``block_k``.
     """
+    query, _, value, _ = call.operands
+    params, options = call.params, call.options
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     group = heads // kv_heads
@@ -59,9 +54,10 @@ def wide_query_kernel(
     # What else is done to a tile takes the registers that a second tile in flight would need.
     light = options.plain and not options.dropout_prob
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    leaves, structure = jax.tree.flatten((query, key, value, d_out, out, statistics, order, tables, arrays))
+    operands = (*call.operands, call.out, call.statistics, order, tables, call.arrays)
+    leaves, structure = jax.tree.flatten(operands)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
@@ -77,7 +73,7 @@ def wide_query_kernel(
         def current_item() -> Any:
             return order_ref[lax.axis_index("program")]
 
-        def program(item: Any) -> tuple[Any, Any, Any, Steps]:
+        def program(item: Scalar) -> tuple[Any, Any, Any, Steps]:
             """Batch element, head, first query and visits."""
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             return b, h, q_tile * block_q, walk.steps(table_refs, b, h, q_tile)
@@ -87,15 +83,15 @@ def wide_query_kernel(
             item = current_item()
             steps = program(item)[-1]
 
-            def needs_mask(step: Any) -> Any:
+            def needs_mask(step: Scalar) -> Any:
                 return step < program(again(item, step))[-1].masked if walk.may_mask else False
 
-            def statistic(row: int, item: Any) -> Any:
+            def statistic(row: int, item: Scalar) -> Any:
                 b, h, q_start, _ = program(item)
                 rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
                 return statistic_of_rows(stat_ref, b, h, row, rows)
 
-            def spread(x: Any) -> Any:
+            def spread(x: jax.Array) -> Any:
                 return lax.broadcast_in_dim(x, WIDE_SHAPE, [0])
 
             def complete_statistics() -> None:
@@ -119,28 +115,30 @@ def wide_query_kernel(
             # Read again in each step where registers are short.
             of_rows = (statistic(0, item) * options.multiplier, statistic(1, item)) if light else None
 
-            def shift(step: Any) -> Any:
+            def shift(step: Scalar) -> Any:
                 return spread(of_rows[0] if of_rows else statistic(0, again(item, step)) * options.multiplier)
 
-            def minus_delta(step: Any) -> Any:
+            def minus_delta(step: Scalar) -> Any:
                 return spread(of_rows[1] if of_rows else statistic(1, again(item, step)))
 
-            def issue_scores(scores: Any, step: Any) -> None:
+            def issue_scores(scores: Ref, step: Scalar) -> None:
                 k_ring.load_from_shared(step)
                 queries = q_ring.smem.at[warpgroup + opaque_zero(step + item)]
                 plgpu.wgmma(scores, queries, k_ring.get_mma_tile(step, transposed=True))
 
-            def issue_dp(dp: Any, step: Any) -> None:
+            def issue_dp(dp: Ref, step: Scalar) -> None:
                 v_ring.load_from_shared(step)
                 d_outs = do_ring.smem.at[warpgroup + opaque_zero(step + item)]
                 plgpu.wgmma(dp, d_outs, v_ring.get_mma_tile(step, transposed=True))
 
-            def weigh(logits: Any, step: Any, masked: Any) -> Any:
+            def weigh(logits: jax.Array, step: Scalar, masked: Condition) -> Any:
                 b, h, q_start, steps = program(again(item, step))
                 place = Place(b, h, q_start + warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_SHAPE, 0)
                 return probabilities(logits, shift(step), options, array_refs, place, masked, dtype)[1]
 
-            def together(step: Any, scores: Any, dp: Any, *, masked: Any, other: Any = None) -> Any:
+            def together(
+                step: Scalar, scores: Ref, dp: Ref, *, masked: Condition, other: Callable[[], None] | None = None
+            ) -> Any:
                 """dS with both products at once; ``other`` issues one that is still in flight afterwards."""
                 dp[...] = minus_delta(step)
                 issue_scores(scores, step)
@@ -153,12 +151,12 @@ def wide_query_kernel(
                 v_ring.release(step)
                 return factors * d_probabilities
 
-            def in_turn(step: Any, masked: Any) -> Any:
-                def first(scores: Any) -> Any:
+            def in_turn(step: Scalar, masked: Condition) -> Any:
+                def first(scores: Ref) -> Any:
                     issue_scores(scores, step)
                     return weigh(scores[...], step, masked)
 
-                def second(dp: Any) -> Any:
+                def second(dp: Ref) -> Any:
                     if not options.dropout_prob:
                         dp[...] = minus_delta(step)
                     issue_dp(dp, step)
@@ -170,23 +168,23 @@ def wide_query_kernel(
                 dp = pl.run_scoped(second, accumulator)
                 return score_gradients(factors, dp, minus_delta(step) if options.dropout_prob else None, options)
 
-            def accumulate(dq: Any) -> Any:
-                def issue_dq(step: Any, ds: Any) -> None:
+            def accumulate(dq: Ref) -> Any:
+                def issue_dq(step: Scalar, ds: jax.Array) -> None:
                     plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
 
-                def alone(step: Any, masked: Any) -> Any:
+                def alone(step: Scalar, masked: Condition) -> Any:
                     # Two products at once want more registers than a mask leaves.
                     if not light or masked:
                         return in_turn(step, masked).astype(dtype)
                     both = functools.partial(together, step, masked=masked)
                     return pl.run_scoped(both, accumulator, accumulator).astype(dtype)
 
-                def one(step: Any, _: Any, masked: Any) -> None:
+                def one(step: Scalar, _: None, masked: Condition) -> None:
                     issue_dq(step, alone(step, masked))
                     plgpu.wgmma_wait(0)
                     k_ring.release(step)
 
-                def one_ahead(step: Any, ds: Any) -> Any:
+                def one_ahead(step: Scalar, ds: jax.Array) -> Any:
                     other = functools.partial(issue_dq, step, ds)
                     both = functools.partial(together, step + 1, masked=False, other=other)
                     following = pl.run_scoped(both, accumulator, accumulator)
@@ -226,11 +224,11 @@ def wide_query_kernel(
             b, h, q_start, steps = program(current_item())
             kv_head = lax.div(h, jnp.int32(group))
 
-            def load_rows(ring: Any, ref: Any) -> None:
+            def load_rows(ring: Ring, ref: Ref) -> None:
                 for i in range(CONSUMERS):
                     ring.load_from_dram(i, ref.at[b, pl.ds(q_start + i * BLOCK, BLOCK), h])
 
-            def load(step: Any, _: Any) -> None:
+            def load(step: Scalar, _: None) -> None:
                 columns = pl.ds(steps.tile(step) * BLOCK, BLOCK)
                 k_ring.load_from_dram(step, k_ref.at[b, columns, kv_head])
                 v_ring.load_from_dram(step, v_ref.at[b, columns, kv_head])

@@ -3,16 +3,19 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.scores import Place
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.shared import aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised
+from tilewright.kernels.hopper.types import Ref
 
 BIAS_TILE = 128
 """Keys and queries of which the gradient of a bias has a whole number in global memory: the largest step's."""
@@ -37,7 +40,7 @@ class BiasGradient:
     """
 
     bias_shape: tuple[int, ...]
-    bias_dtype: Any
+    bias_dtype: DTypeLike
     scores: tuple[int, int, int, int]
     deterministic: bool
 
@@ -78,7 +81,7 @@ class BiasGradient:
         return q_tiles, kv_tiles
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         return jnp.float32 if self.shared or 1 in self.bias_shape[2:] else self.bias_dtype
 
     @property
@@ -96,7 +99,7 @@ class BiasGradient:
     def _staging_shape(self, warpgroups: int) -> tuple[int, ...]:
         return (warpgroups, ROWS // STRIP, ROWS, STRIP) if self.of_queries else (warpgroups, ROWS)
 
-    def store(self, ref: Any, staging: Any, ds: Any, place: Place) -> None:
+    def store(self, ref: Ref, staging: Ref | None, ds: jax.Array, place: Place) -> None:
         """Stores or adds a float32 tile ``[64 keys, 64 queries]``.
 
         Args:
@@ -113,6 +116,7 @@ class BiasGradient:
             tile = ref.at[b, h, keys, pl.ds(place.q_start, ROWS)] if self.of_queries else ref.at[b, h, q_tile, keys]
             store_unoptimised(tile, values)
             return
+        assert staging is not None
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.of_queries:
             store_strips(staging, values)
@@ -124,7 +128,7 @@ class BiasGradient:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
-    def result(self, array: Any) -> Any:
+    def result(self, array: jax.Array) -> jax.Array:
         """The gradient, in the shape and dtype of the bias."""
         _, _, q_length, kv_length = self.scores
         q_tiles, kv_tiles = self.tiles

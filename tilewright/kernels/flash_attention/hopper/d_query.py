@@ -15,6 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
@@ -22,6 +23,7 @@ from tilewright.kernels.hopper.limits import MAX_TMA_BOX
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 STRIP = 8
 """Columns of dQ that lie together while it is added up: a warp's store of an accumulator is then 256 contiguous bytes,
@@ -45,7 +47,7 @@ COUNTER = (2, ROW)
 """The counter of a head. All its elements count the same, which is what a TMA reduction does."""
 
 
-def store_strips(staging: Any, part: Any) -> None:
+def store_strips(staging: Ref, part: jax.Array) -> None:
     """Stores columns of an accumulator into shared memory ``[strips, 64, STRIP]``, strip by strip."""
     # Row-major memory that TMA takes as rows of ROW has no tiling, which layout inference would find out by trying one
     # for each strip, again at each of its guesses. It tries none where strips begin at a place that it cannot tell: it
@@ -62,7 +64,7 @@ def d_query_shape(block_q: int, batch: int, heads: int, q_length: int, head_dim:
 
 
 def sums_of(
-    sums_ref: Any, batch: Any, head: Any, rows: Any, block_q: int, head_dim: int, piece: Any = None
+    sums_ref: Ref, batch: Scalar, head: Scalar, rows: Scalar, block_q: int, head_dim: int, piece: Scalar | None = None
 ) -> jax.Array:
     """``[64, head_dim]`` of the sums, or the ``PIECE`` columns of one piece; ``rows`` counts rows in steps of 64."""
     steps, of_strip = jnp.int32(block_q // ROWS), block_q * STRIP // ROW
@@ -115,15 +117,15 @@ class EarlyConversions:
 
 
 def convert_kernel(
-    sums: Any,
+    sums: jax.Array,
     shape: tuple[int, int, int, int],
-    dtype: Any,
+    dtype: DTypeLike,
     early: tuple[EarlyConversions, Any, Any] | None,
     *,
     block_q: int,
     kv_heads: int,
     scale: float,
-) -> Any:
+) -> jax.Array:
     """dQ of its sums.
 
     Args:
@@ -138,7 +140,7 @@ def convert_kernel(
     parts = np.arange(batch * heads * tiles, dtype=np.int32)[::-1]
     operands: tuple[Any, ...] = (sums,)
     out_type: Any = jax.ShapeDtypeStruct(shape, dtype)
-    result: Any = None
+    result: jax.Ref | None = None
     if early is not None:
         conversions, converted, done = early
         matrix, tile = np.divmod(parts, tiles)
@@ -148,7 +150,7 @@ def convert_kernel(
         result = jax.new_ref(converted)
         operands, out_type = (sums, done, jnp.asarray(np.stack([parts, items], axis=1)[order]), result), ()
 
-    def body(sums_ref: Any, *refs: Any) -> None:
+    def body(sums_ref: Ref, *refs: Ref) -> None:
         *others, result_ref, staging = refs
         program = lax.axis_index("program")
         part = others[1][program, 0] if others else len(parts) - 1 - program

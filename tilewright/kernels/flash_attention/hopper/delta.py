@@ -3,8 +3,6 @@
 Both take one pass: zeros are stored while ``out`` and ``d_out`` are read.
 """
 
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -15,28 +13,32 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 ZEROS = (8, ROW)
 """A tile of zeros in shared memory, which is stored again and again."""
 
 
-def sums_of_products(out: Any, d_out: Any, tile: SharedTile) -> Any:
+def sums_of_products(out: Ref, d_out: Ref, tile: SharedTile) -> jax.Array:
     """``[64]`` sums over ``out · d_out``, two tiles in shared memory."""
     width = (tile.swizzle or 0) // tile.dtype.itemsize
-    products: Any = None
+    products: jax.Array | None = None
     for column in range(0, tile.shape[1], width):  # in parts, for the registers
         columns = pl.ds(column, width)
         parts = [plgpu.load(ref.at[:, columns], layout=tile_layout()).astype(jnp.float32) for ref in (out, d_out)]
         products = parts[0] * parts[1] if products is None else products + parts[0] * parts[1]
+    assert products is not None
     return products.sum(axis=1)
 
 
-def completed(shift: Any, d_lse: Any, sums: Any) -> Any:
+def completed(shift: jax.Array, d_lse: jax.Array, sums: jax.Array) -> jax.Array:
     """The second statistic: the gradient of lse less the row sums; 0 where a row sees nothing, with ``shift`` = −∞."""
     return jnp.where(shift == -jnp.inf, 0.0, d_lse - sums)
 
 
-def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int, int, int]) -> tuple[Any, Any]:
+def row_sums_kernel(
+    out: jax.Array, d_out: jax.Array, statistics: jax.Ref, zeros: tuple[int, int, int, int]
+) -> tuple[jax.Array, jax.Array]:
     """Completes the statistics; returns float32 zeros of the given shape, and ``COUNTER`` zeros for each head.
 
     Args:
@@ -50,8 +52,8 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
     share = -(-zeros[2] // tiles // ZEROS[0]) * ZEROS[0]
 
     def body(
-        out_ref: Any, d_out_ref: Any, stat_ref: Any, zeros_ref: Any, counters_ref: Any,
-        out_smem: Any, d_out_smem: Any, zeros_smem: Any, loaded: Any,
+        out_ref: Ref, d_out_ref: Ref, stat_ref: Ref, zeros_ref: Ref, counters_ref: Ref,
+        out_smem: Ref, d_out_smem: Ref, zeros_smem: Ref, loaded: Ref,
     ) -> None:  # fmt: skip
         program = lax.axis_index("program")
         head, rest = lax.rem(program, jnp.int32(heads)), lax.div(program, jnp.int32(heads))
@@ -90,6 +92,6 @@ def row_sums_kernel(out: Any, d_out: Any, statistics: Any, zeros: tuple[int, int
     )(out, d_out, statistics)
 
 
-def statistic_of_rows(stat_ref: Any, batch: Any, head: Any, row: int, rows: Any) -> Any:
+def statistic_of_rows(stat_ref: Ref, batch: Scalar, head: Scalar, row: int, rows: pl.Slice) -> jax.Array:
     """One of the two statistics of 64 rows, for the rows of a tile of scores."""
     return plgpu.load(stat_ref.at[batch, head, row, rows], layout=tile_layout().reduce(1), optimized=False)

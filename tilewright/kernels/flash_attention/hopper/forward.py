@@ -6,6 +6,7 @@ exponentials of the next are computed (Shah et al., "FlashAttention-3", 2024, se
 ``ping_pong`` makes them take turns at the tensor cores (section 3.1).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Walk, visits
+from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Tables, Walk, visits
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
     ScoreArrays,
@@ -28,14 +30,17 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
 from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
-from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
+
+type RowState = tuple[jax.Array, jax.Array, jax.Array]
+"""Probabilities of a tile, and the maximum and the sum of its rows."""
 
 
 def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
@@ -49,7 +54,7 @@ def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
     return most > 0, None if most > 1 else False
 
 
-def heads_at_once(kv_length: int, dims: int, dtype: Any, group: int) -> int:
+def heads_at_once(kv_length: int, dims: int, dtype: DTypeLike, group: int) -> int:
     """Query heads that are worked on at a time: ``group`` for each one whose keys and values, ``dims`` wide together,
     find room in the cache."""
     per_head = kv_length * dims * np.dtype(dtype).itemsize
@@ -57,11 +62,11 @@ def heads_at_once(kv_length: int, dims: int, dtype: Any, group: int) -> int:
 
 
 def forward_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    sinks: Any,
-    tables: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array,
+    tables: Tables | tuple[()],
     arrays: ScoreArrays,
     *,
     options: ScoreOptions,
@@ -102,20 +107,20 @@ def forward_kernel(
     operands = (query, key, value, sinks, starts, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         q_ref, k_ref, v_ref, sinks_ref, starts_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
             structure, refs[: len(leaves)]
         )
         out_ref, lse_ref, *scratch = refs[len(leaves) :]
         (q_ring, k_ring, v_ring), (lse_smem, turns, *rest) = bind_rings(plan.rings, scratch)
-        out_smem = rest[0] if own_output else None
+        own_smem: Any = rest[0] if own_output else None
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
 
-        def work(item: Any) -> tuple[Any, Any, Any, Any]:
+        def work(item: Scalar) -> tuple[Any, Any, Any, Any]:
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
             return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
 
-        def over_items(one: Any, first: Any) -> None:
+        def over_items(one: Callable[..., Any], first: Callable[[Scalar], Any]) -> None:
             """``carry = one(turn, item, next item or -1, carry)`` from ``first(item)`` over the program's items."""
             if starts_ref is None:
                 item = item_at(program) if item_at else order_ref[program]
@@ -123,7 +128,7 @@ def forward_kernel(
                 return
             start, stop = starts_ref[program], starts_ref[program + 1]
 
-            def turn(index: Any, carry: Any) -> Any:
+            def turn(index: Scalar, carry: Any) -> Any:
                 item, rest = carry
                 after = index + 1
                 following = jnp.where(after < stop, order_ref[lax.min(after, stop - 1)], -1)
@@ -132,15 +137,15 @@ def forward_kernel(
             item = order_ref[start]
             lax.fori_loop(start, stop, turn, (item, first(item)))
 
-        def produce(turn: Any, item: Any, following: Any, first: Any) -> Any:
+        def produce(turn: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
             b, h, q_tile, steps = work(item)
             kv_head = lax.div(h, jnp.int32(group))
 
-            def load(ring: Any, ref: Any, visit: Any) -> None:
+            def load(ring: Ring, ref: Ref, visit: Scalar) -> None:
                 rows = pl.ds(steps.tile(visit) * block_k, block_k)
                 ring.load_from_dram(first + visit, ref.at[b, rows, kv_head])
 
-            def load_both(visit: Any, _: Any) -> None:
+            def load_both(visit: Scalar, _: None) -> None:
                 # In the order in which the consumers hand slots back.
                 load(k_ring, k_ref, visit)
                 load(v_ring, v_ref, visit - 1)
@@ -154,7 +159,9 @@ def forward_kernel(
 
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
 
-        def softmax(products: Any, item: Any, visit: Any, m: Any, total: Any, masked: bool | None) -> Any:
+        def softmax(
+            products: jax.Array, item: Scalar, visit: Scalar, m: jax.Array, total: jax.Array, masked: bool | None
+        ) -> Any:
             """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
             b, h, q_tile, steps = work(item)
             place = Place(b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0)
@@ -179,13 +186,13 @@ def forward_kernel(
             if params.ping_pong:
                 plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
 
-        def scores_of(q_smem: Any, step: Any, scores: Any) -> None:
+        def scores_of(q_smem: Ref, step: Scalar, scores: Ref) -> None:
             plgpu.wgmma(scores, q_smem.at[my_rows], k_ring.get_mma_tile(step, transposed=True))
 
-        def first_scores(turn: Any, item: Any, step: Any) -> tuple[Any, Any, Any]:
+        def first_scores(turn: Scalar, item: Scalar, step: Scalar) -> tuple[Any, Any, Any]:
             """Probabilities of an item's first tile, with no product of values to run beside."""
 
-            def alone(scores: Any) -> Any:
+            def alone(scores: Ref) -> Any:
                 take_turn()
                 q_ring.load_from_shared(turn)
                 k_ring.load_from_shared(step)
@@ -198,19 +205,19 @@ def forward_kernel(
             p, _, m, total = softmax(products, item, jnp.int32(0), *initial_statistics(), first_masked)
             return p, m, total
 
-        def values_of(acc: Any, p: Any, step: Any) -> None:
+        def values_of(acc: Ref, p: jax.Array, step: Scalar) -> None:
             v_ring.load_from_shared(step)
             plgpu.wgmma(acc, p, v_ring.get_mma_tile(step))
 
-        def visit_rest(acc: Any, turn: Any, item: Any, first: Any, carry: Any) -> tuple[Any, Any, Any]:
+        def visit_rest(acc: Ref, turn: Scalar, item: Scalar, first: Scalar, carry: RowState) -> tuple[Any, Any, Any]:
             """All visits of an item but the first, whose probabilities ``carry`` has, and but the last product."""
             q_smem = q_ring.get_mma_tile(turn)
 
-            def visit_one(visit: Any, carry: Any) -> Any:
+            def visit_one(visit: Scalar, carry: RowState) -> RowState:
                 p, m, total = carry
                 step = first + visit
 
-                def overlapped(scores: Any) -> Any:
+                def overlapped(scores: Ref) -> Any:
                     take_turn()
                     k_ring.load_from_shared(step)
                     scores_of(q_smem, step, scores)
@@ -228,7 +235,7 @@ def forward_kernel(
 
             return lax.fori_loop(1, work(item)[3].total, visit_one, carry)
 
-        def store(item: Any, out: Any, m: Any, total: Any, out_smem: Any) -> None:
+        def store(item: Scalar, out: jax.Array, m: jax.Array, total: jax.Array, out_smem: Ref) -> None:
             b, h, q_tile, _ = work(item)
             q_start = q_tile * block_q + warpgroup * ROWS
             if sinks_ref is not None:
@@ -251,10 +258,10 @@ def forward_kernel(
             plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(q_start, ROWS), h])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, h, pl.ds(q_start, ROWS)])
 
-        def consume(turn: Any, item: Any, following: Any, first: Any) -> Any:
+        def consume(turn: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
             after = first + work(item)[3].total
 
-            def attend(acc: Any) -> tuple[Any, Any, Any]:
+            def attend(acc: Ref) -> tuple[Any, Any, Any]:
                 p, m, total = visit_rest(acc, turn, item, first, first_scores(turn, item, first))
                 if own_output:
                     q_ring.release(turn)
@@ -264,16 +271,16 @@ def forward_kernel(
                 return out, m, total
 
             out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
-            store(item, out, m, total, out_smem if own_output else q_ring.get_mma_tile(turn))
+            store(item, out, m, total, own_smem if own_output else q_ring.get_mma_tile(turn))
             if not own_output:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 q_ring.release(turn)
             return after
 
-        def consume_ahead(acc: Any) -> Any:
+        def consume_ahead(acc: Ref) -> Any:
             """As ``consume``, but an item's first scores run beside the last product of the item before."""
 
-            def one(turn: Any, item: Any, following: Any, carry: Any) -> Any:
+            def one(turn: Scalar, item: Scalar, following: jax.Array, carry: Any) -> Any:
                 first, *rest = carry
                 p, m, total = visit_rest(acc, turn, item, first, tuple(rest))
                 q_ring.release(turn)
@@ -283,7 +290,7 @@ def forward_kernel(
                 next_turn, step = turn + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
                 next_item = lax.max(following, jnp.int32(0))
 
-                def overlapped(scores: Any) -> Any:
+                def overlapped(scores: Ref) -> Any:
                     take_turn()
 
                     @pl.when(more)
@@ -306,11 +313,11 @@ def forward_kernel(
                     return ahead[0], ahead[2], ahead[3]
 
                 ahead = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
-                store(item, acc[...], m, total, out_smem)
+                store(item, acc[...], m, total, own_smem)
                 acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), tile_layout())
                 return after, *ahead
 
-            def start(item: Any) -> Any:
+            def start(item: Scalar) -> Any:
                 return jnp.int32(0), *first_scores(jnp.int32(0), item, jnp.int32(0))
 
             over_items(one, start)
@@ -340,7 +347,7 @@ def forward_kernel(
     scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
     scratch.append(plgpu.Barrier(num_barriers=consumers))
     if own_output:
-        scratch.append(SharedTile((block_q, value_dim), dtype).scratch())
+        scratch.append(plan.output.scratch())
     out_type = (
         jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),

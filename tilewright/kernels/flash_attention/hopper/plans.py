@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import (
@@ -36,7 +36,7 @@ class ForwardPlan:
     params: HopperForwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def queries(self) -> RingPlan:
@@ -61,6 +61,11 @@ class ForwardPlan:
         return self.queries, self.keys, self.values
 
     @property
+    def output(self) -> SharedTile:
+        """Where the output waits for its store, if not where the queries were."""
+        return SharedTile((self.params.block_q, self.value_dim), self.dtype)
+
+    @property
     def ahead(self) -> bool:
         """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
         return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
@@ -79,8 +84,7 @@ class ForwardPlan:
 
     def _bytes(self, query_stages: int, own_output: bool) -> int:
         rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
-        output = self.params.block_q * self.value_dim * np.dtype(self.dtype).itemsize
-        return rings + FORWARD_RESERVED + (output if own_output else 0)
+        return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
 
 
 OUTPUT_RESERVED = 32
@@ -94,7 +98,7 @@ class BackwardPlan:
     params: HopperBackwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
 
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
@@ -202,7 +206,7 @@ class QueryPlan:
     num_stages: int
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
@@ -234,7 +238,7 @@ class WideBackwardPlan:
     params: WideBackwardParams
     head_dim: int
     value_dim: int
-    dtype: Any
+    dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
 
     @property

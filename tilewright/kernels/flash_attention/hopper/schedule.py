@@ -7,24 +7,30 @@ a visit's number whether it needs one, in a branch or in a loop for either kind.
 
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
 from tilewright.kernels.flash_attention.masking import Band, split_mask
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
+
+type TableRefs = tuple[Ref, ...]
+"""Counts and entries of a ``TableWalk`` in a kernel; empty for a ``BandWalk``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
     """The visits of one program: the first ``masked`` of ``total`` (at least one) need the mask."""
 
-    masked: Any
-    total: Any
-    tile: Callable[[Any], Any]
+    masked: Scalar
+    total: Scalar
+    tile: Callable[[Scalar], Scalar]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,12 +69,12 @@ class BandWalk:
     def may_mask(self) -> bool:
         return bool(np.any(self.counts()[0]))
 
-    def steps(self, tables: Any, batch: Any, head: Any, row_tile: Any) -> Steps:
+    def steps(self, tables: TableRefs, batch: Scalar, head: Scalar, row_tile: Scalar) -> Steps:
         low, full_low, full_high, high = self._bounds(row_tile, lax)
         right = high - full_high
         masked = right + full_low - low
 
-        def tile(step: Any) -> Any:
+        def tile(step: Scalar) -> Scalar:
             if isinstance(full_low, int) and full_low == 0 and not self.staggered:  # all masked tiles are on the right
                 return high - 1 - step
             left, full = step - right, full_high - 1 - (step - masked)
@@ -87,7 +93,7 @@ class BandWalk:
         )
         return high - full_high + full_low - low, high - low
 
-    def _bounds(self, row_tile: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+    def _bounds(self, row_tile: Scalar | np.ndarray, xp: ModuleType) -> tuple[Any, Any, Any, Any]:
         """First visible, first full, end of the full and end of the visible tiles, in this order."""
         extent, width = self.extent, self.extent.block_columns
         count, whole = extent.column_tiles, extent.columns // width if self.masked_columns else extent.column_tiles
@@ -98,10 +104,10 @@ class BandWalk:
             else lax.min(first + extent.block_rows, jnp.int32(extent.rows)) - 1
         )
 
-        def clip(value: Any, low: Any, high: Any) -> Any:
+        def clip(value: Scalar | np.ndarray, low: int, high: int) -> Any:
             return np.clip(value, low, high) if xp is np else lax.max(lax.min(value, jnp.int32(high)), jnp.int32(low))
 
-        def quotient(value: Any) -> Any:  # of what is not negative: the device's division truncates
+        def quotient(value: jax.Array | np.ndarray) -> Any:  # of what is not negative: the device's division truncates
             return value // width if xp is np else lax.div(value, jnp.int32(width))
 
         low: Any = 0
@@ -124,7 +130,7 @@ class BandWalk:
         return low, full_low, full_high, high
 
 
-def _rotated(number: Any, count: Any, row_tile: Any, first: Any, extent: Extent) -> Any:
+def _rotated(number: Scalar, count: Scalar, row_tile: Scalar, first: Scalar, extent: Extent) -> jax.Array:
     """``number`` of ``count`` full tiles, turned so that a row of tiles starts near the diagonal.
 
     Programs that add to one column at the same time wait for each other: the memory serialises their additions.
@@ -134,13 +140,13 @@ def _rotated(number: Any, count: Any, row_tile: Any, first: Any, extent: Extent)
     return jnp.where(turned >= count, turned - count, turned)
 
 
-def _least(a: Any, b: Any, xp: Any) -> Any:
+def _least(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     return np.minimum(a, b) if xp is np else jnp.minimum(a, b)
 
 
-def _greatest(a: Any, b: Any, xp: Any) -> Any:
+def _greatest(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     return np.maximum(a, b) if xp is np else jnp.maximum(a, b)
@@ -163,12 +169,12 @@ class TableWalk:
     def may_mask(self) -> bool:
         return True
 
-    def steps(self, tables: tuple[Any, Any], batch: Any, head: Any, row_tile: Any) -> Steps:
+    def steps(self, tables: TableRefs, batch: Scalar, head: Scalar, row_tile: Scalar) -> Steps:
         counts, entries = tables
         index = (batch if self.batches > 1 else 0, head if self.heads > 1 else 0, row_tile)
         masked, total = counts[(*index, 0)], counts[(*index, 1)]
 
-        def tile(step: Any) -> Any:
+        def tile(step: Scalar) -> Scalar:
             if self.staggered:
                 full = masked + _rotated(step - masked, total - masked, row_tile, 0, self.extent)
                 step = jnp.where(step < masked, step, full)

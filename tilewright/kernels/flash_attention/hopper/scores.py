@@ -6,7 +6,6 @@ layout, and only where the options ask for it.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,6 +19,7 @@ from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -43,8 +43,8 @@ class ScoreArrays:
     """
 
     mask: Mask | None
-    bias: Any
-    dropout_keys: Any
+    bias: jax.Array | Ref | None
+    dropout_keys: jax.Array | Ref | None
 
 
 jax.tree_util.register_dataclass(ScoreArrays, data_fields=["mask", "bias", "dropout_keys"], meta_fields=[])
@@ -109,27 +109,27 @@ def transposed(arrays: ScoreArrays) -> ScoreArrays:
 class Place:
     """Where a tile lies in the call; ``shape`` is the tile's, with queries along ``q_axis``."""
 
-    batch: Any
-    head: Any
-    q_start: Any
-    kv_start: Any
+    batch: Scalar
+    head: Scalar
+    q_start: Scalar
+    kv_start: Scalar
     shape: tuple[int, int]
     q_axis: int
 
-    def rows(self) -> Any:
+    def rows(self) -> jax.Array:
         """Query positions, in the tile's shape."""
         return self._positions(self.q_axis, self.q_start)
 
-    def columns(self) -> Any:
+    def columns(self) -> jax.Array:
         """Key positions, in the tile's shape."""
         return self._positions(1 - self.q_axis, self.kv_start)
 
-    def _positions(self, axis: int, start: Any) -> Any:
+    def _positions(self, axis: int, start: Scalar) -> jax.Array:
         # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
 
-    def between(self, lowest: int, highest: int) -> Any:
+    def between(self, lowest: int, highest: int) -> jax.Array:
         """Where ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
         # Along a row of the tile a thread's positions are its own offset and constants. On the side of the constants
         # nothing else may stand: the compiler would keep one register for each over a loop.
@@ -141,14 +141,14 @@ class Place:
             start, low, high = self.columns() - (self.q_start + offset), -highest, -lowest
         return _in_band(start, constants, low, high)
 
-    def below(self, kv_length: int) -> Any:
+    def below(self, kv_length: int) -> jax.Array:
         """Where the key is one of the first ``kv_length``."""
         if self.q_axis == 1:
             return self.columns() < kv_length
         along = self._positions(1, 0)
         return (along & ~LANE_COLUMNS) < kv_length - (self.kv_start + (along & LANE_COLUMNS))
 
-    def vector(self, ref: Any, of_queries: bool) -> Any:
+    def vector(self, ref: Ref | jax.Array, of_queries: bool) -> jax.Array:
         """Elements of ``[batch|1, length]`` for the tile's rows or columns, in the tile's shape."""
         axis = self.q_axis if of_queries else 1 - self.q_axis
         start = self.q_start if of_queries else self.kv_start
@@ -158,7 +158,7 @@ class Place:
         )
         return spread(values, self.shape, axis)
 
-    def matrix(self, ref: Any) -> Any:
+    def matrix(self, ref: Ref | jax.Array) -> jax.Array:
         """The tile of ``[batch|1, heads|1, ...]``, whose last two dimensions are the tile's own or 1; or a scalar."""
         batch = self.batch if ref.shape[0] > 1 else 0
         head = self.head if ref.shape[1] > 1 else 0
@@ -175,10 +175,13 @@ class Place:
         return spread(values, self.shape, axis)
 
 
-def biased_and_capped(logits: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> tuple[Any, Any]:
+def biased_and_capped(
+    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, place: Place
+) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs."""
     logits = logits * options.scale
     if options.has_bias:
+        assert arrays.bias is not None
         logits = logits + place.matrix(arrays.bias).astype(jnp.float32)
     if options.soft_cap is None:
         return logits, None
@@ -186,7 +189,7 @@ def biased_and_capped(logits: Any, options: ScoreOptions, arrays: ScoreArrays, p
     return tanh * options.soft_cap, tanh
 
 
-def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
+def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> jax.Array:
     """Which elements of a tile the whole mask leaves."""
     parts = []
     if options.band.lowest > -FAR or options.band.highest < FAR:
@@ -201,10 +204,12 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
     return result
 
 
-def masked_logits(logits: Any, masked: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
+def masked_logits(
+    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, place: Place
+) -> jax.Array:
     """Logits with −∞ where the mask hides; ``masked``, a bool or a scalar on the device, says if the tile needs it."""
 
-    def hidden(logits: Any) -> Any:
+    def hidden(logits: jax.Array) -> jax.Array:
         return jnp.where(visible(options, arrays, place), logits, -jnp.inf)
 
     if isinstance(masked, bool):
@@ -212,7 +217,7 @@ def masked_logits(logits: Any, masked: Any, options: ScoreOptions, arrays: Score
     return lax.cond(masked, hidden, lambda logits: logits, logits)
 
 
-def _in_band(rows: Any, columns: Any, lowest: int | None, highest: int | None) -> Any:
+def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: int | None) -> jax.Array:
     # Bounds are added to the rows, which a loop over keys keeps in two registers; of the difference of rows and
     # columns the compiler keeps every element.
     parts = []
@@ -225,12 +230,12 @@ def _in_band(rows: Any, columns: Any, lowest: int | None, highest: int | None) -
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-def _attends(mask: Mask, place: Place) -> Any:
+def _attends(mask: Mask, place: Place) -> jax.Array:
     """``Mask.tile`` in the terms that a kernel has."""
     if isinstance(mask, AndMask | OrMask):
         result = _attends(mask.masks[0], place)
-        for part in mask.masks[1:]:
-            other = _attends(part, place)
+        for each in mask.masks[1:]:
+            other = _attends(each, place)
             result = result & other if isinstance(mask, AndMask) else result | other
         return result
     if isinstance(mask, BandMask):
@@ -240,21 +245,23 @@ def _attends(mask: Mask, place: Place) -> Any:
     if isinstance(mask, SegmentMask):
         return place.vector(mask.q_segment_ids, True) == place.vector(mask.kv_segment_ids, False)
     if isinstance(mask, LengthMask):
-        result = None
+        inside: jax.Array | None = None
         for lengths, positions in ((mask.q_lengths, place.rows), (mask.kv_lengths, place.columns)):
             if lengths is not None:
                 part = positions() < lengths[place.batch if lengths.shape[0] > 1 else 0]
-                result = part if result is None else result & part
-        return place.columns() >= 0 if result is None else result
+                inside = part if inside is None else inside & part
+        return place.columns() >= 0 if inside is None else inside
     if isinstance(mask, ExplicitMask):
         values = place.matrix(mask.array).astype(jnp.int32)
         return lax.broadcast(values, place.shape) != 0 if values.ndim == 0 else values != 0
     raise TypeError(f"no kernel form of a mask of type {type(mask).__name__}")
 
 
-def kept(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> Any:
+def kept(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> jax.Array:
     """Which probabilities of a tile the dropout keeps, by the generator of ``tilewright.kernels.dropout``."""
-    key = tuple(arrays.dropout_keys[place.batch, place.head, word] for word in range(2))
+    keys = arrays.dropout_keys
+    assert keys is not None
+    key = keys[place.batch, place.head, 0], keys[place.batch, place.head, 1]
     rows, columns = place.rows().astype(jnp.uint32), place.columns().astype(jnp.uint32)
     left, right = threefry2x32(key, (rows, columns >> 1))
     word = jnp.where((columns & 1) == 0, left, right)

@@ -1,13 +1,14 @@
 """What the backward kernels for wide heads on Hopper do to a tile of scores, and which tiles they meet."""
 
 import dataclasses
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
     Place,
     ScoreArrays,
@@ -17,6 +18,10 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     masked_logits,
 )
 from tilewright.kernels.hopper.tiles import opaque_zero
+from tilewright.kernels.hopper.types import Condition, Scalar
+
+type Visit = tuple[Scalar, Scalar]
+"""Member of the group, and its number among that head's visits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,53 +32,60 @@ class QueryVisits:
     """
 
     walk: Walk
-    tables: Any
-    batch: Any
-    first_head: Any
+    tables: TableRefs
+    batch: Scalar
+    first_head: Scalar
     group: int
-    row_tile: Any
+    row_tile: Scalar
     shared: Steps | None
-    nothing: Any
+    nothing: Scalar
 
     @classmethod
     def of(
-        cls, walk: Walk, tables: Any, batch: Any, first_head: Any, group: int, row_tile: Any, nothing: Any
+        cls,
+        walk: Walk,
+        tables: TableRefs,
+        batch: Scalar,
+        first_head: Scalar,
+        group: int,
+        row_tile: Scalar,
+        nothing: Scalar,
     ) -> "QueryVisits":
         alike = group == 1 or not tables or tables[0].shape[1] == 1
         shared = walk.steps(tables, batch, first_head, row_tile) if alike else None
         return cls(walk, tables, batch, first_head, group, row_tile, shared, nothing)
 
-    def steps(self, member: Any) -> Steps:
+    def steps(self, member: Scalar) -> Steps:
         """The visits of one head."""
         if self.shared is not None:
             return self.shared
         return self.walk.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Scalar:
         if self.shared is not None:
             # A loop whose length the compiler knows may be unrolled or dropped, and ``opaque_zero`` with it.
             return self.shared.total * self.group + self.nothing
         return lax.fori_loop(0, self.group, lambda member, total: total + self.steps(member).total, jnp.int32(0))
 
     @property
-    def first(self) -> tuple[Any, Any]:
+    def first(self) -> Visit:
         return jnp.int32(0), jnp.int32(0)
 
-    def after(self, visit: tuple[Any, Any]) -> tuple[Any, Any]:
+    def after(self, visit: Visit) -> Visit:
         member, number = visit
         if self.group == 1:
             return member, number + 1
         last = number + 1 == self.steps(member).total
         return jnp.where(last, member + 1, member), jnp.where(last, 0, number + 1)
 
-    def head(self, visit: tuple[Any, Any]) -> Any:
+    def head(self, visit: Visit) -> Scalar:
         return self.first_head if self.group == 1 else self.first_head + visit[0]
 
-    def q_start(self, visit: tuple[Any, Any]) -> Any:
+    def q_start(self, visit: Visit) -> Scalar:
         return self.steps(visit[0]).tile(visit[1]) * BLOCK
 
-    def masked(self, visit: tuple[Any, Any]) -> Any:
+    def masked(self, visit: Visit) -> Condition:
         return visit[1] < self.steps(visit[0]).masked
 
 
@@ -83,8 +95,14 @@ def has_unlike_factors(options: ScoreOptions) -> bool:
 
 
 def probabilities(
-    logits: Any, shift: Any, options: ScoreOptions, arrays: ScoreArrays, place: Place, masked: Any, dtype: Any
-) -> tuple[Any, Any]:
+    logits: jax.Array,
+    shift: jax.Array | None,
+    options: ScoreOptions,
+    arrays: ScoreArrays,
+    place: Place,
+    masked: Condition,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
     """``(weights, factors)``: what d_out is multiplied by for dV, short of dropout's scale, and what dP is for dS.
 
     Factors have the derivative of the soft cap in them, and a negative sign where dropout drops.
@@ -110,7 +128,9 @@ def probabilities(
     return weights, factors
 
 
-def score_gradients(factors: Any, d_probabilities: Any, minus_delta: Any, options: ScoreOptions) -> Any:
+def score_gradients(
+    factors: jax.Array, d_probabilities: jax.Array, minus_delta: jax.Array | None, options: ScoreOptions
+) -> jax.Array:
     """dS; ``minus_delta`` is None if the product for dP started from it, which dropout's scale does not allow."""
     if minus_delta is None:
         return factors * d_probabilities
@@ -119,6 +139,6 @@ def score_gradients(factors: Any, d_probabilities: Any, minus_delta: Any, option
     return jnp.abs(factors) * (dropped + minus_delta)
 
 
-def again(item: Any, step: Any) -> Any:
+def again(item: Scalar, step: Scalar) -> Scalar:
     """The item as if it were another in each step, so that what follows from it takes no registers over the loop."""
     return item + opaque_zero(step + item)

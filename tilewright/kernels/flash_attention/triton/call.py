@@ -1,7 +1,7 @@
 """From the arrays of a call to the launches of the kernels in Triton."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from tilewright.kernels.flash_attention.triton.configs import (
 )
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.triton import launch
+from tilewright.kernels.triton.description import JitKernel
 from tilewright.ops.utils.device import current_device
 
 CACHED_BYTES = 16 << 20
@@ -52,7 +53,7 @@ class TritonCall:
         problem = AttentionProblem.of(inputs)
         return cls(problem, MaskParts.of(problem.mask))
 
-    def run(self, function: Any, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    def run(self, function: Callable[[dict[str, Any]], tuple[Any, ...]], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         given = {name: array for name, array in arrays.items() if array is not None}
         return over_batch(function, self.problem.batch, given, _SHARED)
 
@@ -143,7 +144,7 @@ class TritonCall:
         )  # fmt: skip
 
     def _launch(
-        self, kernel: Any, arrays: Mapping[str, Any], names: tuple[str, ...], outputs: list[jax.ShapeDtypeStruct],
+        self, kernel: JitKernel, arrays: Mapping[str, Any], names: tuple[str, ...], outputs: list[jax.ShapeDtypeStruct],
         tiles_of_a_head: int, constants: Mapping[str, Any], tiles: Tiles, heads: int = 0,
         updated: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:  # fmt: skip
@@ -224,7 +225,7 @@ _BACKWARD_INPUTS = (
 )  # fmt: skip
 
 
-def _shape_bits(array: Any) -> int:
+def _shape_bits(array: jax.Array | None) -> int:
     """Which dimensions of an array of scores are more than one, the batch the highest of four bits; -1 for no array."""
     if array is None:
         return -1

@@ -1,13 +1,12 @@
 """How the kernels in Triton are tiled and launched: the configs that are chosen and tuned."""
 
 import dataclasses
-from typing import Any
 
 from tilewright.kernels.triton.limits import MIN_DOT
 from tilewright.ops.utils.stable_ids import stable_id
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,7 +1,9 @@
 """The backward pass in plain XLA: probabilities recomputed from lse, over the tiles that the mask leaves."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,6 +14,7 @@ from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla.tiles import (
     Scores,
     Tiling,
+    Visits,
     is_unrolled,
     over_steps,
     pad_scores,
@@ -53,7 +56,7 @@ def attention_backward(
     return {name: _summed_as(getattr(given, name), gradient) for name, gradient in gradients.items()}
 
 
-def _summed_as(argument: Any, gradient: Any) -> Any:
+def _summed_as(argument: jax.Array | None, gradient: jax.Array | None) -> Any:
     """Inside ``shard_map``, the sum over the devices that share an argument."""
     if argument is None:
         return None
@@ -62,7 +65,13 @@ def _summed_as(argument: Any, gradient: Any) -> Any:
 
 
 def _step(
-    inputs: AttentionInputs, d_out: Array, exponent: Array, delta: Array, tiling: Tiling, step: Index, d_bias: Any
+    inputs: AttentionInputs,
+    d_out: Array,
+    exponent: Array,
+    delta: Array,
+    tiling: Tiling,
+    step: Index,
+    d_bias: jax.Array | None,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     scores = Scores.of(inputs, tiling, step)
     value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
@@ -93,7 +102,14 @@ def _step(
     return d_bias, gradients
 
 
-def _visit(visits: Any, body: Any, tiling: Tiling, scores: Scores, value: Any, d_bias: Any) -> Any:
+def _visit(
+    visits: list[Visits],
+    body: Callable[..., Any],
+    tiling: Tiling,
+    scores: Scores,
+    value: jax.Array,
+    d_bias: jax.Array | None,
+) -> Any:
     """The accumulated gradients as arrays of tiles; key's and value's with the depth before the position."""
     grid = tiling.grid
     dtype = accumulation_dtype(scores.query.dtype)
@@ -117,10 +133,10 @@ def _visit(visits: Any, body: Any, tiling: Tiling, scores: Scores, value: Any, d
 
 def _tile(
     scores: Scores,
-    d_out: Any,
-    value: Any,
-    exponent: Any,
-    delta: Any,
+    d_out: jax.Array,
+    value: jax.Array,
+    exponent: jax.Array,
+    delta: jax.Array,
     row: Index,
     column: Index,
     masked: bool,
@@ -129,7 +145,7 @@ def _tile(
     options = scores.inputs.options
     query, key = read(scores.query, row), read(scores.key, column)
 
-    def product(subscripts: str, left: Any, right: Any) -> Any:
+    def product(subscripts: str, left: jax.Array, right: jax.Array) -> Any:
         dtype = accumulation_dtype(query.dtype)
         return jnp.einsum(subscripts, left, right, precision=options.precision, preferred_element_type=dtype)
 
@@ -155,19 +171,19 @@ def _tile(
     )
 
 
-def _add(store: Any, index: Index, part: Any) -> Any:
+def _add(store: Any, index: Index, part: jax.Array) -> Any:
     old = read(store, index)
     return write(store, index, part if old is None else old + part)
 
 
-def _kv_columns(tiling: Tiling, tiles: Any) -> Any:
+def _kv_columns(tiling: Tiling, tiles: jax.Array) -> Any:
     """``[kv_tiles, b, kv_heads, d, block_k]`` to ``[b, kv_heads, kv_length, d]``."""
     columns = tiles.transpose(1, 2, 0, 4, 3)
     columns = columns.reshape(*columns.shape[:2], -1, columns.shape[4])
     return columns[:, :, : tiling.grid.kv_length]
 
 
-def _add_bias(d_bias: Any, d_logits: Any, tiling: Tiling, step: Index, row: Index, column: Index) -> Any:
+def _add_bias(d_bias: jax.Array, d_logits: jax.Array, tiling: Tiling, step: Index, row: Index, column: Index) -> Any:
     """Adds a tile's gradient to the whole bias's, summed over the dimensions that the bias broadcasts."""
     batch, kv_heads, group, block_q, block_k = d_logits.shape
     tile = d_logits.reshape(batch, kv_heads * group, block_q, block_k)
@@ -175,7 +191,7 @@ def _add_bias(d_bias: Any, d_logits: Any, tiling: Tiling, step: Index, row: Inde
     tile = jnp.sum(tile, axis=summed, keepdims=True)
     batch_start, head_start = tiling.starts(step)
     corner = (batch_start, head_start * tiling.group, row * block_q, column * block_k)
-    starts = [0 if size == 1 else start for start, size in zip(corner, d_bias.shape, strict=True)]
-    starts = [np.int32(start) if isinstance(start, int) else start for start in starts]  # one type, also in x64 mode
+    begins = [0 if size == 1 else start for start, size in zip(corner, d_bias.shape, strict=True)]
+    starts = [np.int32(start) if isinstance(start, int) else start for start in begins]  # one type, also in x64 mode
     old = lax.dynamic_slice(d_bias, starts, tile.shape)
     return lax.dynamic_update_slice(d_bias, old + tile, starts)

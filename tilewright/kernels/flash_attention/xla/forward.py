@@ -5,6 +5,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao 
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -64,7 +65,7 @@ def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, An
     return _finish(inputs, tiling, rows)
 
 
-def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: Any, value: Any) -> RowState:
+def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: jax.Array, value: jax.Array) -> RowState:
     """Greatest logit, normaliser and weighted sum of a row tile before its first key: the sinks' alone."""
     dtype = accumulation_dtype(inputs.query.dtype)
     shape = query.shape[1:-1]
@@ -78,7 +79,9 @@ def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: Any, v
     return greatest, total, weighted
 
 
-def _tile(scores: Scores, value: Any, row: Index, column: Index, masked: bool, state: RowState | None) -> RowState:
+def _tile(
+    scores: Scores, value: jax.Array, row: Index, column: Index, masked: bool, state: RowState | None
+) -> RowState:
     logits, factor, _ = scores.logits(row, column, masked)
     options = scores.inputs.options
     greatest = jnp.max(logits, axis=-1)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -63,7 +64,7 @@ class Tiling:
         """First batch element and first key/value head of a step."""
         return step // self.head_steps * self.batch_size, step % self.head_steps * self.head_size
 
-    def take(self, array: Any, step: Index, *, batch_axis: int, head_axis: int) -> Any:
+    def take(self, array: jax.Array | None, step: Index, *, batch_axis: int, head_axis: int) -> Any:
         """A step's part of an array whose heads are key/value or query heads, or broadcast (size 1)."""
         if array is None or self.steps == 1:
             return array
@@ -81,27 +82,27 @@ class Tiling:
         batch_start, head_start = self.starts(step)
         return mask.take(batch_start, self.batch_size, head_start * self.group, self.head_size * self.group)
 
-    def q_tiles(self, rows: Any, fill: float = 0.0) -> Any:
+    def q_tiles(self, rows: jax.Array, fill: float = 0.0) -> Any:
         """``[b, q_length, heads, ...]`` to ``[q_tiles, b, kv_heads, group, block_q, ...]``."""
         batch, _, heads, *rest = rows.shape
         padded = _pad(rows, 1, self.q_padding, fill)
         split = padded.reshape(batch, self.grid.q_tiles, self.grid.block_q, heads // self.group, self.group, *rest)
         return split.transpose(1, 0, 3, 4, 2, *range(5, split.ndim))
 
-    def kv_tiles(self, columns: Any) -> Any:
+    def kv_tiles(self, columns: jax.Array) -> Any:
         """``[b, kv_length, kv_heads, d]`` to ``[kv_tiles, b, kv_heads, block_k, d]``."""
         batch, _, heads, depth = columns.shape
         padded = _pad(columns, 1, self.kv_padding)
         split = padded.reshape(batch, self.grid.kv_tiles, self.grid.block_k, heads, depth)
         return split.transpose(1, 0, 3, 2, 4)
 
-    def q_rows(self, tiles: Any) -> Any:
+    def q_rows(self, tiles: jax.Array) -> Any:
         """The inverse of ``q_tiles``, as ``[b, kv_heads, group, q_length, ...]``."""
         rows = jnp.moveaxis(tiles, 0, 3)
         rows = rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])
         return rows[:, :, :, : self.grid.q_length]
 
-    def merge_steps(self, stacked: Any) -> Any:
+    def merge_steps(self, stacked: jax.Array) -> Any:
         """``[steps, batch_size, head_size, ...]`` to ``[batch, kv_heads, ...]``."""
         split = stacked.reshape(-1, self.head_steps, *stacked.shape[1:])
         return jnp.swapaxes(split, 1, 2).reshape(self.batch, self.kv_heads, *stacked.shape[3:])
@@ -293,21 +294,21 @@ class Scores:
             visible = visible & (columns < grid.kv_length)
         return visible
 
-    def _split_heads(self, tile: Any) -> Any:
+    def _split_heads(self, tile: jax.Array) -> Any:
         batch, heads, *rest = tile.shape
         if heads == 1:
             return tile[:, :, None]
         return tile.reshape(batch, heads // self.tiling.group, self.tiling.group, *rest)
 
 
-def scale_is_folded(scale: float, dtype: Any) -> bool:
+def scale_is_folded(scale: float, dtype: DTypeLike) -> bool:
     """Whether the query may be multiplied by the scale beforehand: where that rounds no more than the product does."""
     if jnp.dtype(dtype).itemsize >= 4:
         return True
     return jnp.dtype(dtype) == jnp.bfloat16 and abs(math.frexp(scale)[0]) == 0.5
 
 
-def pad_scores(array: Any, tiling: Tiling) -> Any:
+def pad_scores(array: jax.Array | None, tiling: Tiling) -> Any:
     """A bias with its full dimensions extended to whole tiles."""
     if array is None:
         return None
@@ -316,7 +317,7 @@ def pad_scores(array: Any, tiling: Tiling) -> Any:
     return array
 
 
-def score_tile(array: Any, tiling: Tiling, row: Index, column: Index) -> Any:
+def score_tile(array: jax.Array, tiling: Tiling, row: Index, column: Index) -> Any:
     """One tile of a padded ``[b, h, q|1, kv|1]`` array."""
     for axis, start, size in _score_slices(array, tiling, row, column):
         array = (
@@ -327,13 +328,13 @@ def score_tile(array: Any, tiling: Tiling, row: Index, column: Index) -> Any:
     return array
 
 
-def _score_slices(array: Any, tiling: Tiling, row: Index, column: Index) -> list[tuple[int, Index, int]]:
+def _score_slices(array: jax.Array, tiling: Tiling, row: Index, column: Index) -> list[tuple[int, Index, int]]:
     grid = tiling.grid
     slices = [(2, row * grid.block_q, grid.block_q), (3, column * grid.block_k, grid.block_k)]
     return [entry for entry in slices if array.shape[entry[0]] != 1]
 
 
-def _pad(array: Any, axis: int, padding: int, fill: float = 0.0) -> Any:
+def _pad(array: jax.Array, axis: int, padding: int, fill: float = 0.0) -> Any:
     if isinstance(padding, int) and padding == 0:
         return array
     widths = [(0, padding if k == axis else 0, 0) for k in range(array.ndim)]

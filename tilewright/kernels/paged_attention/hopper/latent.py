@@ -18,9 +18,10 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import bind_rings
+from tilewright.kernels.hopper.ring import Ring, bind_rings
 from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.latent_work import (
     HALF,
     KEYS,
@@ -63,7 +64,7 @@ def latent_kernel(
     early, multiplier = split_scale(call.softmax_scale)
     tiles_per_page = call.page_size // KEYS
 
-    def body(q_ref: Any, pages_ref: Any, table_ref: Any, lengths_ref: Any, *refs: Any) -> None:
+    def body(q_ref: Ref, pages_ref: Ref, table_ref: Ref, lengths_ref: Ref, *refs: Ref) -> None:
         out_ref, lse_ref, *scratch = refs
         (*queries, left, right, rest), (scales, ready, finished) = bind_rings(plan.rings, scratch)
         work = work_of_program(call, lax.axis_index("program"), lengths_ref)
@@ -71,25 +72,25 @@ def latent_kernel(
         my_rows = pl.ds(work.row_tile * ROWS, ROWS)
         zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
 
-        def page_of(visit: Any) -> Any:
+        def page_of(visit: Scalar) -> Any:
             """The number that the table has for a visit's tile, or for the last tile behind it."""
             tile = work.first + lax.min(visit, work.total - 1)
             column = lax.min(lax.div(tile, jnp.int32(tiles_per_page)), jnp.int32(call.columns - 1))
             return table_ref[work.sequence * call.columns + column]
 
-        def row_of(visit: Any) -> Any:
+        def row_of(visit: Scalar) -> Any:
             """The tile's first row in its page."""
             return lax.rem(work.first + visit, jnp.int32(tiles_per_page)) * KEYS
 
-        def exists(page: Any) -> Any:
+        def exists(page: Scalar) -> Any:
             return (page >= 0) & (page < call.num_pages)
 
         def produce() -> None:
-            def load(visit: Any, page: Any, ring: Any, columns: Any) -> None:
+            def load(visit: Scalar, page: Scalar, ring: Ring, columns: pl.Slice) -> None:
                 page = jnp.where(exists(page), page, 0)
                 ring.load_from_dram(visit, pages_ref.at[page, pl.ds(row_of(visit), KEYS), columns])
 
-            def prefetch(visit: Any) -> None:
+            def prefetch(visit: Scalar) -> None:
                 # A slot is handed back shortly before its next tile is needed: too late for device memory. Programs
                 # of the same sequence go side by side, so the first alone does it.
                 page, row = page_of(visit), row_of(visit)
@@ -98,7 +99,7 @@ def latent_kernel(
                 for part in columns:
                     plgpu.async_prefetch(pages_ref.at[page, pl.ds(row, KEYS), part], predicate=wanted)
 
-            def load_all(visit: Any, page: Any) -> Any:
+            def load_all(visit: Scalar, page: Scalar) -> Any:
                 after = page_of(visit + 1)
                 if call.prefetched:
                     prefetch(visit + call.prefetched)
@@ -112,11 +113,11 @@ def latent_kernel(
                 ring.load_from_dram(0, q_ref.at[work.sequence, my_rows, part])
             lax.fori_loop(0, work.total, load_all, page_of(zero))
 
-        def seen_until(visit: Any, page: Any) -> Any:
+        def seen_until(visit: Scalar, page: Scalar) -> Any:
             """One past the tile's last row that some query sees, counted from its first."""
             return jnp.where(exists(page), work.highest - (work.first + visit) * KEYS, 0)
 
-        def clear(ring: Any, visit: Any, page: Any) -> None:
+        def clear(ring: Ring, visit: Scalar, page: Scalar) -> None:
             """Puts zeros for values that no query sees, which may be anything: 0 · NaN is NaN. The logits are done."""
             end = seen_until(visit, page)
 
@@ -130,11 +131,11 @@ def latent_kernel(
                     chunk[...] = jnp.where(row < end, held, jnp.zeros_like(held))
                 plgpu.commit_smem()
 
-        def masks(visit: Any, page: Any) -> Any:
+        def masks(visit: Scalar, page: Scalar) -> Any:
             """Whether a tile has keys that not all rows see."""
             return (seen_until(visit, page) < KEYS) | (work.lowest - (work.first + visit) * KEYS < KEYS)
 
-        def visible(visit: Any, page: Any) -> Any:
+        def visible(visit: Scalar, page: Scalar) -> Any:
             key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=tile_layout())
             end = seen_until(visit, page)
             if call.right is None or call.q_length == 1:
@@ -144,16 +145,18 @@ def latent_kernel(
             start = (work.first + visit) * KEYS
             return (key < end) & (key <= token + (work.position + call.right - start))
 
-        def softmax(products: Any, visit: Any, page: Any, m: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+        def softmax(
+            products: jax.Array, visit: Scalar, page: Scalar, m: jax.Array, total: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             """Probabilities, what scales earlier ones, and the new statistics."""
             logits = products if early == 1.0 else products * early
             logits = lax.cond(
                 masks(visit, page), lambda x: jnp.where(visible(visit, page), x, -jnp.inf), lambda x: x, logits
             )
-            p, *statistics_after = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), *statistics_after
+            p, scale, m, total = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), scale, m, total
 
-        def logits_of(scores: Any, visit: Any) -> None:
+        def logits_of(scores: Ref, visit: Scalar) -> None:
             # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses
             # of their own; those of the queries do not change from tile to tile, and kept in registers they are
             # spilled. So they hang on the visit, of which there are not so many.
@@ -162,19 +165,19 @@ def latent_kernel(
                 ring.load_from_shared(visit)
                 plgpu.wgmma(scores, query.smem.at[none], ring.get_mma_tile(visit, transposed=True))
 
-        def weights_of(visit: Any) -> Any:
+        def weights_of(visit: Scalar) -> Any:
             """Probabilities lie where the rest of their keys was."""
             return rest.get_mma_tile(visit)
 
-        def hand_over(visit: Any, p: Any, scale: Any) -> None:
+        def hand_over(visit: Scalar, p: jax.Array, scale: jax.Array) -> None:
             slot = right.slot(visit)
             scales[slot, :] = scale
             weights_of(visit)[...] = p
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready.at[slot])
 
-        def first_logits(page: Any) -> tuple[Any, Any]:
-            def alone(scores: Any) -> Any:
+        def first_logits(page: Scalar) -> tuple[Any, Any]:
+            def alone(scores: Ref) -> Any:
                 for ring in queries:
                     ring.load_from_shared(0)
                 logits_of(scores, zero)
@@ -188,12 +191,12 @@ def latent_kernel(
             clear(left, zero, page)
             return m, total
 
-        def attend_first(acc: Any) -> None:
-            def visit_one(visit: Any, carry: Any) -> Any:
+        def attend_first(acc: Ref) -> None:
+            def visit_one(visit: Scalar, carry: Any) -> Any:
                 m, total, page = carry
                 after = page_of(visit + 1)
 
-                def overlapped(scores: Any) -> Any:
+                def overlapped(scores: Ref) -> Any:
                     logits_of(scores, visit)
                     plgpu.wgmma(acc, weights_of(visit - 1), left.get_mma_tile(visit - 1))
                     products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
@@ -224,8 +227,8 @@ def latent_kernel(
             place = (work.split, work.sequence) if call.parts else (work.sequence,)
             lse_ref.at[(*place, my_rows)][...] = lse
 
-        def attend_second(acc: Any) -> None:
-            def visit_one(visit: Any, page: Any) -> Any:
+        def attend_second(acc: Ref) -> None:
+            def visit_one(visit: Scalar, page: Scalar) -> Any:
                 after = page_of(visit + 1)
                 for ring in (right, rest):
                     ring.load_from_shared(visit)
@@ -244,7 +247,7 @@ def latent_kernel(
             weight = plgpu.load(scales.at[STAGES], layout=row_layout())
             store(acc[...] * across(weight, HALF), HALF, queries[1].get_mma_tile(0))
 
-        def store(out: Any, start: int, smem: Any) -> None:
+        def store(out: jax.Array, start: int, smem: Ref) -> None:
             columns = pl.ds(start, HALF)
             if call.parts:
                 out_ref.at[work.split, work.sequence, my_rows, columns][...] = out

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
@@ -146,7 +148,7 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
     return out.reshape(tokens, heads, VALUE_DIM), lse.reshape(tokens, heads)
 
 
-def _combined(out: Any, lse: Any, sinks: Any, dtype: Any) -> tuple[Any, Any]:
+def _combined(out: jax.Array, lse: jax.Array, sinks: jax.Array, dtype: DTypeLike) -> tuple[Any, Any]:
     """The results of all splits, the first axis, from those of each; ``sinks`` of the rows take part without values."""
     largest = lse.max(axis=0)
     if sinks is not None:

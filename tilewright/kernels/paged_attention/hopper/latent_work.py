@@ -5,11 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
 
 KEYS = 64
@@ -33,7 +35,7 @@ STAGES = 2
 class LatentPlan:
     """The shared memory of the kernel: tiles of queries and latents in the halves of the value and the rest."""
 
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def queries(self) -> tuple[RingPlan, ...]:
@@ -115,17 +117,17 @@ class LatentCall:
 class LatentWork:
     """What one program has to do, as scalars on the device: ``total`` tiles from ``first`` on, at least one."""
 
-    sequence: Any
-    row_tile: Any
-    split: Any
-    position: Any  # of the sequence's first new token
-    highest: Any  # one past the last key that some row sees, 0 where there is nothing to do
-    lowest: Any  # keys before it are seen by every row
-    first: Any
-    total: Any
+    sequence: Scalar
+    row_tile: Scalar
+    split: Scalar
+    position: Scalar  # of the sequence's first new token
+    highest: Scalar  # one past the last key that some row sees, 0 where there is nothing to do
+    lowest: Scalar  # keys before it are seen by every row
+    first: Scalar
+    total: Scalar
 
 
-def work_of_program(call: LatentCall, program: Any, lengths_ref: Any) -> LatentWork:
+def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> LatentWork:
     row_tile = lax.rem(program, jnp.int32(call.row_tiles))
     rest = lax.div(program, jnp.int32(call.row_tiles))
     split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))

@@ -16,9 +16,10 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
-from tilewright.kernels.hopper.ring import bind_rings
+from tilewright.kernels.hopper.ring import Ring, bind_rings
 from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.packed_work import (
     CONSUMERS,
     FIELDS,
@@ -65,8 +66,8 @@ def chunk_kernel(
     early, multiplier = split_scale(call.softmax_scale)
 
     def body(
-        q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, bits_ref: Any, work_ref: Any, out_ref: Any, lse_ref: Any,
-        *refs: Any,
+        q_ref: Ref, k_ref: Ref, v_ref: Ref, table_ref: Ref, bits_ref: Ref, work_ref: Ref, out_ref: Ref, lse_ref: Ref,
+        *refs: Ref,
     ) -> None:  # fmt: skip
         rows_smem, *scratch = refs
         (k_ring, v_ring), (q_smem, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), scratch)
@@ -89,31 +90,31 @@ def chunk_kernel(
         zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
 
-        def start_of(work: TileWork, visit: Any) -> Any:
+        def start_of(work: TileWork, visit: Scalar) -> Any:
             """The position of the first key of a visit."""
             return (work.first(block_k) + visit) * block_k
 
-        def bits_of(visit: Any) -> Any:
+        def bits_of(visit: Scalar) -> Any:
             return bits_ref[own_bits + lax.min(visit, visits - 1)]
 
-        def plain(visit: Any, bits: Any) -> Any:
+        def plain(visit: Scalar, bits: jax.Array) -> Any:
             """Whether every row sees all keys."""
             return (visit >= plain_from) & (visit < plain_until) & (bits == every)
 
         def produce() -> None:
-            def load(ring: Any, ref: Any, visit: Any) -> None:
+            def load(ring: Ring, ref: Ref, visit: Scalar) -> None:
                 start = start_of(work, visit)
                 column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
                 row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > block_k else zero
                 pages = [table_ref[column + number] for number in range(call.copies)]
                 ring.load_from_dram(visit, *(ref.at[page, pl.ds(row, piece), kv_head] for page in pages))
 
-            def load_both(visit: Any, _: Any) -> None:
+            def load_both(visit: Scalar, _: None) -> None:
                 # In the order in which the consumers hand slots back.
                 load(k_ring, k_ref, visit)
                 load(v_ring, v_ref, visit - 1)
 
-            def load_queries(number: Any, _: Any) -> None:
+            def load_queries(number: Scalar, _: None) -> None:
                 """Of one head and a warpgroup's tokens; those that a tile does not have are any others."""
                 half, head = lax.div(number, jnp.int32(group)), lax.rem(number, jnp.int32(group))
                 token = lax.min(work.token + half * each, jnp.int32(tokens - 1))
@@ -129,19 +130,19 @@ def chunk_kernel(
         def iota(size: int, axis: int) -> Any:
             return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
 
-        def present(place: Any, bits: Any) -> Any:
+        def present(place: Scalar, bits: jax.Array) -> Any:
             """Places of keys in the block, those of pages that are not there beyond every bound."""
             if call.copies == 1:
                 return place
             page = lax.shift_right_logical(place, jnp.int32(piece.bit_length() - 1))
             return jnp.where((lax.shift_right_logical(bits, page) & 1) == 1, place, FAR)
 
-        def end_of(work: TileWork, visit: Any, bits: Any) -> Any:
+        def end_of(work: TileWork, visit: Scalar, bits: jax.Array) -> Any:
             """One past the last place that some row sees."""
             end = work.high - start_of(work, visit)
             return jnp.where(bits == 1, end, 0) if call.copies == 1 else end
 
-        def fill(visit: Any, bits: Any) -> None:
+        def fill(visit: Scalar, bits: jax.Array) -> None:
             """Waits for values, with zeros for those that no row sees, which may be anything: 0 · NaN is NaN."""
             v_ring.load_from_shared(visit)
 
@@ -162,7 +163,7 @@ def chunk_kernel(
                 plgpu.barrier_arrive(cleared)
                 plgpu.barrier_wait(cleared)
 
-        def visible(visit: Any, bits: Any) -> Any:
+        def visible(visit: Scalar, bits: jax.Array) -> Any:
             # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
             work = look_up()
             end = end_of(work, visit, bits)
@@ -174,38 +175,40 @@ def chunk_kernel(
                 seen &= key >= across(jnp.maximum(row - call.left, work.low - start_of(work, visit)), block_k)
             return seen
 
-        def softmax(products: Any, visit: Any, bits: Any, m: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+        def softmax(
+            products: jax.Array, visit: Scalar, bits: jax.Array, m: jax.Array, total: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             """Probabilities, what scales earlier ones, and the new statistics."""
             logits = products if early == 1.0 else products * early
             logits = lax.cond(
                 plain(visit, bits), lambda x: x, lambda x: jnp.where(visible(visit, bits), x, -jnp.inf), logits
             )
-            p, *statistics_after = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), *statistics_after
+            p, scale, m, total = online_softmax(logits, multiplier, m, total)
+            return p.astype(dtype), scale, m, total
 
         def swizzle_queries() -> None:
             plgpu.barrier_wait(queries_ready)
             q_smem.at[my_rows][...] = plgpu.load(rows_smem.at[my_rows], layout=tile_layout(), optimized=False)
             plgpu.commit_smem()
 
-        def scores_of(scores: Any, visit: Any) -> None:
+        def scores_of(scores: Ref, visit: Scalar) -> None:
             # Addresses that do not change from block to block would all be kept in registers, and others spilled. So
             # they hang on the visit, of which there are not so many.
             none = opaque_zero(visit, VISIT_BITS)
             rows = pl.ds((warpgroup + none) * ROWS, ROWS)
             plgpu.wgmma(scores, q_smem.at[rows], k_ring.get_mma_tile(visit, transposed=True))
 
-        def attend(acc: Any) -> None:
-            def alone(scores: Any) -> Any:
+        def attend(acc: Ref) -> None:
+            def alone(scores: Ref) -> Any:
                 k_ring.load_from_shared(zero)
                 scores_of(scores, zero)
                 return scores[...]
 
-            def visit_one(visit: Any, carry: Any) -> Any:
+            def visit_one(visit: Scalar, carry: Any) -> Any:
                 p, m, total, bits = carry
                 bits_before, bits_after = bits_of(visit - 1), bits_of(visit + 1)
 
-                def overlapped(scores: Any) -> Any:
+                def overlapped(scores: Ref) -> Any:
                     k_ring.load_from_shared(visit)
                     scores_of(scores, visit)
                     fill(visit - 1, bits_before)
@@ -233,7 +236,7 @@ def chunk_kernel(
             v_ring.release(visits - 1)
             store(out, m, total)
 
-        def store(out: Any, m: Any, total: Any) -> None:
+        def store(out: jax.Array, m: jax.Array, total: jax.Array) -> None:
             """Of the tokens that there are; rows lie where the warpgroup's queries came to."""
             work = look_up()
             weight = normaliser(total)
@@ -243,8 +246,8 @@ def chunk_kernel(
             token, head = work.token + warpgroup * each, kv_head * group
             mine = lax.min(work.tokens - warpgroup * each, jnp.int32(each))
 
-            def copy(begin: Any, size: int) -> None:
-                def of_head(number: Any, _: Any) -> None:
+            def copy(begin: Scalar, size: int) -> None:
+                def of_head(number: Scalar, _: None) -> None:
                     target = out_ref.at[pl.ds(token + begin, size), head + number]
                     plgpu.copy_smem_to_gmem(held.at[pl.ds(number * each + begin, size)], target)
 
@@ -265,7 +268,7 @@ def chunk_kernel(
         def attend_none() -> None:
             """No row is this warpgroup's: it hands slots back, and has its half of the values to clear."""
 
-            def visit_one(visit: Any, bits: Any) -> Any:
+            def visit_one(visit: Scalar, bits: jax.Array) -> Any:
                 after = bits_of(visit + 1)
                 k_ring.load_from_shared(visit)
                 k_ring.release(visit)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
@@ -34,7 +35,7 @@ TILE_COST = 2
 class ChunkPlan:
     """The shared memory of the kernel; ``copies`` of pages make a block of keys, ``pieces`` a tile of queries."""
 
-    dtype: Any
+    dtype: DTypeLike
     dim: int
     block_k: int
     num_stages: int
@@ -121,7 +122,7 @@ class ChunkCall:
         """Blocks of keys of a sequence."""
         return self.capacity // self.block_k
 
-    def plan(self, dtype: Any, dim: int) -> ChunkPlan:
+    def plan(self, dtype: DTypeLike, dim: int) -> ChunkPlan:
         return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies, CONSUMERS * self.group)
 
 
@@ -133,21 +134,21 @@ class TileWork:
     ``tile`` is the number in the plan, and ``token`` the first of the packed ones.
     """
 
-    tile: Any
-    sequence: Any
-    token: Any
-    tokens: Any
-    position: Any
-    low: Any
-    high: Any
-    all_low: Any
-    all_high: Any
+    tile: jax.Array
+    sequence: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    position: jax.Array
+    low: jax.Array
+    high: jax.Array
+    all_low: jax.Array
+    all_high: jax.Array
 
-    def first(self, block_k: int) -> Any:
+    def first(self, block_k: int) -> jax.Array:
         """The first block of keys."""
         return lax.div(self.low, jnp.int32(block_k))
 
-    def total(self, block_k: int) -> Any:
+    def total(self, block_k: int) -> jax.Array:
         """Blocks of keys, at least one."""
         return jnp.maximum(lax.div(self.high + (block_k - 1), jnp.int32(block_k)) - self.first(block_k), 1)
 

@@ -264,7 +264,7 @@ def _dims(head_dim: int, value_dim: int, latent: bool) -> tuple[int, int]:
     return (value_dim, head_dim - value_dim) if latent else (head_dim, 0)
 
 
-def _strides(name: str, scale: Any) -> dict[str, int]:
+def _strides(name: str, scale: jax.Array | None) -> dict[str, int]:
     """Of a scale by page, row and head; 0 where it is broadcast."""
     if scale is None:
         return {f"{name}_{axis}": 0 for axis in ("page", "row", "head")}

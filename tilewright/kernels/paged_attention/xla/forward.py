@@ -6,6 +6,7 @@ for Large Language Model Serving with PagedAttention" (2023).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,15 @@ from jax import lax
 from jax._src.core import min_dim  # also of symbolic dimensions
 from jaxtyping import Array, Bool, Float, Int
 
+from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward, sinks_of
 from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tiles, packed_tokens
 from tilewright.kernels.sharding import vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
+
+type State = tuple[jax.Array, jax.Array, jax.Array]
+"""Maximum, sum of exponentials and weighted sum of values of rows."""
 
 
 class Tiles(NamedTuple):
@@ -89,7 +94,7 @@ def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     return Tiles(query, plan.sequence, plan.position, plan.rows), (place, at.owned)
 
 
-def _padded(x: Any, count: int) -> Any:
+def _padded(x: jax.Array, count: int) -> Any:
     return jnp.pad(x, ((0, count), *((0, 0),) * (x.ndim - 1)))
 
 
@@ -110,7 +115,7 @@ def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
     steps = jnp.max(-(-(end - start) // block_k), initial=0)
     source = Source.of(inputs, block_k)
 
-    def step(index: Any, state: Any) -> Any:
+    def step(index: Index, state: State) -> Any:
         position = start[:, None] + index * block_k + jnp.arange(source.block_k, dtype=jnp.int32)
         return _step(inputs, tiles, source.read(tiles.sequence, position, low, end), state)
 
@@ -130,7 +135,7 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
     return vary_over(varying_axes(inputs), (*parts, weighted))
 
 
-def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: Any) -> Any:
+def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     options, dtype = inputs.options, accumulation_dtype(inputs.query.dtype)
     block_q = tiles.query.shape[1]
     logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
@@ -163,7 +168,7 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: Any) -> Any:
     return greatest, total, state[2] * shrink[..., None] + product
 
 
-def _by_head(scale: Any) -> Any:
+def _by_head(scale: jax.Array) -> Any:
     """``[tiles, block_k, kv_heads | 1]`` to where it multiplies logits."""
     return jnp.swapaxes(scale, 1, 2)[:, :, None, None, :]
 
@@ -185,7 +190,7 @@ class Source:
     def of(cls, inputs: PagedInputs, block_k: int) -> "Source":
         return cls(inputs, block_k, block_k if inputs.page_table is None else math.gcd(block_k, inputs.page_size))
 
-    def read(self, sequence: Any, position: Any, low: Any, end: Any) -> Block:
+    def read(self, sequence: jax.Array, position: jax.Array, low: jax.Array, end: jax.Array) -> Block:
         """The block of these positions; only those from ``low`` to ``end`` that have a page are present."""
         inputs = self.inputs
         present = (position >= low[:, None]) & (position < end[:, None])
@@ -211,7 +216,7 @@ class Source:
         value = jnp.where(present[..., None, None], value, 0)
         return Block(key, value, key_scale, value_scale, position, present)
 
-    def _pieces(self, table: Any, sequence: Any, position: Any) -> tuple[Any, Any, Any]:
+    def _pieces(self, table: Any, sequence: jax.Array, position: jax.Array) -> tuple[Any, Any, Any]:
         """Page, first row and presence of each piece, ``[tiles, pieces]``."""
         inputs = self.inputs
         columns, num_pages = table.shape[1], inputs.key.shape[0]
@@ -221,7 +226,7 @@ class Source:
         there = (page >= 0) & (page < num_pages)
         return jnp.where(there, page, 0), first % inputs.page_size, there
 
-    def _gathered(self, array: Any, page: Any, row: Any) -> Any:
+    def _gathered(self, array: jax.Array, page: jax.Array, row: jax.Array) -> Any:
         """Pieces of ``[num_pages, page_size, ...]``, side by side in each tile."""
         num_pages, page_size = array.shape[:2]
         pieces = page_size // self.piece
@@ -229,7 +234,7 @@ class Source:
         found = split[page, row // self.piece]
         return found.reshape(page.shape[0], -1, *array.shape[2:])
 
-    def _scale(self, scale: Any, take: Any, present: Any) -> Any:
+    def _scale(self, scale: jax.Array | None, take: Callable[[jax.Array], jax.Array], present: jax.Array) -> Any:
         if scale is None:
             return None
         if scale.shape[:2] == (1, 1):
@@ -237,13 +242,13 @@ class Source:
         taken = take(jnp.broadcast_to(scale, (*self.inputs.key.shape[:2], scale.shape[2])))
         return jnp.where(present[..., None], taken, 0.0)
 
-    def _widened(self, array: Any) -> Any:
+    def _widened(self, array: jax.Array) -> Any:
         return array if array.dtype == self.inputs.query.dtype else array.astype(self.inputs.query.dtype)
 
 
-def _slices(array: Any, sequence: Any, begin: Any, size: int) -> Any:
-    def one(sequence: Any, begin: Any) -> Any:
-        start = (sequence, begin, *(0,) * (array.ndim - 2))
+def _slices(array: jax.Array, sequence: jax.Array, begin: jax.Array, size: int) -> Any:
+    def one(sequence: jax.Array, begin: jax.Array) -> Any:
+        start: list[Index] = [sequence, begin, *[0] * (array.ndim - 2)]
         return lax.dynamic_slice(array, start, (1, size, *array.shape[2:]))[0]
 
     return jax.vmap(one)(sequence, begin)
