@@ -92,7 +92,7 @@ def integer_array(name: str, array: object, shape: tuple[int, ...], unbatched: b
 
 def to_int32(array: jax.Array) -> jax.Array:
     """int32 with what does not fit cut off: a wrapped number would be a length, or name a page, that is there."""
-    limits = jnp.iinfo(array.dtype)  # type: ignore[no-untyped-call]
+    limits = jnp.iinfo(array.dtype)
     if limits.max > np.iinfo(np.int32).max:
         low = max(limits.min, np.iinfo(np.int32).min)
         array = jnp.clip(array, low, np.iinfo(np.int32).max)
