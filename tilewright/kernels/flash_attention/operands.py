@@ -48,7 +48,7 @@ def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> d
     }  # fmt: skip
 
 
-def widened(array: jax.Array, dim: int) -> Any:
+def pad_last_dim(array: jax.Array, dim: int) -> Any:
     """With zeros up to ``dim`` at the end of the last axis."""
     if array.shape[-1] == dim:
         return array
@@ -101,44 +101,49 @@ def least_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
     return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))
 
 
-def with_blind_rows(out: jax.Array, lse: jax.Array, seen: jax.Array | None) -> tuple[Any, Any]:
-    """Results of a kernel that need not be right where a row sees nothing: 0 and −∞ there.
+def with_fully_masked_rows(out: jax.Array, lse: jax.Array, visible: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Results of a kernel that need not be right in fully masked rows: 0 and −∞ there.
 
     Args:
-      seen: ``[batch|1, heads|1, q_length]``; None where every row sees something.
+      visible: ``[batch|1, heads|1, q_length]``, where a row has a visible key; None where each does.
     """
-    if seen is None:
+    if visible is None:
         return out, lse
-    return jnp.where(by_row(seen), out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+    return jnp.where(by_row(visible), out, jnp.zeros((), out.dtype)), jnp.where(visible, lse, -jnp.inf)
 
 
-def without_blind_rows(
-    out: jax.Array, d_out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, blind: jax.Array | None
-) -> tuple[Any, Any, Any, Any]:
-    """What a backward kernel reads, such that rows that see nothing add 0 to every gradient.
+def without_fully_masked_rows(
+    out: jax.Array, d_out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, fully_masked: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """What a backward kernel reads, such that fully masked rows add 0 to every gradient.
 
     With ``exp(logit − ∞) = 0`` for every probability there is nothing to multiply it by.
 
     Args:
-      blind: ``[batch, heads, q_length]``; None where there is no such row.
+      fully_masked: ``[batch, heads, q_length]``; None where there is no such row.
     """
-    if blind is None:
+    if fully_masked is None:
         return out, d_out, lse, d_lse
-    out, d_out = (jnp.where(by_row(blind), jnp.zeros((), each.dtype), each) for each in (out, d_out))
-    return out, d_out, jnp.where(blind, jnp.inf, lse), None if d_lse is None else jnp.where(blind, 0.0, d_lse)
+    out, d_out = (jnp.where(by_row(fully_masked), jnp.zeros((), each.dtype), each) for each in (out, d_out))
+    lse = jnp.where(fully_masked, jnp.inf, lse)
+    return out, d_out, lse, None if d_lse is None else jnp.where(fully_masked, 0.0, d_lse)
 
 
-def without_hidden(
-    d_query: jax.Array, d_key: jax.Array, d_value: jax.Array, blind: jax.Array | None, kv_lengths: jax.Array | None
-) -> tuple[Any, Any, Any]:
+def without_masked(
+    d_query: jax.Array,
+    d_key: jax.Array,
+    d_value: jax.Array,
+    fully_masked: jax.Array | None,
+    kv_lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients with 0 for queries and keys that take no part, of which a kernel need not write any.
 
     Args:
-      blind: as in ``without_blind_rows``.
+      fully_masked: as in ``without_fully_masked_rows``.
       kv_lengths: ``[batch]``; None where every key takes part.
     """
-    if blind is not None:
-        d_query = jnp.where(by_row(blind), jnp.zeros((), d_query.dtype), d_query)
+    if fully_masked is not None:
+        d_query = jnp.where(by_row(fully_masked), jnp.zeros((), d_query.dtype), d_query)
     if kv_lengths is not None:
         hidden = (jnp.arange(d_key.shape[1], dtype=jnp.int32) >= kv_lengths[:, None])[:, :, None, None]
         d_key, d_value = (jnp.where(hidden, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))

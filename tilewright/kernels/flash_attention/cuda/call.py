@@ -18,7 +18,7 @@ from tilewright.kernels.flash_attention.cuda.selection import (
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import (
     into_batch,
-    widened,
+    pad_last_dim,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Device, Direction
@@ -103,7 +103,7 @@ class CudaCall:
         head_dim, value_dim = chosen.fields["head_dim"], chosen.fields["value_dim"]
         names = _FORWARD_INPUTS if self.direction == "forward" else _BACKWARD_INPUTS
         widths = {"query": head_dim, "key": head_dim, "value": value_dim, "out": value_dim, "d_out": value_dim}
-        operands = [_widened(arrays.get(name), widths.get(name), _ABSENT.get(name, np.int32)) for name in names]
+        operands = [_padded(arrays.get(name), widths.get(name), _ABSENT.get(name, np.int32)) for name in names]
         attributes = {
             "scale": np.float32(options.softmax_scale),
             "soft_cap": np.float32(options.logits_soft_cap or 0.0),
@@ -141,8 +141,8 @@ class CudaCall:
         ]
 
 
-def _widened(array: jax.Array | None, dim: int | None, absent: DTypeLike) -> Any:
+def _padded(array: jax.Array | None, dim: int | None, absent: DTypeLike) -> Any:
     """With zeros up to ``dim`` at the end of the last axis; without elements where there is no array."""
     if array is None:
         return jnp.zeros((0,), absent)
-    return array if dim is None else widened(array, dim)
+    return array if dim is None else pad_last_dim(array, dim)

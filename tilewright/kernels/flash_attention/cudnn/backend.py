@@ -19,11 +19,11 @@ from tilewright.kernels.flash_attention.operands import (
     by_row,
     least_lengths,
     over_batch,
-    widened,
-    with_blind_rows,
+    pad_last_dim,
+    with_fully_masked_rows,
     with_positive_scale,
-    without_blind_rows,
-    without_hidden,
+    without_fully_masked_rows,
+    without_masked,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
@@ -175,7 +175,7 @@ class CudnnFlashAttention(
         dim, bias = computed_dim(call.problem, False), call.bias(apart=False)
         out, lse = call.run(jax_calls.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
         out = out[..., : call.problem.value_dim]
-        return with_blind_rows(out, lse, call.rows_that_see())
+        return with_fully_masked_rows(out, lse, call.visible_rows())
 
     def backward(
         self,
@@ -191,16 +191,16 @@ class CudnnFlashAttention(
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
         out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
         lse, d_lse = results[1].astype(jnp.float32), cotangents[1]
-        blind = jnp.isneginf(lse) if call.may_hide_rows else None
-        out, d_out, lse, d_lse = without_blind_rows(out, d_out, lse, d_lse, blind)
+        fully_masked = jnp.isneginf(lse) if call.may_mask_rows else None
+        out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
             out, d_out = carrying(out, d_out, d_lse)
         arrays = {**call.operands(dim), "bias": call.bias(apart=True), "lse": lse}
-        arrays |= {"out": widened(out, dim), "d_out": widened(d_out, dim)}
+        arrays |= {"out": pad_last_dim(out, dim), "d_out": pad_last_dim(d_out, dim)}
         d_query, d_key, d_value, *d_bias = call.run(jax_calls.backward, arrays)
         kv_lengths = None if call.lengths is None else call.lengths[1]
-        d_query, d_key, d_value = without_hidden(d_query, d_key, d_value, blind, kv_lengths)
+        d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, kv_lengths)
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
             "query": (-d_query if turned else d_query)[..., :head_dim],
@@ -268,13 +268,13 @@ class _Call:
         return cls(inputs, problem, mask, mask.lengths(problem.batch, *sizes))
 
     @property
-    def may_hide_rows(self) -> bool:
+    def may_mask_rows(self) -> bool:
         """Whether a query may see nothing: every other mask leaves it a key."""
         return self.lengths is not None or self.inputs.bias is not None
 
     def operands(self, dim: int) -> dict[str, Any]:
         """What both directions take, but for the bias."""
-        arrays = {name: widened(getattr(self.inputs, name), dim) for name in ("query", "key", "value")}
+        arrays = {name: pad_last_dim(getattr(self.inputs, name), dim) for name in ("query", "key", "value")}
         if self.lengths is not None:
             # Nothing is what cuDNN was not always made for; the rows of such an element are set right later.
             arrays |= {name: jnp.maximum(x, 1) for name, x in zip(_LENGTHS, self.lengths, strict=True)}
@@ -297,7 +297,7 @@ class _Call:
             d_bias = jnp.where(self.inputs.mask.tile(0, q_length, 0, kv_length), d_bias, jnp.zeros((), d_bias.dtype))
         return bias_gradient(d_bias, bias)
 
-    def rows_that_see(self) -> Any:
+    def visible_rows(self) -> Any:
         """``[batch|1, heads|1, q_length]``: whether a query sees any key; None where each does."""
         _, _, q_length, kv_length = self.problem.score_shape
         if self.inputs.bias is not None:

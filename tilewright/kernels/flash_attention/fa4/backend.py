@@ -26,11 +26,11 @@ from tilewright.kernels.flash_attention.fa4.params import (
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import (
     over_batch,
-    widened,
-    with_blind_rows,
+    pad_last_dim,
+    with_fully_masked_rows,
     with_positive_scale,
-    without_blind_rows,
-    without_hidden,
+    without_fully_masked_rows,
+    without_masked,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
@@ -106,12 +106,12 @@ class Fa4FlashAttention(
         if inputs.is_empty:
             return empty_forward(inputs)
         call = _Call.of(with_positive_scale(inputs))
-        if call.sees_nothing:
+        if call.is_fully_masked:
             return empty_forward(inputs)
         complete = params.completed(forward_defaults(call.problem, call.mask))
         out, lse = call.run(cute.forward, call.operands("forward"), complete)
         out = out[..., : call.problem.value_dim]
-        return with_blind_rows(out, lse, call.rows_that_see())
+        return with_fully_masked_rows(out, lse, call.visible_rows())
 
     def backward(
         self,
@@ -125,19 +125,19 @@ class Fa4FlashAttention(
             return empty_backward(inputs, *results, *cotangents)
         turned = inputs.options.softmax_scale < 0
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
-        if call.sees_nothing:
+        if call.is_fully_masked:
             return empty_backward(inputs, *results, *cotangents)
         complete = params.completed(backward_defaults(call.problem, call.mask))
         out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
         lse = results[1].astype(jnp.float32)
         d_lse = None if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        blind = jnp.isneginf(lse) if call.rows_that_see() is not None else None
-        out, d_out, lse, d_lse = without_blind_rows(out, d_out, lse, d_lse, blind)
+        fully_masked = jnp.isneginf(lse) if call.visible_rows() is not None else None
+        out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
         _, value_dim = computed_dims(call.problem, "backward")
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
-        arrays |= {"out": widened(out, value_dim), "d_out": widened(d_out, value_dim)}
+        arrays |= {"out": pad_last_dim(out, value_dim), "d_out": pad_last_dim(d_out, value_dim)}
         d_query, d_key, d_value = call.run(cute.backward, arrays, complete)
-        d_query, d_key, d_value = without_hidden(d_query, d_key, d_value, blind, call.lengths[1])
+        d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, call.lengths[1])
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
             "query": (-d_query if turned else d_query)[..., :head_dim],
@@ -167,29 +167,29 @@ class _Call:
     def operands(self, direction: Direction) -> dict[str, Any]:
         """What both directions take."""
         head_dim, value_dim = computed_dims(self.problem, direction)
-        arrays = {name: widened(getattr(self.inputs, name), head_dim) for name in ("query", "key")}
-        arrays["value"] = widened(self.inputs.value, value_dim)
+        arrays = {name: pad_last_dim(getattr(self.inputs, name), head_dim) for name in ("query", "key")}
+        arrays["value"] = pad_last_dim(self.inputs.value, value_dim)
         if not self.mask.is_band:  # which is counted from the ends of the whole arrays
             lengths = zip(("q_lengths", "kv_lengths"), self.lengths, strict=True)
             # A sequence without any query or key is not left to the kernels: its rows are set right later.
             arrays |= {name: None if x is None else jnp.maximum(x, 1) for name, x in lengths}
         return arrays
 
-    def seen_keys(self) -> tuple[np.ndarray, np.ndarray]:
+    def visible_keys(self) -> tuple[np.ndarray, np.ndarray]:
         """The first and the last key that the band shows to each query; the last is before the first for none."""
         band, rows = self.mask.parts.band, np.arange(self.problem.q_length)
         return np.maximum(rows + band.lowest, 0), np.minimum(rows + band.highest, self.problem.kv_length - 1)
 
     @property
-    def sees_nothing(self) -> bool:
+    def is_fully_masked(self) -> bool:
         """Whether no query sees any key, whatever the lengths are."""
-        first, last = self.seen_keys()
+        first, last = self.visible_keys()
         return bool((first > last).all())
 
-    def rows_that_see(self) -> Any:
+    def visible_rows(self) -> Any:
         """``[batch|1, 1, q_length]``: whether a query sees any key; None where each does."""
         q_length, kv_length = self.problem.q_length, self.problem.kv_length
-        (first, last), (q_lengths, kv_lengths) = self.seen_keys(), self.lengths
+        (first, last), (q_lengths, kv_lengths) = self.visible_keys(), self.lengths
         if q_lengths is None and kv_lengths is None:
             return None if (first <= last).all() else jnp.asarray(first <= last)[None, None, :]
         seen = jnp.asarray(first <= last)[None]

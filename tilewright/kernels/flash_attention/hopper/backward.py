@@ -35,7 +35,7 @@ from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBa
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
+    TileCoord,
     biased_and_capped,
     kept,
     transposed,
@@ -170,7 +170,7 @@ def key_value_kernel(
                     logits: jax.Array | None,
                 ) -> Any:
                     zero = opaque_zero(step + item)
-                    place = Place(b, head, q_tile * block_q, kv_start, shape, 1)
+                    place = TileCoord(b, head, q_tile * block_q, kv_start, shape, 1)
                     queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
 
                     def probabilities(logits: jax.Array) -> tuple[Any, Any, Any]:

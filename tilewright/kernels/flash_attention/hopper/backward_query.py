@@ -15,7 +15,7 @@ from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBa
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
+    TileCoord,
     biased_and_capped,
     kept,
     masked_logits,
@@ -96,7 +96,7 @@ def query_kernel(
                     step, v_step = first + number, out_step(turn + 1, first, number)
                     zero = opaque_zero(step + item)
                     q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
-                    place = Place(b, h, q_start, steps.tile(number) * block_k, shape, 0)
+                    place = TileCoord(b, h, q_start, steps.tile(number) * block_k, shape, 0)
 
                     def of_scores(scores: Ref, d_probabilities: Ref) -> Any:
                         k_ring.load_from_shared(step)

@@ -21,7 +21,7 @@ from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, W
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
+    TileCoord,
     transposed,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
@@ -143,7 +143,7 @@ def wide_key_value_kernel(
             def weigh(scores: jax.Array, step: Scalar, visit: Visit) -> tuple[Any, Any]:
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
                 b, _, kv_start, visits = program(again(item, step))
-                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
+                place = TileCoord(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
                 masked = visits.masked(visit) if walk.may_mask else False
                 weights, factors = probabilities(scores, shift, options, array_refs, place, masked, dtype)
                 # Registers that are an operand must not be written while a product runs: see below.
@@ -245,7 +245,7 @@ def wide_key_value_kernel(
                 if bias_gradient is None or visit is None:
                     return
                 b, _, kv_start, visits = program(again(item, step))
-                place = Place(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
+                place = TileCoord(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
                 bias_gradient.store(d_bias_ref, None if bias_smem is None else bias_smem.at[0], ds, place)
 
             def finish(dp: jax.Array, step: Scalar, visit: Visit | None) -> Any:

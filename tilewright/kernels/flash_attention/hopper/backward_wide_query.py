@@ -16,7 +16,7 @@ from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, W
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
+    TileCoord,
 )
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     again,
@@ -133,7 +133,7 @@ def wide_query_kernel(
 
             def weigh(logits: jax.Array, step: Scalar, masked: Condition) -> Any:
                 b, h, q_start, steps = program(again(item, step))
-                place = Place(b, h, q_start + warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_SHAPE, 0)
+                place = TileCoord(b, h, q_start + warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_SHAPE, 0)
                 return probabilities(logits, shift(step), options, array_refs, place, masked, dtype)[1]
 
             def together(

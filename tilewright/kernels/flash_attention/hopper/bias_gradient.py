@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
-from tilewright.kernels.flash_attention.hopper.scores import Place
+from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.shared import aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised
@@ -99,7 +99,7 @@ class BiasGradient:
     def _staging_shape(self, warpgroups: int) -> tuple[int, ...]:
         return (warpgroups, ROWS // STRIP, ROWS, STRIP) if self.of_queries else (warpgroups, ROWS)
 
-    def store(self, ref: Ref, staging: Ref | None, ds: jax.Array, place: Place) -> None:
+    def store(self, ref: Ref, staging: Ref | None, ds: jax.Array, place: TileCoord) -> None:
         """Stores or adds a float32 tile ``[64 keys, 64 queries]``.
 
         Args:

@@ -20,9 +20,9 @@ from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Tables, Walk, visits
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
     ScoreArrays,
     ScoreOptions,
+    TileCoord,
     biased_and_capped,
     kept,
     masked_logits,
@@ -164,7 +164,9 @@ def forward_kernel(
         ) -> Any:
             """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
             b, h, q_tile, steps = work(item)
-            place = Place(b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0)
+            place = TileCoord(
+                b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0
+            )
             logits = products
             if not options.plain:
                 logits, _ = biased_and_capped(products, options, array_refs, place)
@@ -178,11 +180,11 @@ def forward_kernel(
                 p = jnp.where(kept(options, array_refs, place), p, 0.0)
             return p.astype(dtype), scale, maximum, total
 
-        def take_turn() -> None:
+        def ping_pong_wait() -> None:
             if params.ping_pong:
                 plgpu.barrier_wait(turns.at[warpgroup])
 
-        def pass_turn() -> None:
+        def ping_pong_arrive() -> None:
             if params.ping_pong:
                 plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
 
@@ -193,11 +195,11 @@ def forward_kernel(
             """Probabilities of an item's first tile, with no product of values to run beside."""
 
             def alone(scores: Ref) -> Any:
-                take_turn()
+                ping_pong_wait()
                 q_ring.load_from_shared(turn)
                 k_ring.load_from_shared(step)
                 scores_of(q_ring.get_mma_tile(turn), step, scores)
-                pass_turn()
+                ping_pong_arrive()
                 return scores[...]
 
             products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
@@ -218,11 +220,11 @@ def forward_kernel(
                 step = first + visit
 
                 def overlapped(scores: Ref) -> Any:
-                    take_turn()
+                    ping_pong_wait()
                     k_ring.load_from_shared(step)
                     scores_of(q_smem, step, scores)
                     values_of(acc, p, step - 1)
-                    pass_turn()
+                    ping_pong_arrive()
                     products = plgpu.wgmma_accumulator_load(scores, wait_n=0 if in_turn else 1)
                     k_ring.release(step)
                     after = softmax(products, item, visit, m, total, later_masked)
@@ -291,7 +293,7 @@ def forward_kernel(
                 next_item = lax.max(following, jnp.int32(0))
 
                 def overlapped(scores: Ref) -> Any:
-                    take_turn()
+                    ping_pong_wait()
 
                     @pl.when(more)
                     def _() -> None:
@@ -300,7 +302,7 @@ def forward_kernel(
 
                     scores_of(q_ring.get_mma_tile(next_turn), step, scores)
                     values_of(acc, p, after - 1)
-                    pass_turn()
+                    ping_pong_arrive()
                     products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
                     @pl.when(more)

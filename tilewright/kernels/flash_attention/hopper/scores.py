@@ -106,7 +106,7 @@ def transposed(arrays: ScoreArrays) -> ScoreArrays:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class TileCoord:
     """Where a tile lies in the call; ``shape`` is the tile's, with queries along ``q_axis``."""
 
     batch: Scalar
@@ -176,7 +176,7 @@ class Place:
 
 
 def biased_and_capped(
-    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, place: Place
+    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, place: TileCoord
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs."""
     logits = logits * options.scale
@@ -189,7 +189,7 @@ def biased_and_capped(
     return tanh * options.soft_cap, tanh
 
 
-def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> jax.Array:
+def visible(options: ScoreOptions, arrays: ScoreArrays, place: TileCoord) -> jax.Array:
     """Which elements of a tile the whole mask leaves."""
     parts = []
     if options.band.lowest > -FAR or options.band.highest < FAR:
@@ -205,7 +205,7 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> jax.Arr
 
 
 def masked_logits(
-    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, place: Place
+    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, place: TileCoord
 ) -> jax.Array:
     """Logits with −∞ where the mask hides; ``masked``, a bool or a scalar on the device, says if the tile needs it."""
 
@@ -230,7 +230,7 @@ def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: i
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-def _attends(mask: Mask, place: Place) -> jax.Array:
+def _attends(mask: Mask, place: TileCoord) -> jax.Array:
     """``Mask.tile`` in the terms that a kernel has."""
     if isinstance(mask, AndMask | OrMask):
         result = _attends(mask.masks[0], place)
@@ -257,7 +257,7 @@ def _attends(mask: Mask, place: Place) -> jax.Array:
     raise TypeError(f"no kernel form of a mask of type {type(mask).__name__}")
 
 
-def kept(options: ScoreOptions, arrays: ScoreArrays, place: Place) -> jax.Array:
+def kept(options: ScoreOptions, arrays: ScoreArrays, place: TileCoord) -> jax.Array:
     """Which probabilities of a tile the dropout keeps, by the generator of ``tilewright.kernels.dropout``."""
     keys = arrays.dropout_keys
     assert keys is not None

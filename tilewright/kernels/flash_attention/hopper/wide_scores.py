@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, Walk
 from tilewright.kernels.flash_attention.hopper.scores import (
-    Place,
     ScoreArrays,
     ScoreOptions,
+    TileCoord,
     biased_and_capped,
     kept,
     masked_logits,
@@ -99,7 +99,7 @@ def probabilities(
     shift: jax.Array | None,
     options: ScoreOptions,
     arrays: ScoreArrays,
-    place: Place,
+    place: TileCoord,
     masked: Condition,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
