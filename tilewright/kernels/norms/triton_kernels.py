@@ -301,15 +301,15 @@ def backward(
                 value = value - tl.sum(value, 1, keep_dims=True) * (1.0 / columns)
                 if padded:
                     value = tl.where(column < columns, value, 0.0)
-                terms = (value * value, weighted * value, weighted)
+                squares, products = value * value, weighted * value
                 if x.dtype.element_ty == tl.float32:
                     # A mean is rounded like the largest of its terms; beside one of 1000 the rest is up to 1e-4.
-                    terms += (value,)
+                    terms = (squares, products, weighted, value)
                     variance, c1, c2, rest = tl.reduce(terms, 1, _add_quadruples, keep_dims=True)
                     rest = rest * (1.0 / columns)
                     variance, c1, value = variance - columns * rest * rest, c1 - rest * c2, value - rest
                 else:
-                    variance, c1, c2 = tl.reduce(terms, 1, _add_triples, keep_dims=True)
+                    variance, c1, c2 = tl.reduce((squares, products, weighted), 1, _add_triples, keep_dims=True)
                 c2 = c2 * (1.0 / columns)
             else:
                 variance, c1 = tl.reduce((value * value, weighted * value), 1, _add_pairs, keep_dims=True)
