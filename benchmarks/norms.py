@@ -40,6 +40,8 @@ from tilewright.ops.utils.device import current_device
 OURS = "tilewright"
 DIRECTIONS = ("forward", "residual", "backward", "residual_backward")
 FLUSHED_BYTES = 256 << 20
+CALLS = 3
+"""In each session of the profiler, which takes longer to begin and to end than they do."""
 
 type Results = dict[str, jax.Array]
 type Run = Callable[[], Any]
@@ -328,20 +330,21 @@ def by_copy(work: Work) -> Run:
 
 
 class Flushed:
-    """A call after the L2 cache was overwritten; with the two methods by which JAX's profiler takes it for compiled."""
+    """Calls, each after the L2 cache was overwritten; with the two methods by which JAX's profiler takes it for a jit."""
 
-    def __init__(self, run: Run, size: int = FLUSHED_BYTES) -> None:
-        self._run, self._size = run, size
+    def __init__(self, run: Run, size: int, calls: int) -> None:
+        self._run, self._size, self._calls = run, size, calls
 
-    def __call__(self) -> Any:
-        if self._size:
-            jax.block_until_ready(_flush(self._size))
-        return waited_for(self._run())
+    def __call__(self) -> None:
+        for _ in range(self._calls):
+            if self._size:
+                jax.block_until_ready(_flush(self._size))
+            waited_for(self._run())
 
-    def trace(self) -> Any:
+    def trace(self) -> None:
         raise NotImplementedError
 
-    def lower(self) -> Any:
+    def lower(self) -> None:
         raise NotImplementedError
 
 
@@ -360,20 +363,24 @@ def waited_for(found: Any) -> Any:
 @functools.cache
 def _flushing(size: int) -> int:
     """The kernels of a flush."""
-    return len(kernels(Flushed(lambda: None, size), ())[0]) if size else 0
+    return len(kernels(Flushed(lambda: None, size, 1), ())[0]) if size else 0
 
 
-def sample(run: Run, size: int) -> tuple[float, list[str]]:
-    """Microseconds of one call's kernels, and their names."""
-    found = kernels(Flushed(run, size), ())[0][_flushing(size) :]
-    return 1e3 * sum(time_ms for _, time_ms in found), [name for name, _ in found]
+def sample(run: Run, size: int) -> tuple[list[float], list[str]]:
+    """Microseconds of the kernels of each of a few calls, and the kernels' names."""
+    found, ahead = kernels(Flushed(run, size, CALLS), ())[0], _flushing(size)
+    each, rest = divmod(len(found), CALLS)
+    if rest or each <= ahead:
+        raise RuntimeError(f"{len(found)} kernels cannot be those of {CALLS} calls: {found}")
+    calls = [found[i * each + ahead : (i + 1) * each] for i in range(CALLS)]
+    return [1e3 * sum(time_ms for _, time_ms in call) for call in calls], [name for name, _ in calls[0]]
 
 
-def wall_sample(run: Run, size: int) -> tuple[float, list[str]]:
+def wall_sample(run: Run, size: int) -> tuple[list[float], list[str]]:
     """The same by the host's clock, where there is no profiler: whether everything runs, not how fast."""
     start = time.perf_counter()
     waited_for(run())
-    return 1e6 * (time.perf_counter() - start), []
+    return [1e6 * (time.perf_counter() - start)], []
 
 
 def as_jax(array: Any) -> jax.Array:
@@ -393,7 +400,7 @@ def wrong(found: Results, want: Results) -> list[str]:
 
 
 def measure_in_turn(
-    runs: Mapping[str, Run], rounds: int, size: int, take: Callable[[Run, int], tuple[float, list[str]]]
+    runs: Mapping[str, Run], rounds: int, size: int, take: Callable[[Run, int], tuple[list[float], list[str]]]
 ) -> dict[str, dict[str, Any]]:
     """Medians, samples and kernels of every call, every second round backwards; or why there are none."""
     found: dict[str, dict[str, Any]] = {name: {"samples_us": []} for name in runs}
@@ -402,11 +409,11 @@ def measure_in_turn(
             if "error" in found[name]:
                 continue
             try:
-                time_us, names = take(runs[name], size)
+                samples, names = take(runs[name], size)
             except Exception as error:  # the failure of one is a result; the others are still measured
                 found[name]["error"] = f"{type(error).__name__}: {error}"[:300]
                 continue
-            found[name]["samples_us"].append(time_us)
+            found[name]["samples_us"] += samples
             found[name]["kernels"] = names
     for each in found.values():
         if each["samples_us"]:
@@ -462,7 +469,7 @@ def run_cell(case: NormCase, direction: str, given: argparse.Namespace, every: S
     good, said = checked(common | triton, want)
     first = next(iter(names), "")
     if len(names) > 1:
-        quick = measure_in_turn({n: r for n, r in good.items() if n in names}, 3, given.flush, take)
+        quick = measure_in_turn({n: r for n, r in good.items() if n in names}, 1, given.flush, take)
         said |= {name: {"quick": each} for name, each in quick.items()}
         order = sorted((n for n in quick if "median_us" in quick[n]), key=lambda n: quick[n]["median_us"])
         kept = {first, *order[:3]}
@@ -517,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(GPU_CASES), help="of " + ", ".join(GPU_CASES))
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--sweep", type=int, default=1, help="candidates of ours to measure; 1 is the heuristic alone")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3, help=f"of {CALLS} calls")
     parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes written before each call")
     parser.add_argument("--no-peers", action="store_true", help="neither PyTorch nor what runs in it")
     parser.add_argument("--wall", action="store_true", help="the host's clock: whether everything runs")
