@@ -330,7 +330,7 @@ def by_copy(work: Work) -> Run:
 
 
 class Flushed:
-    """Calls, each after the L2 cache was overwritten; with the two methods by which JAX's profiler takes it for a jit."""
+    """Calls, each after the L2 cache was overwritten; JAX's profiler takes it for a jit by its last two methods."""
 
     def __init__(self, run: Run, size: int, calls: int) -> None:
         self._run, self._size, self._calls = run, size, calls
