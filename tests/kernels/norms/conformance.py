@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -11,35 +10,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.kernels.norms.cases import NormCase
+from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.registry import Implementation
-from tilewright.ops.execution.numerics import violations
+from tilewright.ops.tuning.numerics import violations
 
-CASES = {
+CASES: dict[str, NormCase] = {
     case.name: case
     for case in (
-        NormCase("rms", rows=(2, 3), columns=64),
-        NormCase("rms_residual_gemma", rows=(7,), columns=130, dtype="bfloat16", residual=True, weight_offset=1.0),
-        NormCase("rms_float16", rows=(5,), columns=127, dtype="float16", weight_dtype="float32", residual=True),
-        NormCase("rms_bare", rows=(3,), columns=32, dtype="bfloat16", weight=False),
-        NormCase("rms_one_column", rows=(9,), columns=1, eps=0.1),
-        NormCase("rms_one_row", rows=(), columns=48, weight_dtype="float32", dtype="bfloat16"),
-        NormCase("rms_4097", rows=(1,), columns=4097, residual=True),
-        NormCase("rms_huge_eps", rows=(4,), columns=40, eps=1e6),
-        NormCase("rms_no_rows", rows=(0, 2), columns=16, residual=True),
-        NormCase("layer", "layer", rows=(17,), columns=64, bias=True),
-        NormCase("layer_residual", "layer", rows=(3, 2), columns=130, dtype="bfloat16", bias=True, residual=True),
-        NormCase("layer_no_bias", "layer", rows=(5,), columns=127, dtype="float16", weight_dtype="float32"),
-        NormCase("layer_bias_alone", "layer", rows=(5,), columns=20, weight=False, bias=True),
-        NormCase("layer_bare", "layer", rows=(2,), columns=33, weight=False, residual=True),
-        NormCase("layer_one_column", "layer", rows=(3,), columns=1, bias=True),
-        NormCase("layer_2051", "layer", rows=(1,), columns=2051, bias=True),
-        NormCase("layer_mean_1000", "layer", rows=(4,), columns=600, bias=True, shift=1000.0),
-        NormCase("layer_no_rows", "layer", rows=(0,), columns=16, bias=True),
+        RmsNormCase("rms", leading=(2,), rows=3, columns=64),
+        RmsNormCase("rms_residual_gemma", rows=7, columns=130, dtype="bfloat16", residual=True, weight_offset=1.0),
+        RmsNormCase("rms_float16", rows=5, columns=127, dtype="float16", weight_dtype="float32", residual=True),
+        RmsNormCase("rms_bare", rows=3, columns=32, dtype="bfloat16", weight=False),
+        RmsNormCase("rms_one_column", rows=9, columns=1, eps=0.1),
+        RmsNormCase("rms_one_row", rows=1, columns=48, weight_dtype="float32", dtype="bfloat16"),
+        RmsNormCase("rms_1025", rows=1, columns=1025, residual=True),
+        RmsNormCase("rms_huge_eps", rows=4, columns=40, eps=1e6),
+        RmsNormCase("rms_no_rows", leading=(0,), rows=2, columns=16, residual=True),
+        LayerNormCase("layer", rows=17, columns=64),
+        LayerNormCase("layer_residual", leading=(3,), rows=2, columns=130, dtype="bfloat16", residual=True),
+        LayerNormCase("layer_no_bias", rows=5, columns=127, dtype="float16", weight_dtype="float32", bias=False),
+        LayerNormCase("layer_bias_alone", rows=5, columns=20, weight=False),
+        LayerNormCase("layer_bare", rows=2, columns=33, weight=False, bias=False, residual=True),
+        LayerNormCase("layer_one_column", rows=3, columns=1),
+        LayerNormCase("layer_515", rows=1, columns=515),
+        LayerNormCase("layer_mean_1000", rows=4, columns=600, shift=1000.0),
+        LayerNormCase("layer_no_rows", rows=0, columns=16),
     )
 }
+
+KINDS: dict[str, type[NormCase]] = {"rms": RmsNormCase, "layer": LayerNormCase}
 
 type Found = dict[str, Any]
 
@@ -66,7 +67,12 @@ def cotangents_of(inputs: NormInputs, seed: int = 1) -> NormResults:
     return NormResults(d_out, None if inputs.residual is None else d_total)
 
 
-def run(backend: Implementation, inputs: NormInputs, cotangents: NormResults, params: tuple[Any, Any]) -> Found:
+def run(
+    backend: Implementation[Any, Any, Any, Any, Any],
+    inputs: NormInputs,
+    cotangents: NormResults,
+    params: tuple[Any, Any],
+) -> Found:
     """All that a backend computes of a call."""
 
     @jax.jit
@@ -90,8 +96,11 @@ def check(got: Found, want: Found) -> None:
 class NormConformance:
     """A backend gives what the formula gives in float64, for every case that it says it can serve."""
 
-    backend: ClassVar[Implementation]
-    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(contextlib.nullcontext)
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]]
+
+    def machine(self) -> AbstractContextManager[Any]:
+        """What stands in for the device, if it is not there."""
+        return contextlib.nullcontext()
 
     def params(self, problem: NormProblem) -> tuple[Any, Any]:
         raise NotImplementedError
@@ -106,7 +115,7 @@ class NormConformance:
 
     @pytest.mark.parametrize("kind", ["rms", "layer"])
     def test_constant_rows(self, kind: Any):
-        inputs = NormCase("", kind, (3,), 50, bias=kind == "layer").inputs()
+        inputs = KINDS[kind]("", rows=3, columns=50).inputs()
         inputs = dataclasses.replace(inputs, x=jnp.ones_like(inputs.x) * jnp.asarray([[0.0], [2.0], [-0.5]]))
         cotangents = cotangents_of(inputs)
         with self.machine():
@@ -117,7 +126,7 @@ class NormConformance:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5)
 
     def test_a_row_that_is_not_finite_spoils_no_other(self):
-        inputs = NormCase("", "layer", (6,), 70, bias=True).inputs()
+        inputs = LayerNormCase("", rows=6, columns=70).inputs()
         clean, cotangents = inputs.x, cotangents_of(inputs)
         with self.machine():
             params = self.params(NormProblem.of(inputs))

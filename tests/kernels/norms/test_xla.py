@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.kernels.norms.conformance import NormConformance, cotangents_of, oracle, run
-from tilewright.kernels.norms.cases import NormCase
+from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem
 from tilewright.kernels.norms.xla import XlaNorm
 from tilewright.kernels.registry import Implementation
@@ -17,14 +17,14 @@ PARAMS = (FwdParams(), BwdParams())
 
 
 class TestXla(NormConformance):
-    backend: ClassVar[Implementation] = XlaNorm()
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaNorm()
 
     def params(self, problem: NormProblem) -> tuple[Any, Any]:
         return PARAMS
 
 
 def test_float64():
-    inputs = NormCase("", "layer", (4,), 30, bias=True, residual=True).inputs()
+    inputs = LayerNormCase("", rows=4, columns=30, residual=True).inputs()
     with jax.enable_x64(True):
         inputs = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), inputs)
         cotangents = cotangents_of(inputs)
@@ -38,7 +38,7 @@ def test_symbolic_rows():
     (rows,) = jax.export.symbolic_shape("rows")
 
     def forward(x: Any, weight: Any) -> Any:
-        return XlaNorm().forward(NormInputs(x, None, weight, None, NormCase("").options), FwdParams()).out
+        return XlaNorm().forward(NormInputs(x, None, weight, None, RmsNormCase("").options), FwdParams()).out
 
     x, weight = jax.ShapeDtypeStruct((rows, 16), jnp.float32), jnp.ones(16)
     assert jax.export.export(jax.jit(forward))(x, weight).out_avals[0].shape == (rows, 16)

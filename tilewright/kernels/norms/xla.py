@@ -8,7 +8,7 @@ from jax import lax
 
 from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
 from tilewright.kernels.registry import Implementation, Platform
-from tilewright.ops.core.types import Device, Direction
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 

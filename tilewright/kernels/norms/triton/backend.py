@@ -1,81 +1,50 @@
 """The norms in Triton, on NVIDIA GPUs: one pass over memory forward, one backward."""
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
+from tilewright.kernels.norms.triton.params import (
+    VECTOR_BYTES,
+    NormBackwardParams,
+    NormForwardParams,
+    backward_params,
+    candidates,
+    footprint,
+    forward_params,
+    kept_elements,
+    params_reasons,
+    power_above,
+)
 from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.triton_bridge import launch, unavailable
-from tilewright.ops.core.types import Device, Direction
+from tilewright.kernels.triton import launch, unavailable
+from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
-
-MAX_WHOLE_COLUMNS = {"forward": 32768, "backward": 16384}
-"""Columns of a row that is kept in registers; wider rows are read twice, a block of columns after the other."""
-
-WIDE_COLUMNS = 4096
-"""Columns of a block of such a row."""
 
 MAX_ROWS = 1 << 30
 """Rows are counted in 32 bits."""
 
+EVICTION = {"forward": "", "backward": "evict_first"}
+"""Hints of loads of rows: with "evict_first" forward, 16384 rows of 8192 bfloat16 took 188 µs on an H100, not 182."""
 
-def _check(params: Any, **limits: int) -> None:
-    for field in dataclasses.fields(params):
-        value, most = getattr(params, field.name), limits.get(field.name, 1 << 20)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{type(params).__name__} needs an integer from 1 to {most}, got {field.name}={value!r}")
-        if field.name not in ("num_programs", "num_stages") and value & (value - 1):
-            raise ValueError(f"{type(params).__name__} needs a power of two, got {field.name}={value}")
+MAX_UNPACKED = {"forward": 32, "backward": 20}
+"""Elements of a row in each thread that may be kept in float32; of more, 16-bit ones are kept as they are."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NormForwardParams:
-    """How the forward kernel is launched.
-
-    Attributes:
-      block_columns: no fewer than there are columns, or else a row is read twice.
-    """
-
-    rows_per_program: int
-    block_columns: int
-    num_warps: int
-
-    def __post_init__(self) -> None:
-        _check(self, num_warps=32)
+type Params = NormForwardParams | NormBackwardParams
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NormBackwardParams:
-    """How the backward kernels are launched.
-
-    Attributes:
-      block_columns: as forward.
-      num_programs: programs that share all rows, each with its own part of the gradients of weight and bias.
-      num_stages: tiles that are loaded ahead, and the one at work.
-    """
-
-    rows_per_program: int
-    block_columns: int
-    num_programs: int
-    num_warps: int
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        _check(self, num_warps=32, num_stages=8)
-
-
-class TritonNorm(Implementation):
+class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwardParams, NormBackwardParams]):
     """Float16, bfloat16 and float32; sums are in float32, in one order."""
 
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = NormForwardParams
     backward_params: ClassVar[type] = NormBackwardParams
+    late_import: ClassVar[str] = "triton"
 
     def not_supported_reasons(self, problem: NormProblem, device: Device, direction: Direction) -> list[str]:
         why = unavailable(device)
@@ -87,28 +56,20 @@ class TritonNorm(Implementation):
             why.append(f"{problem.rows=} must be at most {MAX_ROWS}")
         return why
 
-    def heuristic(
-        self, problem: NormProblem, device: Device, direction: Direction
-    ) -> NormForwardParams | NormBackwardParams:
-        if direction == "forward":
-            return _forward_params(problem, device)
-        return _backward_params(problem, device)
+    def heuristic(self, problem: NormProblem, device: Device, direction: Direction) -> Params:
+        return forward_params(problem, device) if direction == "forward" else backward_params(problem, device)
 
-    def candidates(self, problem: NormProblem, device: Device, direction: Direction) -> Iterable[Any]:
-        best = self.heuristic(problem, device, direction)
-        found = _forward_candidates(problem) if direction == "forward" else _backward_candidates(problem, device)
-        return [params for params in dict.fromkeys(found) if params != best]
+    def candidates(self, problem: NormProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        return candidates(problem, device, direction)
 
-    def config_reasons(self, problem: NormProblem, device: Device, direction: Direction, params: Any) -> list[str]:
-        """A row that is kept whole must fit into registers; one that is not is alone in its program."""
-        why = []
-        per_thread = params.rows_per_program * params.block_columns / (32 * params.num_warps)
-        most = 64 if direction == "forward" else 32
-        if per_thread > most:
-            why.append(f"{per_thread:g} elements of each thread do not fit into registers; at most {most} do")
-        if direction == "forward" and params.block_columns < problem.columns and params.rows_per_program > 1:
-            why.append(f"{params.rows_per_program=} must be 1 where {params.block_columns=} does not cover the columns")
-        return why
+    def config_reasons(self, problem: NormProblem, device: Device, direction: Direction, params: Params) -> list[str]:
+        taken = self.footprints(problem, device, direction, params)
+        return params_reasons(problem, direction, params) + launch_reasons(taken, device)
+
+    def footprints(
+        self, problem: NormProblem, device: Device, direction: Direction, params: Params
+    ) -> Sequence[Footprint]:
+        return [footprint(problem, direction, params)]
 
     def forward(self, inputs: NormInputs, params: NormForwardParams) -> NormResults:
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
@@ -136,10 +97,6 @@ class TritonNorm(Implementation):
         if inputs.bias is not None:
             gradients["bias"] = d_bias[0]
         return gradients
-
-
-def _leaves(cotangents: NormResults) -> tuple[Any, Any]:
-    return cotangents.out, cotangents.total
 
 
 def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> Any:
@@ -170,12 +127,18 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
     return call(by_row, shared)
 
 
+def _packed(x: Any, params: Params, direction: Direction) -> bool:
+    """Whether threads keep their elements as they are stored."""
+    problem = NormProblem.of(NormInputs(x, None, None, None, NormOptions("rms")))
+    return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
+
+
 def _struct(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
 
 
 def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForwardParams) -> Any:
-    from tilewright.kernels.norms import triton_kernels
+    from tilewright.kernels.norms.triton import kernels
 
     (x, residual), (weight, bias) = by_row, shared
     shape = x.shape
@@ -184,12 +147,13 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
     groups, rows, columns = x.shape
     if shape[0] > 1:  # params are for one of them
         problem = NormProblem.of(NormInputs(x, residual, weight, bias, options))
-        params = _forward_params(problem, current_device())
-    whole = params.block_columns >= columns
+        params = forward_params(problem, current_device())
     absent = jnp.zeros((0,), x.dtype)
     tiles = -(-rows // params.rows_per_program)
+    kept = {"even": rows % params.rows_per_program == 0, "packed": _packed(x, params, "forward")}
+    kept |= {"eviction": EVICTION["forward"]}
     out, total = launch(
-        triton_kernels.forward if whole else triton_kernels.forward_wide,
+        kernels.forward if params.passes == 1 else kernels.forward_wide,
         [x, *(absent if array is None else array for array in (residual, weight, bias))],
         [_struct(x.shape, x.dtype), _struct(x.shape, x.dtype, residual is not None)],
         grid=[groups * tiles],
@@ -205,7 +169,8 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
             "eps": float(options.eps),
             "weight_offset": float(options.weight_offset),
             "weight_stride": columns if groups > 1 else 0,
-        },
+        }
+        | (kept if params.passes == 1 else {}),
         num_warps=params.num_warps,
         num_stages=2,
     )
@@ -213,21 +178,20 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
 
 
 def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwardParams) -> Any:
-    from tilewright.kernels.norms import triton_kernels
+    from tilewright.kernels.norms.triton import kernels
 
     (x, d_out, d_total), (weight, bias) = by_row, shared
     groups, rows, columns = x.shape
     if groups > 1:
         problem = NormProblem.of(NormInputs(x, None, weight, bias, options))
-        params = _backward_params(problem, current_device())
+        params = backward_params(problem, current_device())
     tiles = -(-rows // params.rows_per_program)
     programs = max(min(params.num_programs // groups, tiles), 1)
-    whole, layer, f32 = params.block_columns >= columns, options.kind == "layer", jnp.float32
+    whole, layer, f32 = params.passes == 1, options.kind == "layer", jnp.float32
     absent = jnp.zeros((0,), f32)
     weight_stride = 0 if weight is None or weight.shape[0] == 1 else columns
     common = {
         "columns": columns,
-        "block_columns": params.block_columns,
         "layer": layer,
         "has_weight": weight is not None,
         "eps": float(options.eps),
@@ -238,17 +202,17 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
     sums = absent
     if not whole:
         (sums,) = launch(
-            triton_kernels.row_sums,
+            kernels.row_sums,
             [x, scale, d_out],
             [_struct((5, groups, rows), f32)],
             grid=[groups * rows],
             scalars={"rows": rows},
-            constants=common,
-            num_warps=8,
+            constants=common | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
+            num_warps=16,
         )
     parts = (groups, programs, columns)
     d_x, d_weight, d_bias = launch(
-        triton_kernels.backward,
+        kernels.backward,
         [x, scale, d_out, absent if d_total is None else d_total, sums],
         [
             _struct(x.shape, x.dtype),
@@ -263,6 +227,11 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         | {
             "grouped": groups > 1,
             "block_rows": params.rows_per_program,
+            "block_columns": params.block_columns,
+            "whole": whole,
+            "even": rows % params.rows_per_program == 0,
+            "packed": whole and _packed(x, params, "backward"),
+            "eviction": EVICTION["backward"],
             "has_bias": bias is not None,
             "has_d_total": d_total is not None,
             "stages": params.num_stages,
@@ -271,9 +240,9 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         num_stages=params.num_stages,
     )
     if programs > 1 and (weight is not None or bias is not None):
-        block_columns = min(max(_power(columns) // 128, 16), 64)
+        block_columns = min(max(power_above(columns) // 256, 16), 64)
         d_weight, d_bias = launch(
-            triton_kernels.sum_partials,
+            kernels.sum_partials,
             [d_weight, d_bias],
             [
                 _struct((groups, columns), f32, False) if array is None else _struct((groups, columns), array.dtype)
@@ -283,82 +252,15 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
             constants={
                 "columns": columns,
                 "programs": programs,
-                "block_programs": min(_power(programs), 64),
+                "block_programs": min(power_above(programs), 4096 // block_columns),
                 "block_columns": block_columns,
                 "has_weight": weight is not None,
                 "has_bias": bias is not None,
             },
-            num_warps=4,
+            num_warps=8,
         )
     return (
         d_x,
         None if weight is None else d_weight.reshape(groups, columns),
         None if bias is None else d_bias.reshape(groups, columns),
     )
-
-
-def _forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
-    """Four loads of 16 bytes for each thread, one where there are fewer rows than multiprocessors."""
-    block, vector, cores = _power(problem.columns), 16 // problem.dtype.itemsize, max(device.cores, 1)
-    if block > MAX_WHOLE_COLUMNS["forward"]:
-        return NormForwardParams(1, WIDE_COLUMNS, 8)
-    per_thread = vector if problem.rows <= cores else 4 * vector
-    if block >= 32 * vector:  # a row is for one warp at least: no more rows than fill the threads of one
-        warps = min(max(block // (32 * per_thread), 1), 32)
-        rows = max(32 * per_thread // block, 1)
-    else:
-        warps = 4 if problem.rows * block >= 8 * cores * 128 * per_thread else 1
-        rows = 32 * warps * per_thread // block
-    while rows > 1 and problem.rows < 4 * cores * rows:
-        rows //= 2
-    return NormForwardParams(rows, block, warps)
-
-
-def _backward_params(problem: NormProblem, device: Device) -> NormBackwardParams:
-    block, cores = _power(problem.columns), max(device.cores, 1)
-    if block > MAX_WHOLE_COLUMNS["backward"]:
-        return _balanced(problem, 4, 1024, 2 * cores, 4, 2)
-    warps = min(max(block // 512, 4), 16)
-    rows = max(32 * warps * 16 // block, 1)
-    while rows > 1 and problem.rows < 2 * cores * rows:
-        rows //= 2
-    return _balanced(problem, rows, block, cores * max(16 // warps, 1), warps, 3 if block >= 512 else 2)
-
-
-def _balanced(
-    problem: NormProblem, rows: int, block: int, programs: int, warps: int, stages: int
-) -> NormBackwardParams:
-    """With as few programs as have no more tiles each: fewer shares are to be added, and programs end together."""
-    tiles = max(-(-problem.rows // rows), 1)
-    programs = -(-tiles // -(-tiles // programs))
-    return NormBackwardParams(rows, block, programs, warps, stages)
-
-
-def _forward_candidates(problem: NormProblem) -> Iterable[NormForwardParams]:
-    block, vector = _power(problem.columns), 16 // problem.dtype.itemsize
-    if block > MAX_WHOLE_COLUMNS["forward"]:
-        for wide, warps in itertools.product((2048, 4096, 8192, 16384), (4, 8, 16, 32)):
-            if wide in (32 * warps * vector, 64 * warps * vector):
-                yield NormForwardParams(1, wide, warps)
-        return
-    for rows, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)):
-        per_thread = rows * block // (32 * warps)
-        if vector <= per_thread <= 8 * vector and per_thread <= 64 and (rows == 1 or problem.rows > rows):
-            yield NormForwardParams(rows, block, warps)
-
-
-def _backward_candidates(problem: NormProblem, device: Device) -> Iterable[NormBackwardParams]:
-    block, cores = _power(problem.columns), max(device.cores, 1)
-    whole = block <= MAX_WHOLE_COLUMNS["backward"]
-    for columns in (block,) if whole else (512, 1024, 2048):
-        for rows, warps in itertools.product((1, 2, 4, 8, 16, 32), (2, 4, 8, 16, 32)):
-            if not 8 <= rows * columns / (32 * warps) <= 32 or (rows > 1 and problem.rows <= rows):
-                continue
-            for share, stages in itertools.product((1, 2, 4, 8, 16), (2, 3)):
-                if 8 <= share * warps <= 32 or share == 1:
-                    yield _balanced(problem, rows, columns, share * cores, warps, stages)
-
-
-def _power(size: int) -> int:
-    """The least power of two that is not below."""
-    return 1 << max(size - 1, 0).bit_length()
