@@ -2,7 +2,8 @@
 
 Times are those of a call's kernels as CUPTI reports them, whoever started them, each call after as much memory was
 written as the L2 cache cannot hold. Results are compared with the float32 oracle before anything is timed; a wrong one
-is recorded as wrong. Of ours, every candidate is measured (``--sweep``) or the heuristic alone; contenders take turns.
+is recorded as wrong. Of ours the heuristic is measured and, with ``--sweep``, the candidates most like it. A round is
+one session of the profiler in which all contenders take turns.
 ``python -m benchmarks.norms``
 """
 
@@ -14,6 +15,7 @@ import gc
 import importlib
 import importlib.util
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -25,23 +27,26 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import record, usable_cores
-from tilewright.kernels.norms.cases import GPU_CASES, NormCase
+from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES, NormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
 from tilewright.kernels.norms.reference import norm_reference
-from tilewright.kernels.norms.triton import TritonNorm
+from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.xla import XlaNorm
-from tilewright.kernels.triton_bridge import recorded_launches
-from tilewright.ops.core.types import Device
-from tilewright.ops.execution.numerics import violations
-from tilewright.ops.execution.timing import kernels
+from tilewright.kernels.triton import recorded_launches
+from tilewright.ops.tuning.numerics import violations
+from tilewright.ops.tuning.timing import kernels
+from tilewright.ops.types import Device
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
 
 OURS = "tilewright"
 DIRECTIONS = ("forward", "residual", "backward", "residual_backward")
 FLUSHED_BYTES = 256 << 20
-CALLS = 3
-"""In each session of the profiler, which takes longer to begin and to end than they do."""
+CASES: dict[str, NormCase] = {
+    prefix + name: dataclasses.replace(case, name=prefix + name)
+    for prefix, cases in (("", RMS_CASES), ("layer_", LAYER_CASES))
+    for name, case in cases.by_device["gpu"].items()
+}
 
 type Results = dict[str, jax.Array]
 type Run = Callable[[], Any]
@@ -183,7 +188,7 @@ def every_params(case: NormCase, direction: str, device: Device) -> list[Any]:
 
 def compile_ahead(case: NormCase, direction: str, device: Device, every: Sequence[Any]) -> int:
     """Has Triton compile into its cache on disk; in a process without a device."""
-    from tilewright.kernels.triton_bridge.compiler import compiled
+    from tilewright.kernels.triton.compiler import compiled
 
     case = dataclasses.replace(case, residual=direction.startswith("residual"))
     inputs, backend, count = case.structs, TritonNorm(), 0
@@ -203,7 +208,7 @@ def compile_ahead(case: NormCase, direction: str, device: Device, every: Sequenc
 def compile_all(chosen: Mapping[tuple[str, str], Sequence[Any]], device: Device) -> None:
     """The same for all cases, in processes."""
     jobs = [
-        (GPU_CASES[name], direction, device, part)
+        (CASES[name], direction, device, part)
         for (name, direction), every in chosen.items()
         for part in itertools.batched(every, 6)
     ]
@@ -226,7 +231,7 @@ def by_torch(work: Work) -> dict[str, Run]:
     x, d_out = torch.from_dlpack(work.inputs.x), torch.from_dlpack(work.d_out)
     weight, columns, eps = torch.from_dlpack(inputs.weight), work.case.columns, work.case.eps
     bias = None if inputs.bias is None else torch.from_dlpack(inputs.bias)
-    layer, residual = work.case.kind == "layer", inputs.residual is not None
+    layer, residual = work.case.options.kind == "layer", inputs.residual is not None
     found: dict[str, Run] = {}
 
     def native() -> Run:
@@ -329,17 +334,16 @@ def by_copy(work: Work) -> Run:
     return functools.partial(jax.jit(lambda x, y: x + y), work.inputs.x, jnp.zeros((), work.inputs.x.dtype))
 
 
-class Flushed:
-    """Calls, each after the L2 cache was overwritten; JAX's profiler takes it for a jit by its last two methods."""
+class Turns:
+    """Calls of functions, each after the L2 cache was overwritten; JAX's profiler takes it for a jit by two methods."""
 
-    def __init__(self, run: Run, size: int, calls: int) -> None:
-        self._run, self._size, self._calls = run, size, calls
+    def __init__(self, runs: Iterable[Run], size: int) -> None:
+        self._runs, self._size = list(runs), size
 
     def __call__(self) -> None:
-        for _ in range(self._calls):
-            if self._size:
-                jax.block_until_ready(_flush(self._size))
-            waited_for(self._run())
+        for run in self._runs:
+            jax.block_until_ready(_flush(self._size))
+            waited_for(run())
 
     def trace(self) -> None:
         raise NotImplementedError
@@ -361,26 +365,51 @@ def waited_for(found: Any) -> Any:
 
 
 @functools.cache
-def _flushing(size: int) -> int:
-    """The kernels of a flush."""
-    return len(kernels(Flushed(lambda: None, size, 1), ())[0]) if size else 0
+def _flushing(size: int) -> str:
+    """The name of the one kernel of a flush."""
+    ((name, _),) = kernels(Turns([lambda: None], size), ())[0]
+    return name
 
 
-def sample(run: Run, size: int) -> tuple[list[float], list[str]]:
-    """Microseconds of the kernels of each of a few calls, and the kernels' names."""
-    found, ahead = kernels(Flushed(run, size, CALLS), ())[0], _flushing(size)
-    each, rest = divmod(len(found), CALLS)
-    if rest or each <= ahead:
-        raise RuntimeError(f"{len(found)} kernels cannot be those of {CALLS} calls: {found}")
-    calls = [found[i * each + ahead : (i + 1) * each] for i in range(CALLS)]
-    return [1e3 * sum(time_ms for _, time_ms in call) for call in calls], [name for name, _ in calls[0]]
+type Sample = list[tuple[str, float]]
+"""The kernels of a call and the microseconds of each."""
 
 
-def wall_sample(run: Run, size: int) -> tuple[list[float], list[str]]:
+def sample(runs: Sequence[Run], size: int) -> list[Sample]:
+    """The kernels of one call of each function, in one session if the flushes between can be told from their kernels.
+
+    Raises:
+      RuntimeError: a call started no kernel, or CUPTI cannot be used.
+    """
+    calls: list[Sample] = []
+    flush = _flushing(size)
+    for name, time_ms in kernels(Turns(runs, size), ())[0]:
+        if name == flush:
+            calls.append([])
+        else:
+            calls[-1].append((name, 1e3 * time_ms))
+    if len(calls) == len(runs) and all(calls):
+        return calls
+    if len(runs) == 1:
+        raise RuntimeError(f"{len(calls)} flushes and kernels cannot be those of one call: {calls}")
+    return [each for run in runs for each in _alone(run, size)]
+
+
+def _alone(run: Run, size: int) -> list[Sample]:
+    try:
+        return sample([run], size)
+    except Exception as error:  # the failure of one is a result; the others are still measured
+        return [[(f"{type(error).__name__}: {error}"[:300], float("nan"))]]
+
+
+def wall_sample(runs: Sequence[Run], size: int) -> list[Sample]:
     """The same by the host's clock, where there is no profiler: whether everything runs, not how fast."""
-    start = time.perf_counter()
-    waited_for(run())
-    return [1e6 * (time.perf_counter() - start)], []
+    found: list[Sample] = []
+    for run in runs:
+        start = time.perf_counter()
+        waited_for(run())
+        found.append([("wall", 1e6 * (time.perf_counter() - start))])
+    return found
 
 
 def as_jax(array: Any) -> jax.Array:
@@ -400,21 +429,19 @@ def wrong(found: Results, want: Results) -> list[str]:
 
 
 def measure_in_turn(
-    runs: Mapping[str, Run], rounds: int, size: int, take: Callable[[Run, int], tuple[list[float], list[str]]]
+    runs: Mapping[str, Run], rounds: int, size: int, take: Callable[[Sequence[Run], int], list[Sample]]
 ) -> dict[str, dict[str, Any]]:
-    """Medians, samples and kernels of every call, every second round backwards; or why there are none."""
+    """Medians, samples and the last call's kernels of every function; every second round goes backwards."""
     found: dict[str, dict[str, Any]] = {name: {"samples_us": []} for name in runs}
     for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            if "error" in found[name]:
+        names = list(runs)[:: 1 if turn % 2 == 0 else -1]
+        for name, call in zip(names, take([runs[name] for name in names], size), strict=True):
+            time_us = sum(time_us for _, time_us in call)
+            if math.isnan(time_us):
+                found[name]["error"] = call[0][0]
                 continue
-            try:
-                samples, names = take(runs[name], size)
-            except Exception as error:  # the failure of one is a result; the others are still measured
-                found[name]["error"] = f"{type(error).__name__}: {error}"[:300]
-                continue
-            found[name]["samples_us"] += samples
-            found[name]["kernels"] = names
+            found[name]["samples_us"].append(round(time_us, 2))
+            found[name]["kernels"] = ", ".join(f"{kernel[:40]} {time_us:.2f}" for kernel, time_us in call)
     for each in found.values():
         if each["samples_us"]:
             each["median_us"] = statistics.median(each["samples_us"])
@@ -454,7 +481,7 @@ def checked(runs: Mapping[str, Run], want: Results) -> tuple[dict[str, Run], dic
 
 
 def run_cell(case: NormCase, direction: str, given: argparse.Namespace, every: Sequence[Any]) -> dict[str, Any]:
-    """One record: every contender's time, or why it has none; of a sweep the three fastest candidates again."""
+    """One record: every contender's time, or why it has none; of a sweep the two fastest candidates again."""
     work, take = Work.of(case, direction), wall_sample if given.wall else sample
     want = wanted(work)
     common: dict[str, Run] = {"copy": by_copy(work), **by_xla(work)}
@@ -469,10 +496,9 @@ def run_cell(case: NormCase, direction: str, given: argparse.Namespace, every: S
     good, said = checked(common | triton, want)
     first = next(iter(names), "")
     if len(names) > 1:
-        quick = measure_in_turn({n: r for n, r in good.items() if n in names}, 1, given.flush, take)
-        said |= {name: {"quick": each} for name, each in quick.items()}
-        order = sorted((n for n in quick if "median_us" in quick[n]), key=lambda n: quick[n]["median_us"])
-        kept = {first, *order[:3]}
+        quick = measure_in_turn({n: r for n, r in good.items() if n in names}, 2, given.flush, take)
+        said |= {name: {"sweep_us": each.get("median_us")} for name, each in quick.items()}
+        kept = {first, *sorted(quick, key=lambda n: quick[n].get("median_us", math.inf))[:2]}
         good = {n: r for n, r in good.items() if n not in names or n in kept}
     found = measure_in_turn(good, given.rounds, given.flush, take)
     for name, each in found.items():
@@ -499,20 +525,12 @@ def line(cell: Mapping[str, Any]) -> str:
         heuristic = timed.get(cell["heuristic"], float("nan"))
         short = name.partition("Params")[2]
         for word, letter in (("rows_per_program", "R"), ("block_columns", "C"), ("num_programs", "P"),
-                             ("num_warps", "w"), ("num_stages", "s")):  # fmt: skip
+                             ("num_warps", "w"), ("num_stages", "s"), ("passes=", "")):  # fmt: skip
             short = short.replace(word, letter)
         text += f" ours {best:7.1f} ({cell['bytes'] / best / 1e6:.2f} TB/s {short}) heuristic {heuristic:.1f}"
     bad = [n for n, each in cell["contenders"].items() if "wrong" in each or "error" in each]
     first_bad = f" BAD {len(bad)}: {bad[0]} {cell['contenders'][bad[0]]}"[:220] if bad else ""
     return f"{text} | {', '.join(others)}{first_bad}"
-
-
-def thinned(every: Sequence[Any], most: int) -> list[Any]:
-    """The first and as many others, evenly."""
-    if len(every) <= most:
-        return list(every)
-    step = (len(every) - 1) / max(most - 1, 1)
-    return [every[round(i * step)] for i in range(most)]
 
 
 def selected(names: Iterable[str], directions: Sequence[str]) -> list[tuple[str, str]]:
@@ -521,11 +539,11 @@ def selected(names: Iterable[str], directions: Sequence[str]) -> list[tuple[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default=",".join(GPU_CASES), help="of " + ", ".join(GPU_CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--sweep", type=int, default=1, help="candidates of ours to measure; 1 is the heuristic alone")
-    parser.add_argument("--rounds", type=int, default=3, help=f"of {CALLS} calls")
-    parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes written before each call")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes written before each call; not 0")
     parser.add_argument("--no-peers", action="store_true", help="neither PyTorch nor what runs in it")
     parser.add_argument("--wall", action="store_true", help="the host's clock: whether everything runs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this many seconds")
@@ -534,7 +552,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     end = time.monotonic() + given.seconds
     order = selected(given.cases.split(","), given.directions.split(","))
     device = current_device()
-    chosen = {key: thinned(every_params(GPU_CASES[key[0]], key[1], device), given.sweep) for key in order}
+    chosen = {key: every_params(CASES[key[0]], key[1], device)[: given.sweep] for key in order}
     if jax.default_backend() == "gpu":
         start = time.monotonic()
         compile_all(chosen, device)
@@ -545,7 +563,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{key}: not started, the time is over", flush=True)
             continue
         try:
-            cells.append(run_cell(GPU_CASES[key[0]], key[1], given, chosen[key]))
+            cells.append(run_cell(CASES[key[0]], key[1], given, chosen[key]))
             print(line(cells[-1]), flush=True)
         except Exception as error:  # one case that does not fit must not take the others along
             print(f"{key}: {type(error).__name__}: {error}"[:300], flush=True)
