@@ -199,17 +199,7 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         "weight_stride": weight_stride,
     }
     scale = absent if weight is None else weight
-    sums = absent
-    if not whole:
-        (sums,) = launch(
-            kernels.row_sums,
-            [x, scale, d_out],
-            [_struct((5, groups, rows), f32)],
-            grid=[groups * rows],
-            scalars={"rows": rows},
-            constants=common | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
-            num_warps=16,
-        )
+    sums = absent if whole else _row_sums(x, scale, d_out, common)
     parts = (groups, programs, columns)
     d_x, d_weight, d_bias = launch(
         kernels.backward,
@@ -239,28 +229,51 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         num_warps=params.num_warps,
         num_stages=params.num_stages,
     )
-    if programs > 1 and (weight is not None or bias is not None):
-        block_columns = min(max(power_above(columns) // 256, 16), 64)
-        d_weight, d_bias = launch(
-            kernels.sum_partials,
-            [d_weight, d_bias],
-            [
-                _struct((groups, columns), f32, False) if array is None else _struct((groups, columns), array.dtype)
-                for array in (weight, bias)
-            ],
-            grid=[-(-columns // block_columns), groups],
-            constants={
-                "columns": columns,
-                "programs": programs,
-                "block_programs": min(power_above(programs), 4096 // block_columns),
-                "block_columns": block_columns,
-                "has_weight": weight is not None,
-                "has_bias": bias is not None,
-            },
-            num_warps=8,
-        )
-    return (
-        d_x,
-        None if weight is None else d_weight.reshape(groups, columns),
-        None if bias is None else d_bias.reshape(groups, columns),
+    given = weight is not None, bias is not None
+    if programs > 1 and any(given):
+        d_weight, d_bias = _summed(d_weight, d_bias, weight, bias)
+    found = zip((d_weight, d_bias), given, strict=True)
+    return d_x, *(each.reshape(groups, columns) if is_there else None for each, is_there in found)
+
+
+def _row_sums(x: Any, scale: Any, d_out: Any, constants: dict[str, Any]) -> Any:
+    """What the backward kernel needs of rows that it does not see as a whole."""
+    from tilewright.kernels.norms.triton import kernels
+
+    groups, rows, _ = x.shape
+    (sums,) = launch(
+        kernels.row_sums,
+        [x, scale, d_out],
+        [_struct((5, groups, rows), jnp.float32)],
+        grid=[groups * rows],
+        scalars={"rows": rows},
+        constants=constants | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
+        num_warps=16,
+    )
+    return sums
+
+
+def _summed(weight_parts: Any, bias_parts: Any, weight: Any, bias: Any) -> Any:
+    """The gradients of weight and bias of the programs' parts."""
+    from tilewright.kernels.norms.triton import kernels
+
+    groups, programs, columns = (bias_parts if weight is None else weight_parts).shape
+    block_columns = min(max(power_above(columns) // 256, 16), 64)
+    return launch(
+        kernels.sum_partials,
+        [weight_parts, bias_parts],
+        [
+            _struct((groups, columns), jnp.float32, False) if array is None else _struct((groups, columns), array.dtype)
+            for array in (weight, bias)
+        ],
+        grid=[-(-columns // block_columns), groups],
+        constants={
+            "columns": columns,
+            "programs": programs,
+            "block_programs": min(power_above(programs), 4096 // block_columns),
+            "block_columns": block_columns,
+            "has_weight": weight is not None,
+            "has_bias": bias is not None,
+        },
+        num_warps=8,
     )
