@@ -22,6 +22,8 @@ _OPS = {
     "chunked_prefill_paged_decode": f"{_PAGED}.chunked_prefill_paged_decode:ChunkedPrefillPagedDecode",
     "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
+    "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
+    "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
 }
 
 OPS: Mapping[str, str] = MappingProxyType(_OPS)

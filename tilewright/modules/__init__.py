@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from tilewright import kernels
+from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
 from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
 from tilewright.modules.serving import (
     ChunkedPrefillPagedDecode,
@@ -29,10 +30,12 @@ __all__ = [
     "ChunkedPrefillPagedDecode",
     "DecodeAttention",
     "FlashAttention",
+    "LayerNorm",
     "MlaDecode",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
+    "RmsNorm",
     "UnifiedAttention",
     "UpdatePages",
     "base",
@@ -41,10 +44,12 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
+    "layer_norm",
     "mla_decode",
     "page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",
+    "rms_norm",
     "unified_attention",
     "update_pages",
 ]

@@ -1,0 +1,139 @@
+"""What every backend of the norms must do, on cases of any size and dtype; a backend's test is a subclass."""
+
+import contextlib
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
+from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
+from tilewright.kernels.norms.reference import norm_reference
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.tuning.numerics import violations
+
+CASES: dict[str, NormCase] = {
+    case.name: case
+    for case in (
+        RmsNormCase("rms", leading=(2,), rows=3, columns=64),
+        RmsNormCase("rms_residual_gemma", rows=7, columns=130, dtype="bfloat16", residual=True, weight_offset=1.0),
+        RmsNormCase("rms_float16", rows=5, columns=127, dtype="float16", weight_dtype="float32", residual=True),
+        RmsNormCase("rms_bare", rows=3, columns=32, dtype="bfloat16", weight=False),
+        RmsNormCase("rms_one_column", rows=9, columns=1, eps=0.1),
+        RmsNormCase("rms_one_row", rows=1, columns=48, weight_dtype="float32", dtype="bfloat16"),
+        RmsNormCase("rms_1025", rows=1, columns=1025, residual=True),
+        RmsNormCase("rms_huge_eps", rows=4, columns=40, eps=1e6),
+        RmsNormCase("rms_no_rows", leading=(0,), rows=2, columns=16, residual=True),
+        LayerNormCase("layer", rows=17, columns=64),
+        LayerNormCase("layer_residual", leading=(3,), rows=2, columns=130, dtype="bfloat16", residual=True),
+        LayerNormCase("layer_no_bias", rows=5, columns=127, dtype="float16", weight_dtype="float32", bias=False),
+        LayerNormCase("layer_bias_alone", rows=5, columns=20, weight=False),
+        LayerNormCase("layer_bare", rows=2, columns=33, weight=False, bias=False, residual=True),
+        LayerNormCase("layer_one_column", rows=3, columns=1),
+        LayerNormCase("layer_515", rows=1, columns=515),
+        LayerNormCase("layer_mean_1000", rows=4, columns=600, shift=1000.0),
+        LayerNormCase("layer_no_rows", rows=0, columns=16),
+    )
+}
+
+KINDS: dict[str, type[NormCase]] = {"rms": RmsNormCase, "layer": LayerNormCase}
+
+type Found = dict[str, Any]
+
+
+def oracle(inputs: NormInputs, cotangents: NormResults, dtype: Any = np.float64) -> Found:
+    """Results and gradients of the formula in float64, by JAX's own derivative, of x + residual as it is rounded."""
+    with jax.enable_x64(True):
+        total = inputs.x if inputs.residual is None else inputs.x + inputs.residual
+        exact = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x, dtype)), dataclasses.replace(inputs, x=total, residual=None)
+        )
+        (out, total), pull_back = jax.vjp(norm_reference, exact)
+        d_total = np.zeros(total.shape) if cotangents.total is None else np.asarray(cotangents.total, dtype)
+        (d,) = pull_back((jnp.asarray(np.asarray(cotangents.out, dtype)), jnp.asarray(d_total)))
+        found = {"out": out, "total": total, "d_x": d.x, "d_residual": d.x, "d_weight": d.weight, "d_bias": d.bias}
+    if inputs.residual is None:
+        del found["total"], found["d_residual"]
+    return {name: np.asarray(x) for name, x in found.items() if x is not None}
+
+
+def cotangents_of(inputs: NormInputs, seed: int = 1) -> NormResults:
+    random = np.random.default_rng(seed)
+    d_out, d_total = (jnp.asarray(random.standard_normal(inputs.x.shape), inputs.x.dtype) for _ in range(2))
+    return NormResults(d_out, None if inputs.residual is None else d_total)
+
+
+def run(
+    backend: Implementation[Any, Any, Any, Any, Any],
+    inputs: NormInputs,
+    cotangents: NormResults,
+    params: tuple[Any, Any],
+) -> Found:
+    """All that a backend computes of a call."""
+
+    @jax.jit
+    def both(inputs: NormInputs, cotangents: NormResults) -> Found:
+        results = backend.forward(inputs, params[0])
+        gradients = backend.backward(inputs, results, cotangents, params[1])
+        found = {"out": results.out, "total": results.total, **{f"d_{name}": x for name, x in gradients.items()}}
+        return {name: x for name, x in found.items() if x is not None}
+
+    return jax.block_until_ready(both(inputs, cotangents))
+
+
+def check(got: Found, want: Found) -> None:
+    assert got.keys() == want.keys()
+    for name, exact in want.items():
+        rounded = np.asarray(jnp.asarray(exact, got[name].dtype), np.float64)  # what no result can do better than
+        said = violations(np.asarray(got[name]), exact, rounded)
+        assert not said, f"{name}: {said}"
+
+
+class NormConformance:
+    """A backend gives what the formula gives in float64, for every case that it says it can serve."""
+
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]]
+
+    def machine(self) -> AbstractContextManager[Any]:
+        """What stands in for the device, if it is not there."""
+        return contextlib.nullcontext()
+
+    def params(self, problem: NormProblem) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_results_and_gradients(self, name: str):
+        inputs = CASES[name].inputs()
+        cotangents = cotangents_of(inputs)
+        with self.machine():
+            got = run(self.backend, inputs, cotangents, self.params(NormProblem.of(inputs)))
+        check(got, oracle(inputs, cotangents))
+
+    @pytest.mark.parametrize("kind", ["rms", "layer"])
+    def test_constant_rows(self, kind: Any):
+        inputs = KINDS[kind]("", rows=3, columns=50).inputs()
+        inputs = dataclasses.replace(inputs, x=jnp.ones_like(inputs.x) * jnp.asarray([[0.0], [2.0], [-0.5]]))
+        cotangents = cotangents_of(inputs)
+        with self.machine():
+            got = run(self.backend, inputs, cotangents, self.params(NormProblem.of(inputs)))
+        want = oracle(inputs, cotangents)
+        assert all(np.all(np.isfinite(x)) for x in got.values())
+        for name in ("out", "d_weight"):
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+    def test_a_row_that_is_not_finite_spoils_no_other(self):
+        inputs = LayerNormCase("", rows=6, columns=70).inputs()
+        clean, cotangents = inputs.x, cotangents_of(inputs)
+        with self.machine():
+            params = self.params(NormProblem.of(inputs))
+            want = run(self.backend, inputs, cotangents, params)
+            spoiled = dataclasses.replace(inputs, x=clean.at[2, 3].set(jnp.nan))
+            got = run(self.backend, spoiled, cotangents, params)
+        others = np.asarray([0, 1, 3, 4, 5])
+        for name in ("out", "d_x"):
+            assert np.all(np.isnan(got[name][2]))
+            np.testing.assert_array_equal(got[name][others], want[name][others])

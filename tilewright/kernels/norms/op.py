@@ -1,0 +1,145 @@
+"""RMS norm and layer norm: their argument lists, and what they share."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from jax.typing import ArrayLike
+
+from tilewright.kernels.arguments import PlatformOption, as_array, is_floating, narrowed, number, platforms
+from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
+from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormProblem, NormResults
+from tilewright.kernels.norms.reference import norm_reference
+from tilewright.kernels.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.public import public_function
+
+type Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
+    kind: ClassVar[Kind]
+    core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "residual": 1})
+
+    def __init__(self) -> None:
+        backends = ("tilewright.kernels.norms.triton.backend:TritonNorm", "tilewright.kernels.norms.xla:XlaNorm")
+        super().__init__(f"{self.kind}_norm", version="1", implementations=[lazy(each) for each in backends])
+
+    def canonical(
+        self, x: Any, residual: Any, weight: Any, bias: Any, platform: PlatformOption, **numbers: Any
+    ) -> Call:
+        """Checks a call; reads types, shapes and dtypes alone."""
+        x = as_array("x", x)
+        if not x.shape or not is_floating(x.dtype):
+            raise ValueError(f"x must be a floating-point array of rank 1 at least, got {x.shape=}, {x.dtype=}")
+        if residual is not None:
+            residual = as_array("residual", residual)
+            if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+                raise ValueError(f"residual must be as x, {x.dtype}{x.shape}, got {residual.dtype}{residual.shape}")
+        vectors = []
+        for name, given in (("weight", weight), ("bias", bias)):
+            vector = None if given is None else as_array(name, given)
+            if vector is not None and (vector.shape != x.shape[-1:] or not is_floating(vector.dtype)):
+                raise ValueError(f"{name} must be floating-point {x.shape[-1:]}, got {vector.dtype}{vector.shape}")
+            vectors.append(narrowed(vector, x.dtype))
+        options = {name: number(name, value) for name, value in numbers.items()}
+        if options["eps"] < 0:
+            raise ValueError(f"eps must not be negative, got {options['eps']}")
+        return (x, residual, *vectors), options | {"platform": platforms(platform)}
+
+    def inputs(
+        self, x: Any, residual: Any, weight: Any, bias: Any, *, eps: float, weight_offset: float = 0.0, **_: Any
+    ) -> NormInputs:
+        return NormInputs(x, residual, weight, bias, NormOptions(self.kind, eps, weight_offset))
+
+    def problem(self, *args: Any, **kwargs: Any) -> NormProblem:
+        return NormProblem.of(self.inputs(*args, **kwargs))
+
+    def outputs(self, inputs: NormInputs, results: NormResults, *args: Any, **kwargs: Any) -> Any:
+        return results.out if inputs.residual is None else (results.out, results.total)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.inputs(*args, **kwargs)
+        out, total = norm_reference(inputs, inputs.x.dtype)
+        return out if inputs.residual is None else (out, total)
+
+
+class RmsNorm(_Norm):
+    """RMS norm; see ``rms_norm`` for the arguments."""
+
+    kind = "rms"
+    cases = RMS_CASES
+
+    def prepare(
+        self,
+        x: ArrayLike,
+        weight: ArrayLike | None = None,
+        *,
+        residual: ArrayLike | None = None,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        platform: PlatformOption = None,
+        cfg: Any = None,
+    ) -> Call:
+        return self.canonical(x, residual, weight, None, platform, eps=eps, weight_offset=weight_offset)
+
+
+class LayerNorm(_Norm):
+    """Layer norm; see ``layer_norm`` for the arguments."""
+
+    kind = "layer"
+    cases = LAYER_CASES
+
+    def prepare(
+        self,
+        x: ArrayLike,
+        weight: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        *,
+        residual: ArrayLike | None = None,
+        eps: float = 1e-6,
+        platform: PlatformOption = None,
+        cfg: Any = None,
+    ) -> Call:
+        return self.canonical(x, residual, weight, bias, platform, eps=eps)
+
+
+_RMS_NORM, _LAYER_NORM = RmsNorm(), LayerNorm()
+
+
+@public_function(RmsNorm.prepare)
+def rms_norm(*args: Any, **kwargs: Any) -> Any:
+    """RMS norm over the last axis, ``x / sqrt(mean(x²) + eps) * (weight + weight_offset)``; sums are in float32.
+
+    The gradient of the weight is summed in one order: it is the same bit for bit in every run.
+
+    Args:
+      x: ``[..., columns]``, floating-point.
+      weight: ``[columns]``, floating-point of any precision; 1 if ``None``.
+      residual: like x; ``x + residual``, rounded to x's dtype, is normed instead, and returned as well.
+      eps: what is added to the mean square.
+      weight_offset: 1 where the weight is stored as its difference from one, as in Gemma.
+      platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      The normed rows in x's shape and dtype; with ``residual`` a pair of these and ``x + residual``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _RMS_NORM(*args, **kwargs)
+
+
+@public_function(LayerNorm.prepare)
+def layer_norm(*args: Any, **kwargs: Any) -> Any:
+    """Layer norm over the last axis, ``(x - mean) / sqrt(variance + eps) * weight + bias``; sums are in float32.
+
+    Args:
+      x, weight, residual, platform, cfg: as for ``rms_norm``.
+      bias: ``[columns]``, floating-point of any precision; 0 if ``None``.
+      eps: what is added to the variance.
+
+    Returns, raises: as ``rms_norm``.
+    """
+    return _LAYER_NORM(*args, **kwargs)

@@ -1,0 +1,30 @@
+"""The oracle: the norms by their definition, in ``jax.numpy``."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from tilewright.kernels.norms.inputs import NormInputs
+
+
+def norm_reference(inputs: NormInputs, compute_dtype: DTypeLike | None = None) -> tuple[Any, Any]:
+    """``(out, total)`` in ``compute_dtype``: float32 by default, float64 if x is; differentiable, nothing is rounded.
+
+    ``total`` is x where there is no residual.
+    """
+    dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.x.dtype, jnp.float32))
+    options = inputs.options
+    total = inputs.x.astype(dtype)
+    if inputs.residual is not None:
+        total = total + inputs.residual.astype(dtype)
+    centered = total
+    if options.kind == "layer":
+        centered = total - jnp.mean(total, axis=-1, keepdims=True)
+    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+    out = centered / jnp.sqrt(variance + jnp.asarray(options.eps, dtype))
+    if inputs.weight is not None:
+        out = out * (inputs.weight.astype(dtype) + jnp.asarray(options.weight_offset, dtype))
+    if inputs.bias is not None:
+        out = out + inputs.bias.astype(dtype)
+    return out, total

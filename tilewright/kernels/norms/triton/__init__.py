@@ -1,0 +1,1 @@
+"""The norms in Triton."""

@@ -1,0 +1,279 @@
+"""The norms in Triton, on NVIDIA GPUs: one pass over memory forward, one backward."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.footprint import Footprint, launch_reasons
+from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
+from tilewright.kernels.norms.triton.params import (
+    VECTOR_BYTES,
+    NormBackwardParams,
+    NormForwardParams,
+    backward_params,
+    candidates,
+    footprint,
+    forward_params,
+    kept_elements,
+    params_reasons,
+    power_above,
+)
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.triton import launch, unavailable
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+MAX_ROWS = 1 << 30
+"""Rows are counted in 32 bits."""
+
+EVICTION = {"forward": "", "backward": "evict_first"}
+"""Hints of loads of rows: with "evict_first" forward, 16384 rows of 8192 bfloat16 took 188 µs on an H100, not 182."""
+
+MAX_UNPACKED = {"forward": 32, "backward": 20}
+"""Elements of a row in each thread that may be kept in float32; of more, 16-bit ones are kept as they are."""
+
+type Params = NormForwardParams | NormBackwardParams
+
+
+class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwardParams, NormBackwardParams]):
+    """Float16, bfloat16 and float32; sums are in float32, in one order."""
+
+    platform: ClassVar[Platform] = Platform.TRITON
+    forward_params: ClassVar[type] = NormForwardParams
+    backward_params: ClassVar[type] = NormBackwardParams
+    late_import: ClassVar[str] = "triton"
+
+    def not_supported_reasons(self, problem: NormProblem, device: Device, direction: Direction) -> list[str]:
+        why = unavailable(device)
+        dtypes = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype}
+        for name, dtype in dtypes.items():
+            if dtype is not None and dtype.name not in ("float16", "bfloat16", "float32"):
+                why.append(f"{name} must be float16, bfloat16 or float32, not {dtype}")
+        if problem.rows > MAX_ROWS:
+            why.append(f"{problem.rows=} must be at most {MAX_ROWS}")
+        return why
+
+    def heuristic(self, problem: NormProblem, device: Device, direction: Direction) -> Params:
+        return forward_params(problem, device) if direction == "forward" else backward_params(problem, device)
+
+    def candidates(self, problem: NormProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        return candidates(problem, device, direction)
+
+    def config_reasons(self, problem: NormProblem, device: Device, direction: Direction, params: Params) -> list[str]:
+        taken = self.footprints(problem, device, direction, params)
+        return params_reasons(problem, direction, params) + launch_reasons(taken, device)
+
+    def footprints(
+        self, problem: NormProblem, device: Device, direction: Direction, params: Params
+    ) -> Sequence[Footprint]:
+        return [footprint(problem, direction, params)]
+
+    def forward(self, inputs: NormInputs, params: NormForwardParams) -> NormResults:
+        shape, columns = inputs.x.shape, inputs.x.shape[-1]
+        by_row = [None if x is None else x.reshape(1, -1, columns) for x in (inputs.x, inputs.residual)]
+        shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
+        found = _over_groups(functools.partial(_forward, options=inputs.options, params=params), by_row, shared)
+        out, total = found
+        return NormResults(out.reshape(shape), None if total is None else total.reshape(shape))
+
+    def backward(
+        self, inputs: NormInputs, results: NormResults, cotangents: NormResults, params: NormBackwardParams
+    ) -> dict[str, Any]:
+        """One array is the gradient of x and of the residual."""
+        shape, columns = inputs.x.shape, inputs.x.shape[-1]
+        arrays = (normed(inputs, results), cotangents.out, cotangents.total)
+        by_row = [None if x is None else x.reshape(1, -1, columns) for x in arrays]
+        shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
+        found = _over_groups(functools.partial(_backward, options=inputs.options, params=params), by_row, shared)
+        d_x, d_weight, d_bias = found
+        gradients = {"x": d_x.reshape(shape)}
+        if inputs.residual is not None:
+            gradients["residual"] = gradients["x"]
+        if inputs.weight is not None:
+            gradients["weight"] = d_weight[0]
+        if inputs.bias is not None:
+            gradients["bias"] = d_bias[0]
+        return gradients
+
+
+def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> Any:
+    """``run(by_row, shared)``, of which every array has groups as its first axis; under ``vmap`` there are more.
+
+    What ``shared`` holds has one group for all or as many as there are.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(by_row: Any, shared: Any) -> Any:
+        return run(by_row, shared)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, by_row: Any, shared: Any) -> Any:
+        groups = by_row[0].shape[1 if batched[0][0] else 0]
+
+        def merged(array: Any, is_batched: bool) -> Any:
+            array = array if is_batched else array[None]
+            return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(-1, *array.shape[2:])
+
+        by_row = jax.tree.map(merged, by_row, batched[0])
+        if any(jax.tree.leaves(batched[1])) or any(x.shape[0] > 1 for x in jax.tree.leaves(shared)):
+            shared = jax.tree.map(merged, shared, batched[1])
+        found = _over_groups(run, by_row, shared)
+        found = jax.tree.map(lambda x: x.reshape(size, groups, *x.shape[1:]), found)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return call(by_row, shared)
+
+
+def _packed(x: Any, params: Params, direction: Direction) -> bool:
+    """Whether threads keep their elements as they are stored."""
+    problem = NormProblem.of(NormInputs(x, None, None, None, NormOptions("rms")))
+    return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
+
+
+def _struct(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
+
+
+def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForwardParams) -> Any:
+    from tilewright.kernels.norms.triton import kernels
+
+    (x, residual), (weight, bias) = by_row, shared
+    shape = x.shape
+    if all(array.shape[0] == 1 for array in jax.tree.leaves(shared)):  # of one weight all rows are of one group
+        x, residual = jax.tree.map(lambda array: array.reshape(1, -1, shape[2]), (x, residual))
+    groups, rows, columns = x.shape
+    if shape[0] > 1:  # params are for one of them
+        problem = NormProblem.of(NormInputs(x, residual, weight, bias, options))
+        params = forward_params(problem, current_device())
+    absent = jnp.zeros((0,), x.dtype)
+    tiles = -(-rows // params.rows_per_program)
+    kept = {"even": rows % params.rows_per_program == 0, "packed": _packed(x, params, "forward")}
+    kept |= {"eviction": EVICTION["forward"]}
+    out, total = launch(
+        kernels.forward if params.passes == 1 else kernels.forward_wide,
+        [x, *(absent if array is None else array for array in (residual, weight, bias))],
+        [_struct(x.shape, x.dtype), _struct(x.shape, x.dtype, residual is not None)],
+        grid=[groups * tiles],
+        scalars={"rows": rows, "tiles": tiles},
+        constants={
+            "columns": columns,
+            "block_rows": params.rows_per_program,
+            "block_columns": params.block_columns,
+            "layer": options.kind == "layer",
+            "has_residual": residual is not None,
+            "has_weight": weight is not None,
+            "has_bias": bias is not None,
+            "eps": float(options.eps),
+            "weight_offset": float(options.weight_offset),
+            "weight_stride": columns if groups > 1 else 0,
+        }
+        | (kept if params.passes == 1 else {}),
+        num_warps=params.num_warps,
+        num_stages=2,
+    )
+    return out.reshape(shape), None if residual is None else total.reshape(shape)
+
+
+def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwardParams) -> Any:
+    from tilewright.kernels.norms.triton import kernels
+
+    (x, d_out, d_total), (weight, bias) = by_row, shared
+    groups, rows, columns = x.shape
+    if groups > 1:
+        problem = NormProblem.of(NormInputs(x, None, weight, bias, options))
+        params = backward_params(problem, current_device())
+    tiles = -(-rows // params.rows_per_program)
+    programs = max(min(params.num_programs // groups, tiles), 1)
+    whole, layer, f32 = params.passes == 1, options.kind == "layer", jnp.float32
+    absent = jnp.zeros((0,), f32)
+    weight_stride = 0 if weight is None or weight.shape[0] == 1 else columns
+    common = {
+        "columns": columns,
+        "layer": layer,
+        "has_weight": weight is not None,
+        "eps": float(options.eps),
+        "weight_offset": float(options.weight_offset),
+        "weight_stride": weight_stride,
+    }
+    scale = absent if weight is None else weight
+    sums = absent if whole else _row_sums(x, scale, d_out, common)
+    parts = (groups, programs, columns)
+    d_x, d_weight, d_bias = launch(
+        kernels.backward,
+        [x, scale, d_out, absent if d_total is None else d_total, sums],
+        [
+            _struct(x.shape, x.dtype),
+            *(
+                _struct(parts, f32, False) if array is None else _struct(parts, f32 if programs > 1 else array.dtype)
+                for array in (weight, bias)
+            ),
+        ],
+        grid=[groups * programs, 1 if whole else -(-columns // params.block_columns)],
+        scalars={"rows": rows, "programs": programs},
+        constants=common
+        | {
+            "grouped": groups > 1,
+            "block_rows": params.rows_per_program,
+            "block_columns": params.block_columns,
+            "whole": whole,
+            "even": rows % params.rows_per_program == 0,
+            "packed": whole and _packed(x, params, "backward"),
+            "eviction": EVICTION["backward"],
+            "has_bias": bias is not None,
+            "has_d_total": d_total is not None,
+            "stages": params.num_stages,
+        },
+        num_warps=params.num_warps,
+        num_stages=params.num_stages,
+    )
+    given = weight is not None, bias is not None
+    if programs > 1 and any(given):
+        d_weight, d_bias = _summed(d_weight, d_bias, weight, bias)
+    found = zip((d_weight, d_bias), given, strict=True)
+    return d_x, *(each.reshape(groups, columns) if is_there else None for each, is_there in found)
+
+
+def _row_sums(x: Any, scale: Any, d_out: Any, constants: dict[str, Any]) -> Any:
+    """What the backward kernel needs of rows that it does not see as a whole."""
+    from tilewright.kernels.norms.triton import kernels
+
+    groups, rows, _ = x.shape
+    (sums,) = launch(
+        kernels.row_sums,
+        [x, scale, d_out],
+        [_struct((5, groups, rows), jnp.float32)],
+        grid=[groups * rows],
+        scalars={"rows": rows},
+        constants=constants | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
+        num_warps=16,
+    )
+    return sums
+
+
+def _summed(weight_parts: Any, bias_parts: Any, weight: Any, bias: Any) -> Any:
+    """The gradients of weight and bias of the programs' parts."""
+    from tilewright.kernels.norms.triton import kernels
+
+    groups, programs, columns = (bias_parts if weight is None else weight_parts).shape
+    block_columns = min(max(power_above(columns) // 256, 16), 64)
+    return launch(
+        kernels.sum_partials,
+        [weight_parts, bias_parts],
+        [
+            _struct((groups, columns), jnp.float32, False) if array is None else _struct((groups, columns), array.dtype)
+            for array in (weight, bias)
+        ],
+        grid=[-(-columns // block_columns), groups],
+        constants={
+            "columns": columns,
+            "programs": programs,
+            "block_programs": min(power_above(programs), 4096 // block_columns),
+            "block_columns": block_columns,
+            "has_weight": weight is not None,
+            "has_bias": bias is not None,
+        },
+        num_warps=8,
+    )

@@ -1,0 +1,254 @@
+"""How the norms' Triton kernels are launched: params, the heuristics for them, and what is worth measuring."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from tilewright.kernels.footprint import Footprint, launch_reasons
+from tilewright.kernels.norms.inputs import NormProblem
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
+
+VECTOR_BYTES = 16
+"""That a thread loads at once."""
+
+MAX_KEPT = {"forward": 64, "backward": 36}
+"""Elements of rows that a thread may keep: of more, registers spill."""
+
+MAX_KEPT_BYTES = {"forward": 64 << 10, "backward": 32 << 10}
+"""Of a program's rows: a thread of 1024 forward, or of 512 backward, has registers for 64 bytes of each array."""
+
+STAGED_BYTES = 64 << 10
+"""Of x and d_out that an SM of an H100 has to have under way for the speed of its memory."""
+
+MAX_CANDIDATES = 40
+
+MIN_PROGRAMS = 5
+"""Backward, of few rows: at least one program for each so many SMs, and no more shares to be added than that."""
+
+_ARE_NO_POWERS = ("num_programs", "num_stages")
+
+
+def power_above(size: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def power_below(size: float) -> int:
+    """The greatest power of two that is not above; at least 1."""
+    return 1 << max(int(size).bit_length() - 1, 0)
+
+
+def _check(params: "NormForwardParams | NormBackwardParams", **limits: int) -> None:
+    for field in dataclasses.fields(params):
+        value, most = getattr(params, field.name), limits.get(field.name, 1 << 20)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{type(params).__name__} needs an integer from 1 to {most}, got {field.name}={value!r}")
+        if field.name not in _ARE_NO_POWERS and value & (value - 1):
+            raise ValueError(f"{type(params).__name__} needs a power of two, got {field.name}={value}")
+
+
+@stable_id("tilewright/norms.NormForwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormForwardParams:
+    """How the forward kernel is launched.
+
+    Attributes:
+      rows_per_program: rows that a program norms at once.
+      block_columns: columns of a block; as many blocks as cover a row are worked on together or one after the other.
+      num_warps: warps of a program.
+      passes: 1 keeps a program's rows in registers, 2 reads them twice.
+    """
+
+    rows_per_program: int
+    block_columns: int
+    num_warps: int
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, num_warps=32, passes=2)
+
+
+@stable_id("tilewright/norms.NormBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormBackwardParams:
+    """How the backward kernels are launched.
+
+    Attributes:
+      rows_per_program, block_columns, num_warps, passes: as forward.
+      num_programs: programs that share all rows, each with its own part of the gradients of weight and bias.
+      num_stages: tiles that are loaded ahead, and the one at work; with 1 there is no pipeline.
+    """
+
+    rows_per_program: int
+    block_columns: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, num_warps=32, num_stages=8, passes=2)
+
+
+def kept_elements(problem: NormProblem, params: NormForwardParams | NormBackwardParams) -> int:
+    """Of a row in each thread, by kernels that keep rows."""
+    blocks = -(-problem.columns // params.block_columns)
+    return -(-params.rows_per_program * blocks * params.block_columns // (32 * params.num_warps))
+
+
+def params_reasons(
+    problem: NormProblem, direction: Direction, params: NormForwardParams | NormBackwardParams
+) -> list[str]:
+    """Why params cannot serve a problem: what is kept must fit into registers."""
+    why = []
+    kept, most = kept_elements(problem, params), MAX_KEPT[direction]
+    if params.passes == 1 and kept > most:
+        why.append(f"{kept} elements of rows of each thread do not fit into registers; at most {most} do")
+    of_program, most = params.rows_per_program * problem.row_bytes, MAX_KEPT_BYTES[direction]
+    if params.passes == 1 and of_program > most:
+        why.append(f"{of_program} bytes of rows do not fit into the registers of a program; at most {most} do")
+    if params.passes == 2 and direction == "forward" and params.rows_per_program > 1:
+        why.append(f"with {params.passes=} a program norms one row, got {params.rows_per_program=}")
+    return why
+
+
+def footprint(problem: NormProblem, direction: Direction, params: NormForwardParams | NormBackwardParams) -> Footprint:
+    """Shared memory holds the tiles that are loaded ahead, and a few numbers of each row."""
+    threads = 32 * params.num_warps
+    if not isinstance(params, NormBackwardParams):
+        return Footprint(threads=threads)
+    blocks = -(-problem.columns // params.block_columns) if params.passes == 1 else 1
+    arrays = 3 if problem.has_residual else 2
+    tile = params.rows_per_program * blocks * params.block_columns * problem.dtype.itemsize
+    return Footprint(threads=threads, shared_bytes=(params.num_stages - 1) * arrays * tile + 4 * threads)
+
+
+def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
+    """One 16-byte load of each thread for rows of up to 4 KB, two up to 16 KB, then more; more where rows are few."""
+    vector, sms = VECTOR_BYTES // problem.dtype.itemsize, max(device.cores, 1)
+    vectors = max(problem.columns / vector, 1)
+    if problem.row_bytes > MAX_KEPT_BYTES["forward"]:
+        return NormForwardParams(1, 32 * 32 * vector, 32, passes=2)
+    if problem.rows <= sms:
+        warps = min(power_below(vectors / 128), 16)
+    elif vectors <= 256:
+        warps = power_below(vectors / 32)
+    else:
+        warps = min(max(power_below(vectors / 64), 8), 16)
+    if vectors > 128 * warps:
+        warps = min(power_above(math.ceil(vectors / 128)), 32)
+    rows = 1
+    if vectors <= 64:  # a row is for one warp at most
+        rows = power_below(128 / vectors) * (1 if vectors >= 32 else 4)
+        while rows > 1 and problem.rows < 4 * sms * rows:
+            rows //= 2
+        warps = min(power_above(math.ceil(rows * vectors / 32)), 4)
+    return NormForwardParams(rows, _block_columns(problem, rows, warps), warps)
+
+
+def _block_columns(problem: NormProblem, rows: int, warps: int) -> int:
+    """A power of two that covers the columns, or one load of each thread where that would leave many without any."""
+    block, vector = power_above(problem.columns), VECTOR_BYTES // problem.dtype.itemsize
+    if block < (1.25 if rows == 1 else 1.5) * problem.columns:
+        return block
+    return min(block, max(32 * warps * vector // rows, 16))
+
+
+def backward_params(problem: NormProblem, device: Device) -> NormBackwardParams:
+    """16 KB of x for each SM at a time, in one program or several, and as many tiles ahead as memory takes."""
+    size, sms = problem.dtype.itemsize, max(device.cores, 1)
+    if problem.row_bytes > MAX_KEPT_BYTES["backward"]:
+        return _balanced(NormBackwardParams(1, 2048 // size, sms, 2, 2, passes=2), problem, sms)
+    per_sm = min(power_below(8192 / problem.row_bytes), 8)
+    rows = power_below(16384 / (per_sm * problem.row_bytes))
+    while rows > 1 and problem.rows * MIN_PROGRAMS < sms * rows:
+        rows //= 2
+    if problem.options.kind == "layer" and problem.row_bytes <= 512:
+        rows, per_sm = max(rows // 2, 1), 2 * per_sm  # a round of sums more to wait for, and registers for more of that
+    warps = power_above(math.ceil(rows * problem.columns / 640))  # 10 to 20 elements of each thread
+    return _backward_params(problem, sms, rows, per_sm, min(max(warps, 2), 16))
+
+
+def _backward_params(problem: NormProblem, sms: int, rows: int, per_sm: int, warps: int) -> NormBackwardParams:
+    """For a tile of rows, programs of an SM and warps of a program."""
+    block = _block_columns(problem, rows, warps)
+    tile_bytes = 2 * per_sm * rows * problem.row_bytes
+    stages = min(max(1 + round(STAGED_BYTES / tile_bytes), 3), 5)
+    params = _balanced(NormBackwardParams(rows, block, per_sm * sms, warps, stages), problem, per_sm * sms)
+    while (footprint(problem, "backward", params).shared_bytes or 0) * per_sm > 224 << 10 and params.num_stages > 2:
+        params = dataclasses.replace(params, num_stages=params.num_stages - 1)
+    return params
+
+
+def _balanced(params: NormBackwardParams, problem: NormProblem, programs: int) -> NormBackwardParams:
+    """With as few programs as have no more tiles each: fewer shares are to be added, and programs end together.
+
+    Of one tile each nothing can be loaded ahead.
+    """
+    tiles = max(-(-problem.rows // params.rows_per_program), 1)
+    each = -(-tiles // programs)
+    stages = 1 if each == 1 else params.num_stages
+    return dataclasses.replace(params, num_programs=-(-tiles // each), num_stages=stages)
+
+
+def candidates(
+    problem: NormProblem, device: Device, direction: Direction
+) -> list[NormForwardParams] | list[NormBackwardParams]:
+    """What is worth measuring, the most like the heuristic first, which is not among them."""
+
+    def nearest[P: (NormForwardParams, NormBackwardParams)](best: P, found: Iterable[P]) -> list[P]:
+        able = [
+            params
+            for params in dict.fromkeys(found)
+            if params != best
+            and not params_reasons(problem, direction, params)
+            and not launch_reasons([footprint(problem, direction, params)], device)
+        ]
+        return sorted(able, key=lambda params: _distance(best, params))[:MAX_CANDIDATES]
+
+    if direction == "forward":
+        return nearest(forward_params(problem, device), _forward_candidates(problem))
+    return nearest(backward_params(problem, device), _backward_candidates(problem, device))
+
+
+def _distance(best: NormForwardParams | NormBackwardParams, params: NormForwardParams | NormBackwardParams) -> float:
+    """In doublings of a field."""
+    pairs = zip(dataclasses.astuple(best), dataclasses.astuple(params), strict=True)
+    return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
+
+
+def _forward_candidates(problem: NormProblem) -> Iterator[NormForwardParams]:
+    """One to eight loads of each thread."""
+    vector = VECTOR_BYTES // problem.dtype.itemsize
+    for rows, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)):
+        if rows > 1 and problem.rows <= rows:
+            continue
+        params = NormForwardParams(rows, _block_columns(problem, rows, warps), warps)
+        if vector <= kept_elements(problem, params) <= min(8 * vector, MAX_KEPT["forward"]):
+            yield params
+    if problem.row_bytes > 16 << 10:
+        for loads, warps in itertools.product((1, 2), (8, 16, 32)):
+            yield NormForwardParams(1, loads * 32 * warps * vector, warps, passes=2)
+
+
+def _backward_candidates(problem: NormProblem, device: Device) -> Iterator[NormBackwardParams]:
+    """Other tiles, programs of an SM, warps and stages."""
+    sms, size = max(device.cores, 1), problem.dtype.itemsize
+    if problem.row_bytes <= MAX_KEPT_BYTES["backward"]:
+        for rows, per_sm, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
+            of_sm = rows * per_sm * problem.row_bytes
+            per_thread = rows * problem.columns / (32 * warps)
+            if of_sm > max(1 << 15, problem.row_bytes) or of_sm < 1 << 12 or not 4 <= per_thread <= 32:
+                continue
+            if rows > 1 and problem.rows < rows:
+                continue
+            made = _backward_params(problem, sms, rows, per_sm, warps)
+            for stages in dict.fromkeys((made.num_stages, 1, 2, 3, 4)):
+                if made.num_stages > 1 or stages == 1:
+                    yield dataclasses.replace(made, num_stages=stages)
+    if problem.row_bytes >= MAX_KEPT_BYTES["backward"]:
+        for rows, columns, warps, stages in itertools.product((1, 2), (1024, 2048), (2, 4), (2, 3)):
+            params = NormBackwardParams(rows, columns * 2 // size, sms, warps, stages, passes=2)
+            yield _balanced(params, problem, sms)
