@@ -9,9 +9,10 @@ import pytest
 
 import tilewright
 from tilewright.kernels import OPS, kernel, masks
-from tilewright.ops import ConfigSelectorChain, Invocation
+from tilewright.ops import AutotuningResult, ConfigSelectorChain, Invocation
 from tilewright.ops.config.tables import load_tables
 from tilewright.ops.utils.device import device_of_fingerprint
+from tilewright.ops.utils.serialize import resolve
 from tilewright.ops.utils.stable_ids import id_of, with_former_names
 
 FOLDER = Path(tilewright.__file__).parent / "tables"
@@ -36,6 +37,7 @@ def folder(request, name, tmp_path):
     assert '"tilewright.kernels' not in text
     if request.param == "as shipped":
         return FOLDER
+    AutotuningResult.from_json(text)  # former names are known of classes that are loaded
     (old,) = with_former_names(text)
     said = json.loads(old)
     for call in said["entries"]:  # keys are JSON in JSON
@@ -77,3 +79,11 @@ def test_masks_have_stable_ids():
     found = {each for each in vars(masks).values() if isinstance(each, type) and issubclass(each, masks.Mask)}
     assert len(found) > 6
     assert [each for each in found if not inspect.isabstract(each) and id_of(each) is None] == []
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("_norm")])
+def test_labels_of_earlier_programs_find_their_kernels(op):
+    """They name the module in which the class stood in version 0.1.0."""
+    kind = type(kernel(op))
+    assert id_of(kind) == f"tilewright/{op}.{kind.__name__}"
+    assert resolve(f"tilewright.kernels.{op}.op:{kind.__name__}") is kind

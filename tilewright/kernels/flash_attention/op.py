@@ -33,6 +33,7 @@ from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.utils.stable_ids import stable_id
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
 type LogSumExp = Float[Array, "*batch heads q_length"]
@@ -48,6 +49,9 @@ COST_BLOCK = 64
 """Tile size with which the visible part of a mask is counted."""
 
 
+@stable_id(
+    "tilewright/flash_attention.FlashAttention", formerly=("tilewright.kernels.flash_attention.op:FlashAttention",)
+)
 class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
 

@@ -12,6 +12,7 @@ from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormP
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.portfolio import PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,6 +64,7 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         return out if inputs.residual is None else (out, total)
 
 
+@stable_id("tilewright/norms.RmsNorm")
 class RmsNorm(_Norm):
     """RMS norm; see ``rms_norm`` for the arguments."""
 
@@ -83,6 +85,7 @@ class RmsNorm(_Norm):
         return self.canonical(x, residual, weight, None, platform, eps=eps, weight_offset=weight_offset)
 
 
+@stable_id("tilewright/norms.LayerNorm")
 class LayerNorm(_Norm):
     """Layer norm; see ``layer_norm`` for the arguments."""
 

@@ -23,7 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from tilewright.ops.config.chooser import Selection
 from tilewright.ops.config.selection import default_chain
 from tilewright.ops.kernel.kernel import Invocation, Kernel, live_kernel
-from tilewright.ops.utils.serialize import resolve, tagged, untagged
+from tilewright.ops.utils.serialize import qualified_name, resolve, tagged, untagged
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ class CallLabel:
     """What a label says of a kernel call.
 
     Attributes:
-      kernel: qualified name of the kernel's class.
+      kernel: stable id or qualified name of the kernel's class.
       step: the step of the selection chain that gave the config.
       config: the config that the program was built with; ``None`` if it has no JSON form.
     """
@@ -86,7 +86,7 @@ def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:
     said = {
         "op": inv.kernel.name,
         "version": inv.kernel.version,
-        "kernel": f"{type(inv.kernel).__module__}:{type(inv.kernel).__qualname__}",
+        "kernel": qualified_name(type(inv.kernel)),
         **inv.description,
         "step": selection.step,
         "cfg": config,

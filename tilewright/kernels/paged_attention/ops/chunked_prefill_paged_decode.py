@@ -11,6 +11,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class ChunkedCase(ServingCase):
         return positional, {**self.scales(cache), **self.options(drawn)}
 
 
+@stable_id(
+    "tilewright/chunked_prefill_paged_decode.ChunkedPrefillPagedDecode",
+    formerly=("tilewright.kernels.chunked_prefill_paged_decode.op:ChunkedPrefillPagedDecode",),
+)
 class ChunkedPrefillPagedDecode(PagedAttentionKernel):
     """Writes a chunk and attends to it; see ``chunked_prefill_paged_decode`` for the arguments."""
 

@@ -11,6 +11,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class DecodeCase(ServingCase):
         return positional, {**table, **self.scales(cache), **self.options(drawn)}
 
 
+@stable_id(
+    "tilewright/decode_attention.DecodeAttention", formerly=("tilewright.kernels.decode_attention.op:DecodeAttention",)
+)
 class DecodeAttention(PagedAttentionKernel):
     """One query token of each sequence; see ``decode_attention`` for the arguments."""
 

@@ -14,6 +14,7 @@ from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import LatentOptions
 from tilewright.kernels.portfolio import lazy
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ CASES = serving_cases(
 )  # fmt: skip
 
 
+@stable_id("tilewright/mla_decode.MlaDecode", formerly=("tilewright.kernels.mla_decode.op:MlaDecode",))
 class MlaDecode(PagedAttentionKernel):
     """Absorbed multi-head latent attention; see ``mla_decode`` for the arguments."""
 

@@ -11,6 +11,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class PageCase(ServingCase):
         return positional, {**self.scales(cache), **self.options(drawn)}
 
 
+@stable_id("tilewright/page_attention.PageAttention", formerly=("tilewright.kernels.page_attention.op:PageAttention",))
 class PageAttention(PagedAttentionKernel):
     """One query token of each sequence over pages; see ``page_attention`` for the arguments."""
 

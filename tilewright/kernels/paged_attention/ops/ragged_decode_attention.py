@@ -11,6 +11,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class RaggedDecodeCase(ServingCase):
         return positional, {**self.scales(cache), **self.options(drawn)}
 
 
+@stable_id(
+    "tilewright/ragged_decode_attention.RaggedDecodeAttention",
+    formerly=("tilewright.kernels.ragged_decode_attention.op:RaggedDecodeAttention",),
+)
 class RaggedDecodeAttention(PagedAttentionKernel):
     """One query token of each sequence over a range; see ``ragged_decode_attention`` for the arguments."""
 

@@ -12,6 +12,7 @@ from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase,
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@stable_id(
+    "tilewright/ragged_page_attention.RaggedPageAttention",
+    formerly=("tilewright.kernels.ragged_page_attention.op:RaggedPageAttention",),
+)
 class RaggedPageAttention(PagedAttentionKernel):
     """Packed queries over pages; see ``ragged_page_attention`` for the arguments."""
 

@@ -12,6 +12,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import UnifiedOptions
 from tilewright.kernels.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
 
 _NAMES = {"logits_soft_cap": "softcap", "softmax_aux": "sinks", "key_scale": "k_descale", "value_scale": "v_descale"}
 
@@ -35,6 +36,10 @@ class UnifiedCase(ServingCase):
         return positional, {"causal": self.causal, **renamed}
 
 
+@stable_id(
+    "tilewright/unified_attention.UnifiedAttention",
+    formerly=("tilewright.kernels.unified_attention.op:UnifiedAttention",),
+)
 class UnifiedAttention(PagedAttentionKernel):
     """Packed queries over pages in vLLM's layout; see ``unified_attention`` for the arguments."""
 

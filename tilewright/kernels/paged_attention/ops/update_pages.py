@@ -20,6 +20,7 @@ from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class UpdateCase(ServingCase):
         return positional, self.scales(cache)
 
 
+@stable_id("tilewright/update_pages.UpdatePages", formerly=("tilewright.kernels.update_pages.op:UpdatePages",))
 class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
     """Writes packed tokens into pages; see ``update_pages`` for the arguments."""
 
