@@ -55,6 +55,10 @@ SHARDED = {"flash_attention": (0, -2), "mla_decode": (), "update_pages": ()}
 """Which dimension of arrays of three or more is split over two devices, in a call for each; the heads' by default."""
 
 
+MAX_CONCRETE = 1 << 16
+"""Elements of an array that a case may look at."""
+
+
 def framework() -> Any:
     """What is used of Tilewright: the only imports from it, for modules move."""
     from tilewright.cli.options import CallOptions
@@ -257,22 +261,24 @@ class _Zeros:
 
 @contextlib.contextmanager
 def _cheap_arrays() -> Iterator[None]:
-    """A context in which NumPy draws no large arrays, and what it draws is no part of what is traced."""
+    """A context for tracing in which NumPy draws no large arrays, and small ones that it draws are not traced."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     asarray, default_rng = jnp.asarray, np.random.default_rng
 
-    def eager(*args: Any, **kwargs: Any) -> Any:
+    def as_small_array(array: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        if isinstance(array, np.ndarray) and array.size > MAX_CONCRETE:
+            return jnp.zeros(array.shape, dtype or array.dtype)
         with jax.ensure_compile_time_eval():
-            return asarray(*args, **kwargs)
+            return asarray(array, dtype, **kwargs)
 
     def zeros(*seed: Any) -> Any:
         return _Zeros(default_rng(*seed))
 
     try:
-        jnp.asarray, np.random.default_rng = eager, zeros  # type: ignore[assignment]
+        jnp.asarray, np.random.default_rng = as_small_array, zeros  # type: ignore[assignment]
         yield
     finally:
         jnp.asarray, np.random.default_rng = asarray, default_rng

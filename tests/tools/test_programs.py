@@ -173,6 +173,7 @@ def test_a_program_that_raises_is_compared_by_that(monkeypatch):
     assert "cannot: NotImplementedError" in of_update_pages().values()
 
 
+@pytest.mark.slow
 def test_calls_on_devices_that_are_not_here_have_gradients_and_outside_kernels():
     known = programs.framework()
     with programs.stubs(known):
