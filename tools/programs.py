@@ -1,6 +1,6 @@
 """Proves that a change of the code changed no program: hashes of what every op would run, before it and after.
 
-python -m tools.programs write FILE          # of the commit before the change; 3 minutes on one core
+python -m tools.programs write FILE          # of the commit before the change; 4 minutes on one core
 python -m tools.programs compare FILE        # of the tree with the change: exits with 1 and says what is not the same
 python -m tools.programs compare FILE --only flash_attention        # of one op
 python -m tools.programs compare FILE --show flash_attention/full_4k_d128/H100/forward/chosen # and the text behind it
@@ -19,12 +19,14 @@ direction it holds
   part of the space, a hash of the program that would run (``program_text``), or the type of what was raised instead;
 - of a call with options also the programs under ``vmap``, and the oracle's.
 
-Names of functions and variables, comments, places and modules change nothing. Of a Triton kernel the source is
-compared, of a variant in CUDA C++ what its group would be compiled from, of cuDNN and FlashAttention-4 what they would
-be given.
+Names of functions, comments, places and modules change nothing; the names of classes of configs and of parameters do,
+and in Triton kernels those of their own variables. Of a Triton kernel the source is compared, of a variant in CUDA C++
+the bytes that its group would be compiled from, comments included, of cuDNN and FlashAttention-4 what they would be
+given.
 
-What is not compared: what a config does not take part in, such as ``modules``, ``prepare``'s errors, caches and tuning;
-derivatives in forward mode; programs of more than one mapped axis; what JAX itself makes of a program.
+What is not compared: what public functions do before and after the op, errors, caches and tuning; derivatives in
+forward mode; programs of more than one mapped axis, or split in other ways than ``program_calls.SHARDED``; rules for
+``vmap`` of what is not mapped in any of the calls; what JAX itself makes of a program.
 """
 
 import argparse
