@@ -21,18 +21,18 @@ import jax
 import numpy as np
 from jax.extend import core as jax_core
 
-NAMES = frozenset({"debug_info", "name_and_src_info", "source_info", "src_info"})
+NAMES = frozenset({"debug_info", "kernel_name", "name_and_src_info", "source_info", "src_info"})
 """Parameters and fields that hold nothing but names."""
 
 _JAXPRS = (jax_core.Jaxpr, jax_core.ClosedJaxpr)
 _CHANGES = (
     (
-        re.compile(r"<(?:bound method|built-in function|function|built-in method) [^>]*(?:<locals>[^>]*)*>"),
+        re.compile(r"<(?:function|bound method|built-in function|built-in method) (?:[^<>]|<locals>|<lambda>)*>"),
         "<function>",
     ),
     (re.compile(r" at 0x[0-9a-f]+"), ""),
     (re.compile(r"(?:/[\w.+@-]+)+\.py(?::\d+)*"), "<file>"),
-    (re.compile(r"\b(?:tilewright|tests|tools)(?:\.\w+)*\.(?=\w)"), ""),
+    (re.compile(r"\b(?:tilewright|tests|tools)(?:\.\w+)*[.:](?=\w)"), ""),
 )
 
 
@@ -104,34 +104,21 @@ class _Writer:
             if any(isinstance(leaf, _JAXPRS) for leaf in _items(value)):
                 for leaf in _items(value):
                     text = self.jaxpr(leaf) if isinstance(leaf, _JAXPRS) else self.value(leaf)
-                    below.append(textwrap.indent(f"{name}: {text}", "  "))
+                    below.append(_indented(f"  {name}: {text}"))
             else:
                 said.append(f"{name}={self.value(value)}")
         return "\n".join([f" [{' '.join(said)}]" if said else "", *below])
 
     def value(self, value: Any) -> str:
         """The text of a value."""
-        for kinds, write in _WRITERS:
-            if isinstance(value, kinds):
-                return write(self, value)
-        if dataclasses.is_dataclass(value):
-            return self.fields(value, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-        if type(value).__name__ == "JITFunction":
-            return self._triton(value)
-        if isinstance(value, jax.tree_util.PyTreeDef):
-            return _printed(value)
-        if callable(value):
-            return "<function>"
-        said = without_names(repr(value))
-        if type(value).__repr__ is not object.__repr__:
-            return said
-        return self.fields(value, vars(value))
+        kind: Any = type(value)
+        return _writer_of(kind)(self, value)
 
     def fields(self, value: Any, fields: Mapping[str, Any]) -> str:
         given = (f"{name}={self.value(field)}" for name, field in fields.items() if name not in NAMES)
         return f"{type(value).__name__}({', '.join(given)})"
 
-    def _triton(self, kernel: Any) -> str:
+    def triton(self, kernel: Any) -> str:
         source = triton_source(kernel)
         self.sources[digest(source)] = source
         return f"kernel#{digest(source)}"
@@ -146,14 +133,16 @@ class _Writer:
         return f"{{{', '.join(sorted(f'{self.value(key)}: {self.value(item)}' for key, item in value.items()))}}}"
 
 
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n  ")
+
+
 def _items(value: Any) -> list[Any]:
     """What a parameter holds: itself, or the items of a tuple or list."""
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def _array(writer: _Writer, value: Any) -> str:
-    if isinstance(value, jax.core.Tracer):  # of the program around, which gives it as an operand
-        return "<operand>"
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return f"{value.dtype.name}{value.shape}"
     array = np.asarray(value)
@@ -171,35 +160,50 @@ def _aval(writer: _Writer, value: Any) -> str:
     return _printed(value) + ("~" if getattr(value, "weak_type", False) else "")
 
 
-def _type(writer: _Writer, value: type) -> str:
-    return value.__name__
+def _dataclass(writer: _Writer, value: Any) -> str:
+    return writer.fields(value, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
 
 
-def _partial(writer: _Writer, value: Any) -> str:
-    return f"<function>({writer.value(value.args)}, {writer.value(value.keywords)})"
+def _object(writer: _Writer, value: Any) -> str:
+    return writer.fields(value, getattr(value, "__dict__", {}))
 
 
-def _jaxpr(writer: _Writer, value: Any) -> str:
-    return f"{{\n{textwrap.indent(writer.jaxpr(value), '  ')}\n}}"
-
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _WRITERS: list[tuple[Any, Callable[[_Writer, Any], str]]] = [
+    (jax.core.Tracer, lambda writer, value: "<operand>"),  # of the program around, which gives it as an operand
     (enum.Enum, lambda writer, value: f"{type(value).__name__}.{value.name}"),
     (str, lambda writer, value: without_names(repr(str(value)))),
     ((int, float, complex, bytes, type(None), type(Ellipsis), slice), lambda writer, value: repr(value)),
     (np.dtype, lambda writer, value: value.name),
     ((np.ndarray, np.generic, jax.Array), _array),
-    (_JAXPRS, _jaxpr),
-    (jax.core.AbstractValue, _aval),
-    (jax.ShapeDtypeStruct, _aval),
-    (type, _type),
-    (functools.partial, _partial),
-    (_FUNCTIONS, lambda writer, value: "<function>"),
+    (_JAXPRS, lambda writer, value: f"{{{_indented(chr(10) + writer.jaxpr(value))}\n}}"),
+    ((jax.core.AbstractValue, jax.ShapeDtypeStruct), _aval),
+    (jax.tree_util.PyTreeDef, lambda writer, value: _printed(value)),
+    (type, lambda writer, value: value.__name__),
+    (
+        functools.partial,
+        lambda writer, value: f"<function>({writer.value(value.args)}, {writer.value(value.keywords)})",
+    ),
+    ((types.FunctionType, types.BuiltinFunctionType, types.MethodType), lambda writer, value: "<function>"),
     (Mapping, _Writer.mapping),
     ((set, frozenset), lambda writer, value: f"{{{', '.join(sorted(map(writer.value, value)))}}}"),
     ((tuple, list), _Writer.sequence),
 ]
+"""How values are written: by the first type that they are of."""
+
+
+@functools.cache
+def _writer_of(kind: Any) -> Callable[[_Writer, Any], str]:
+    """How values of a type are written."""
+    for kinds, write in _WRITERS:
+        if issubclass(kind, kinds):
+            return write
+    if dataclasses.is_dataclass(kind):
+        return _dataclass
+    if kind.__name__ == "JITFunction":
+        return _Writer.triton
+    if kind.__repr__ is not object.__repr__:
+        return lambda writer, value: without_names(repr(value))
+    return (lambda writer, value: "<function>") if "__call__" in dir(kind) else _object
 
 
 def triton_source(kernel: Any) -> str:
@@ -212,13 +216,16 @@ def _triton_source(kernel: Any, around: tuple[Any, ...]) -> str:
     function = kernel.fn
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
+    options = [
+        ast.unparse(each) for call in tree.decorator_list if isinstance(call, ast.Call) for each in call.keywords
+    ]
     tree.name, tree.decorator_list, tree.returns = "kernel", [], None
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:] or [ast.Pass()]
     resolved = _Resolved(function, (*around, kernel))
     text = ast.unparse(resolved.visit(tree))
     called = (f"{name}:\n{source}" for name, source in sorted(resolved.called.items()))
-    return "\n\n".join([text, *called])
+    return "\n\n".join([*options, text, *called])
 
 
 class _Resolved(ast.NodeTransformer):

@@ -41,12 +41,12 @@ class RaggedPagedAttention(PagedAttentionKernel):
 
     def prepare(
         self,
-        q: Any,
-        kv_pages: Any,
-        kv_lens: Any,
-        page_indices: Any,
-        cu_q_lens: Any,
-        num_seqs: Any,
+        q: jax.Array,
+        kv_pages: jax.Array,
+        kv_lens: jax.Array,
+        page_indices: jax.Array,
+        cu_q_lens: jax.Array,
+        num_seqs: jax.Array,
         *,
         sm_scale: float,
         sliding_window: int | None,
@@ -157,12 +157,19 @@ def ragged_paged_attention(
 @functools.partial(
     jax.jit, static_argnames=("sm_scale", "sliding_window", "soft_cap", "k_scale", "v_scale", "platform", "cfg")
 )
-def _ragged(q: Any, kv_pages: Any, *arrays: Any, cfg: Any, **static: Any) -> Any:
+def _ragged(q: jax.Array, kv_pages: jax.Array, *arrays: Any, cfg: Any, **static: Any) -> Any:
     """A program of its own: called eagerly, the change of the cache's shape would be a copy of it."""
     return _RAGGED_PAGED_ATTENTION(q, kv_pages, *arrays, **static, cfg=cfg)[..., q.shape[2] :]
 
 
-def _ragged_arrays(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> list[Any]:
+def _ragged_arrays(
+    q: ArrayLike,
+    kv_pages: ArrayLike,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike,
+) -> list[Any]:
     """The arrays of a call, checked, the integers int32."""
     q, kv_pages = as_array("q", q), as_array("kv_pages", kv_pages)
     said = f"got {q.shape=}, {kv_pages.shape=}"
@@ -208,13 +215,13 @@ class PagedAttention(PagedAttentionKernel):
 
     def prepare(
         self,
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        lengths: Any,
-        page_indices: Any,
-        k_scale: Any,
-        v_scale: Any,
+        q: jax.Array,
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        lengths: jax.Array,
+        page_indices: jax.Array,
+        k_scale: jax.Array | None,
+        v_scale: jax.Array | None,
         *,
         soft_cap: float | None,
         platform: Any,
@@ -305,12 +312,12 @@ def paged_attention(
 
 
 @functools.partial(jax.jit, static_argnames=("soft_cap", "platform", "cfg"))
-def _decoding(q: Any, *arrays: Any, cfg: Any, **static: Any) -> Any:
+def _decoding(q: jax.Array, *arrays: Any, cfg: Any, **static: Any) -> Any:
     """A program of its own: called eagerly, the change of the cache's shape would be a copy of it."""
     return _PAGED_ATTENTION(q, *arrays, **static, cfg=cfg).reshape(q.shape)
 
 
-def _tensor(name: str, pages: Any) -> tuple[Any, Any]:
+def _tensor(name: str, pages: ArrayLike | tuple[ArrayLike, ArrayLike]) -> tuple[Any, Any]:
     """The array of pages, and what its elements are multiplied by if it is quantised."""
     if not isinstance(pages, tuple):
         return as_array(name, pages), None
@@ -325,7 +332,9 @@ def _tensor(name: str, pages: Any) -> tuple[Any, Any]:
     return weight, scales / MAX_INT8
 
 
-def _decoding_arrays(q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any) -> list[Any]:
+def _decoding_arrays(
+    q: ArrayLike, k_pages: jax.Array, v_pages: jax.Array, lengths: ArrayLike, page_indices: ArrayLike
+) -> list[Any]:
     """The arrays of a call, checked, the integers int32."""
     q = as_array("q", q)
     said = f"got {q.shape=}, {k_pages.shape=}, {v_pages.shape=}"
@@ -355,7 +364,7 @@ def _named(function: str) -> Iterator[None]:
         raise type(error)(f"{function}: {error}") from None
 
 
-def _check_dtypes(q: Any, caches: dict[str, Any]) -> None:
+def _check_dtypes(q: jax.Array, caches: dict[str, Any]) -> None:
     if q.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype=}")
     for name, cache in caches.items():

@@ -150,14 +150,14 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
 
     def inputs(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
         mask: Mask | None,
-        softmax_aux: Any,
+        softmax_aux: jax.Array | None,
         *,
-        dropout_seed: Any,
+        dropout_seed: jax.Array | None,
         softmax_scale: float,
         logits_soft_cap: float | None,
         dropout_prob: float,
@@ -323,7 +323,7 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
     groups = problem.groups
     heads = slice(kv_head * groups, (kv_head + 1) * groups)
 
-    def of(array: Any, axes: Mapping[int, slice]) -> Any:
+    def of(array: jax.Array, axes: Mapping[int, slice]) -> Any:
         """The slices of the axes that are not broadcast."""
         if array is None:
             return None
@@ -338,7 +338,7 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
         mine = None if mask is None else mask.take(element, 1, heads.start, groups)
         return (*parts, mine, of(sinks, {0: heads})), kwargs
 
-    def of_result(array: Any, head_axis: int) -> Any:
+    def of_result(array: jax.Array, head_axis: int) -> Any:
         return of(array, {head_axis - 1: heads} if unbatched else {0: one, head_axis: heads})
 
     def results(returned: Any) -> Any:

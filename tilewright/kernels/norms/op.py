@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.arguments import PlatformOption, as_array, is_floating, narrowed, number, platforms
@@ -26,7 +27,13 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         super().__init__(f"{self.kind}_norm", version="1", implementations=[lazy(each) for each in backends])
 
     def canonical(
-        self, x: Any, residual: Any, weight: Any, bias: Any, platform: PlatformOption, **numbers: Any
+        self,
+        x: ArrayLike,
+        residual: ArrayLike | None,
+        weight: ArrayLike | None,
+        bias: ArrayLike | None,
+        platform: PlatformOption,
+        **numbers: Any,
     ) -> Call:
         """Checks a call; reads types, shapes and dtypes alone."""
         x = as_array("x", x)
@@ -48,7 +55,15 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         return (x, residual, *vectors), options | {"platform": platforms(platform)}
 
     def inputs(
-        self, x: Any, residual: Any, weight: Any, bias: Any, *, eps: float, weight_offset: float = 0.0, **_: Any
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        weight: jax.Array | None,
+        bias: jax.Array | None,
+        *,
+        eps: float,
+        weight_offset: float = 0.0,
+        **_: Any,
     ) -> NormInputs:
         return NormInputs(x, residual, weight, bias, NormOptions(self.kind, eps, weight_offset))
 

@@ -113,7 +113,7 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
     def _(size: int, batched: Any, by_row: Any, shared: Any) -> Any:
         groups = by_row[0].shape[1 if batched[0][0] else 0]
 
-        def merged(array: Any, is_batched: bool) -> Any:
+        def merged(array: jax.Array, is_batched: bool) -> Any:
             array = array if is_batched else array[None]
             return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(-1, *array.shape[2:])
 
@@ -127,7 +127,7 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
     return call(by_row, shared)
 
 
-def _packed(x: Any, params: Params, direction: Direction) -> bool:
+def _packed(x: jax.Array, params: Params, direction: Direction) -> bool:
     """Whether threads keep their elements as they are stored."""
     problem = NormProblem.of(NormInputs(x, None, None, None, NormOptions("rms")))
     return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
@@ -236,7 +236,7 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
     return d_x, *(each.reshape(groups, columns) if is_there else None for each, is_there in found)
 
 
-def _row_sums(x: Any, scale: Any, d_out: Any, constants: dict[str, Any]) -> Any:
+def _row_sums(x: jax.Array, scale: jax.Array | None, d_out: jax.Array, constants: dict[str, Any]) -> Any:
     """What the backward kernel needs of rows that it does not see as a whole."""
     from tilewright.kernels.norms.triton import kernels
 
@@ -253,7 +253,7 @@ def _row_sums(x: Any, scale: Any, d_out: Any, constants: dict[str, Any]) -> Any:
     return sums
 
 
-def _summed(weight_parts: Any, bias_parts: Any, weight: Any, bias: Any) -> Any:
+def _summed(weight_parts: jax.Array, bias_parts: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> Any:
     """The gradients of weight and bias of the programs' parts."""
     from tilewright.kernels.norms.triton import kernels
 
