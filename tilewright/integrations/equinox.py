@@ -56,10 +56,10 @@ class MultiheadAttention(eqx.Module):
         use_output_bias: bool = False,
         dropout_p: float = 0.0,
         inference: bool = False,
-        dtype: Any = None,
+        dtype: object = None,
         *,
         causal: bool = False,
-        platform: Any = None,
+        platform: object = None,
         key: jax.Array,
     ):
         layer = eqx.nn.MultiheadAttention(

@@ -23,7 +23,7 @@ def dot_product_attention(
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    module: Any = None,
+    module: object = None,
     force_fp32_for_softmax: bool = True,
     einsum_dot_general: Callable[..., Any] | None = None,
     qk_attn_weights_einsum: Callable[..., Any] | None = None,

@@ -90,7 +90,7 @@ def public_function[**P, R](
     return decorate
 
 
-def with_defaults(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of a ``TypedDict``, as it was given or as it is by default.
 
     Raises:
@@ -104,7 +104,7 @@ def with_defaults(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _defaults(options: Any) -> Mapping[str, Any]:
+def _defaults(options: object) -> Mapping[str, Any]:
     return {name: False if kind is bool else None for name, kind in options.__annotations__.items()}
 
 

@@ -49,7 +49,7 @@ class Partitioning:
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
 
 
-def leading_partitioning(inputs: Any, core_dims: Mapping[str, int]) -> Partitioning | None:
+def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partitioning | None:
     """By the leading dimensions that arguments share, as their types say; every result has them first.
 
     Args:
@@ -107,14 +107,14 @@ def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[A
     return split
 
 
-def axis_names(axes: Any) -> tuple[str, ...]:
+def axis_names(axes: object) -> tuple[str, ...]:
     """What a ``PartitionSpec`` holds for one dimension, ``None``, a name or several, as a tuple of names."""
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: Any) -> Any:
+def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: object) -> Any:
     """``forward(inputs)``, on each device's part if there is a partitioning."""
     if partitioning is None:
         return varying_as(forward(inputs), inputs)
@@ -130,16 +130,16 @@ def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | No
 def backward_locally(
     backward: Callable[..., dict[str, Any]],
     partitioning: Partitioning | None,
-    inputs: Any,
-    results: Any,
-    cotangents: Any,
+    inputs: object,
+    results: object,
+    cotangents: object,
 ) -> dict[str, Any]:
     """``backward(inputs, results, cotangents)``, likewise; gradients of what every device shares are summed."""
     if partitioning is None:
         return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
     gradients = partitioning.gradients
 
-    def on_part(part_of_inputs: Any, *rest: Any) -> dict[str, Any]:
+    def on_part(part_of_inputs: object, *rest: Any) -> dict[str, Any]:
         computed = backward(partitioning.on_part(part_of_inputs), *rest)
         parts = partitioning.on_gradients({name: part for name, part in computed.items() if part is not None})
         return {name: _summed(part, gradients[name].summed, dtypes[name]) for name, part in parts.items()}
@@ -158,7 +158,7 @@ def backward_locally(
     return placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh)
 
 
-def varying_as(results: Any, operands: Any) -> Any:
+def varying_as(results: object, operands: object) -> Any:
     """Results with a type that varies over every axis of a ``shard_map`` over which an operand does.
 
     Pallas says of what a kernel computes that all devices have the same, and the gradients of what they share would
@@ -167,15 +167,15 @@ def varying_as(results: Any, operands: Any) -> Any:
     return vary_over(varying_axes(operands), results)
 
 
-def varying_axes(tree: Any) -> frozenset[str]:
+def varying_axes(tree: object) -> frozenset[str]:
     """The manual mesh axes over which any leaf varies; empty outside of ``shard_map``."""
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
 
 
-def vary_over(axes: frozenset[str], tree: Any) -> Any:
+def vary_over(axes: frozenset[str], tree: object) -> Any:
     """The tree with every leaf varying over ``axes``, as what goes around a loop in ``shard_map`` must alike."""
 
-    def vary(leaf: Any) -> Any:
+    def vary(leaf: object) -> Any:
         missing = tuple(sorted(axes - varying_axes(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -205,7 +205,7 @@ def placed(operands: Any, specs: Any, mesh: Any) -> Any:
     return jax.tree.unflatten(tree, moved)
 
 
-def _is_spec(leaf: Any) -> bool:
+def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
@@ -233,7 +233,7 @@ def typed_axes(array: Any) -> tuple[Any, ...]:
     return spec + (None,) * (array.ndim - len(spec))
 
 
-def typed_spec(array: Any) -> PartitionSpec:
+def typed_spec(array: object) -> PartitionSpec:
     """The ``PartitionSpec`` in an array's type."""
     sharding = explicit_sharding(jax.typeof(array))
     return PartitionSpec() if sharding is None else sharding.spec

@@ -40,7 +40,7 @@ def joined(*children: Any, between: str = "") -> Markup:
     return Markup(escaped(between).join(escaped(child) for child in children))
 
 
-def escaped(value: Any) -> Markup:
+def escaped(value: object) -> Markup:
     """Text as HTML that shows it, markup as it is."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value))))
 
@@ -59,7 +59,7 @@ def _spell(found: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def word(value: Any, limit: int = 400) -> str:
+def word(value: object, limit: int = 400) -> str:
     """A value as one line of at most ``limit`` characters; said where it is cut."""
     text = str(value)
     return " ".join(text[:limit].split()) + (f"… ({len(text) - limit:,} more characters)" if len(text) > limit else "")

@@ -82,9 +82,9 @@ class Positions:
 def call_mask(
     shape: ScoreShape,
     *,
-    mask: Any,
+    mask: object,
     causal: bool,
-    sliding_window: Any,
+    sliding_window: object,
     bottom_right: bool,
     segment_ids: tuple[Any, Any],
     lengths: tuple[Any, Any],
@@ -127,7 +127,7 @@ def _given(q_name: str, kv_name: str, pair: tuple[Any, Any]) -> bool:
     return not missing
 
 
-def _explicit(shape: ScoreShape, mask: Any) -> Mask:
+def _explicit(shape: ScoreShape, mask: object) -> Mask:
     if isinstance(mask, Mask):
         mask.check(*shape.sizes)
         return mask

@@ -111,7 +111,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         return_lse: bool = False,
         precision: PrecisionLike = None,
         platform: PlatformOption = None,
-        cfg: Any = None,
+        cfg: object = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks a call and gives ``(query, key, value, bias, mask, softmax_aux)`` and the options, canonical.
 
@@ -161,7 +161,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         softmax_scale: float,
         logits_soft_cap: float | None,
         dropout_prob: float,
-        precision: Any,
+        precision: object,
         **_: Any,
     ) -> AttentionInputs:
         """Prepared arguments as the backends take them."""

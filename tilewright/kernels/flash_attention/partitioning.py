@@ -115,7 +115,7 @@ def with_positions(mask: Mask | None, query: Any) -> Mask | None:
     return _positioned(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
 
 
-def _positioned(mask: Mask, positions: Any) -> Mask:
+def _positioned(mask: Mask, positions: object) -> Mask:
     """The mask with the positions of the queries in each band that has none."""
     if isinstance(mask, CombinedMask):
         return type(mask)(tuple(_positioned(each, positions) for each in mask.masks))  # type: ignore[call-arg]

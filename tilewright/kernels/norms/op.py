@@ -95,7 +95,7 @@ class RmsNorm(_Norm):
         eps: float = 1e-6,
         weight_offset: float = 0.0,
         platform: PlatformOption = None,
-        cfg: Any = None,
+        cfg: object = None,
     ) -> Call:
         return self.canonical(x, residual, weight, None, platform, eps=eps, weight_offset=weight_offset)
 
@@ -116,7 +116,7 @@ class LayerNorm(_Norm):
         residual: ArrayLike | None = None,
         eps: float = 1e-6,
         platform: PlatformOption = None,
-        cfg: Any = None,
+        cfg: object = None,
     ) -> Call:
         return self.canonical(x, residual, weight, bias, platform, eps=eps)
 

@@ -93,7 +93,7 @@ def _form(key: Any) -> tuple[str, tuple[int, ...]] | None:
     return canonical_json([_without_sizes(said, sizes), mapped]), tuple(sizes)
 
 
-def _without_sizes(said: Any, sizes: list[int]) -> Any:
+def _without_sizes(said: object, sizes: list[int]) -> Any:
     if isinstance(said, list):
         return [_without_sizes(part, sizes) for part in said]
     if not isinstance(said, dict):
@@ -104,7 +104,7 @@ def _without_sizes(said: Any, sizes: list[int]) -> Any:
     return {name: _without_sizes(part, sizes) for name, part in sorted(said.items())}
 
 
-def _blank(size: Any, sizes: list[int]) -> Any:
+def _blank(size: object, sizes: list[int]) -> Any:
     """A placeholder for a size, which is noted; 0, and the expressions of shape-polymorphic exports, as they are."""
     if type(size) is not int or size < 1:
         return size

@@ -106,7 +106,7 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
     """
 
     @jax.custom_batching.custom_vmap
-    def call(by_row: Any, shared: Any) -> Any:
+    def call(by_row: object, shared: object) -> Any:
         return run(by_row, shared)
 
     @call.def_vmap
@@ -133,7 +133,7 @@ def _packed(x: jax.Array, params: Params, direction: Direction) -> bool:
     return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
 
 
-def _struct(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> jax.ShapeDtypeStruct:
+def _struct(shape: tuple[int, ...], dtype: object, wanted: bool = True) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
 
 
