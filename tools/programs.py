@@ -119,7 +119,8 @@ def choice_entries(name: str, traced: Traced, space: Sequence[Any]) -> Iterator[
     preferred = known.optional_method(inv.kernel, "preferred_cfg")
     if preferred is not None:
         yield verbatim(f"{name}/preferred", lambda: str(preferred(inv)))
-    forward_mode = known.optional_method(inv.kernel, "forward_mode_cfg")
+    derived = known.gradient_form(inv.kernel) is not None
+    forward_mode = known.optional_method(inv.kernel, "forward_mode_cfg") if derived else None
     if forward_mode is not None and inv.direction == "forward":
         yield verbatim(f"{name}/forward mode", lambda: str(forward_mode(inv)))
     yield verbatim(f"{name}/chosen", lambda: _chosen(known, inv))

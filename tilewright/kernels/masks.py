@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Integer
 
 from tilewright.ops.kernel.arrays import is_symbolic
@@ -174,7 +175,7 @@ class BandMask(Mask):
         _check_rows("q_positions", self.q_positions, batch, q_length)
         _check_rows("kv_positions", self.kv_positions, batch, kv_length)
 
-    def _with(self, q_positions: object, kv_positions: object) -> "BandMask":
+    def _with(self, q_positions: ArrayLike | None, kv_positions: ArrayLike | None) -> "BandMask":
         return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)  # type: ignore[type-var]
 
 
@@ -442,7 +443,7 @@ def _all_partial(grid: TileGrid) -> np.ndarray:
     return np.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.PARTIAL, np.int32)
 
 
-def _classes(empty: object, full: object) -> Any:
+def _classes(empty: ArrayLike, full: ArrayLike) -> Any:
     xp: Any = np if isinstance(empty, np.ndarray) else jnp
     return xp.where(empty, TileClass.EMPTY, xp.where(full, TileClass.FULL, TileClass.PARTIAL)).astype(np.int32)
 
@@ -471,7 +472,7 @@ def _saturate(bound: int) -> int:
     return min(max(bound, int(_INT32.min)), int(_INT32.max))
 
 
-def _positions(positions: object, start: Index, size: int) -> Any:
+def _positions(positions: ArrayLike | None, start: Index, size: int) -> Any:
     if positions is None:
         return start + lax.broadcasted_iota(jnp.int32, (1, size), 1)
     return _slice(positions, -1, start, size).astype(jnp.int32)
@@ -491,7 +492,7 @@ def _block_bounds(length: int, block: int) -> tuple[Any, Any]:
     return starts, jnp.minimum(starts + block, jnp.asarray(length, jnp.int32)) - 1
 
 
-def _block_extrema(array: object, block: int) -> tuple[Any, Any]:
+def _block_extrema(array: ArrayLike, block: int) -> tuple[Any, Any]:
     return _block_reduce(array, 1, block, jnp.min), _block_reduce(array, 1, block, jnp.max)
 
 
