@@ -17,7 +17,7 @@ from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.device import local_devices
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, locked, read_file, replace_file
-from tilewright.ops.utils.serialize import canonical_json
+from tilewright.ops.utils.serialize import Json, canonical_json
 from tilewright.ops.utils.stable_ids import with_former_names
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Decision:
     direction: str
     shapes: str
     key: str
-    config: Any
+    config: Json
     source: str
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Decision:
             raise ValueError(f"{self.op=} {self.direction=} do not fit the decision's key {self.key!r}")
 
     @classmethod
-    def of(cls, key: str, config: Any, source: str) -> "Decision":
+    def of(cls, key: str, config: object, source: str) -> "Decision":
         """A decision on a call.
 
         Raises:
@@ -78,7 +78,7 @@ class Decision:
         return dataclasses.asdict(self) | {"sha256": self.sha256}
 
     @classmethod
-    def of_json(cls, said: Any) -> "Decision":
+    def of_json(cls, said: object) -> "Decision":
         names = {field.name for field in dataclasses.fields(cls)} | {"sha256"}
         if not isinstance(said, dict) or said.keys() != names:
             raise ValueError(f"a decision has the fields {sorted(names)}, not {said!r}")
@@ -312,7 +312,7 @@ def lock_in_force(lock: Lock | str | os.PathLike[str], miss: Miss) -> LockInForc
     return LockInForce(Lock.load(lock), str(absolute(lock)), miss)
 
 
-def _check_miss(miss: Any) -> None:
+def _check_miss(miss: object) -> None:
     if miss not in get_args(Miss):
         raise ValueError(f"{miss=} must be 'allow' or 'error'")
 
@@ -373,5 +373,5 @@ def key_fields(key: str) -> dict[str, Any]:
     return said
 
 
-def _sha256(data: Any) -> str:
+def _sha256(data: object) -> str:
     return hashlib.sha256(canonical_json(data).encode()).hexdigest()
