@@ -3,7 +3,6 @@
 import html
 import re
 import unicodedata
-from typing import Any
 
 # Without content, so that they are closed at once: of HTML, and of SVG.
 _VOID = frozenset({"meta", "circle", "line", "path", "rect"})
@@ -18,7 +17,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def element(tag: str, /, *children: Any, **attributes: Any) -> Markup:
+def element(tag: str, /, *children: object, **attributes: object) -> Markup:
     """One element with its content.
 
     Args:
@@ -35,12 +34,12 @@ def element(tag: str, /, *children: Any, **attributes: Any) -> Markup:
     return Markup(f"<{tag}{said}>{joined(*children)}</{tag}>")
 
 
-def joined(*children: Any, between: str = "") -> Markup:
+def joined(*children: object, between: str = "") -> Markup:
     """Children one after the other."""
     return Markup(escaped(between).join(escaped(child) for child in children))
 
 
-def escaped(value: Any) -> Markup:
+def escaped(value: object) -> Markup:
     """Text as HTML that shows it, markup as it is."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value))))
 
@@ -59,7 +58,7 @@ def _spell(found: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def word(value: Any, limit: int = 400) -> str:
+def word(value: object, limit: int = 400) -> str:
     """A value as one line of at most ``limit`` characters; said where it is cut."""
     text = str(value)
     return " ".join(text[:limit].split()) + (f"… ({len(text) - limit:,} more characters)" if len(text) > limit else "")
