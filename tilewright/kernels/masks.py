@@ -26,6 +26,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 type Index = int | Integer[Array, ""]
 type TileClasses = np.ndarray | Int[Array, "#batch #heads q_tiles kv_tiles"]
 type TileBool = Bool[Array, "#batch #heads #q_size #kv_size"]
+type Numbers = np.ndarray | Array
 
 _INT32 = np.iinfo(np.int32)
 
@@ -67,12 +68,12 @@ class TileGrid:
         return is_symbolic(self.q_length, self.kv_length)
 
     @property
-    def q_bounds(self) -> tuple[Any, Any]:
+    def q_bounds(self) -> tuple[Numbers, Numbers]:
         """First and last row of each row of tiles, both inclusive, without the ragged tile's padding."""
         return _block_bounds(self.q_length, self.block_q)
 
     @property
-    def kv_bounds(self) -> tuple[Any, Any]:
+    def kv_bounds(self) -> tuple[Numbers, Numbers]:
         """First and last column of each column of tiles, both inclusive, without the ragged tile's padding."""
         return _block_bounds(self.kv_length, self.block_k)
 
@@ -175,7 +176,7 @@ class BandMask(Mask):
         _check_rows("q_positions", self.q_positions, batch, q_length)
         _check_rows("kv_positions", self.kv_positions, batch, kv_length)
 
-    def _with(self, q_positions: ArrayLike | None, kv_positions: ArrayLike | None) -> "BandMask":
+    def _with(self, q_positions: Array | None, kv_positions: Array | None) -> "BandMask":
         return dataclasses.replace(self, q_positions=q_positions, kv_positions=kv_positions)  # type: ignore[type-var]
 
 
@@ -443,13 +444,13 @@ def _all_partial(grid: TileGrid) -> np.ndarray:
     return np.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.PARTIAL, np.int32)
 
 
-def _classes(empty: ArrayLike, full: ArrayLike) -> Any:
+def _classes(empty: Numbers, full: Numbers) -> Any:
     xp: Any = np if isinstance(empty, np.ndarray) else jnp
     return xp.where(empty, TileClass.EMPTY, xp.where(full, TileClass.FULL, TileClass.PARTIAL)).astype(np.int32)
 
 
 def _difference_classes(
-    lowest: int | None, highest: int | None, q_first: Any, q_last: Any, kv_first: Any, kv_last: Any
+    lowest: int | None, highest: int | None, q_first: Numbers, q_last: Numbers, kv_first: Numbers, kv_last: Numbers
 ) -> TileClasses:
     """Classes of ``lowest <= j - i <= highest`` from the bounds of i and j in each block, ``[batch, blocks]`` or less.
 
@@ -472,19 +473,19 @@ def _saturate(bound: int) -> int:
     return min(max(bound, int(_INT32.min)), int(_INT32.max))
 
 
-def _positions(positions: ArrayLike | None, start: Index, size: int) -> Any:
+def _positions(positions: Array | None, start: Index, size: int) -> Array:
     if positions is None:
         return start + lax.broadcasted_iota(jnp.int32, (1, size), 1)
     return _slice(positions, -1, start, size).astype(jnp.int32)
 
 
-def _position_bounds(positions: Any, bounds: tuple[np.ndarray, np.ndarray], block: int) -> tuple[Any, Any]:
+def _position_bounds(positions: Array | None, bounds: tuple[Numbers, Numbers], block: int) -> tuple[Numbers, Numbers]:
     if positions is None:
         return bounds[0][None].astype(np.int32), bounds[1][None].astype(np.int32)
     return _block_extrema(positions.astype(jnp.int32), block)
 
 
-def _block_bounds(length: int, block: int) -> tuple[Any, Any]:
+def _block_bounds(length: int, block: int) -> tuple[Numbers, Numbers]:
     if not is_symbolic(length):
         first = np.arange(0, length, block)
         return first, np.minimum(first + block, length) - 1
@@ -492,11 +493,11 @@ def _block_bounds(length: int, block: int) -> tuple[Any, Any]:
     return starts, jnp.minimum(starts + block, jnp.asarray(length, jnp.int32)) - 1
 
 
-def _block_extrema(array: ArrayLike, block: int) -> tuple[Any, Any]:
+def _block_extrema(array: Array, block: int) -> tuple[Array, Array]:
     return _block_reduce(array, 1, block, jnp.min), _block_reduce(array, 1, block, jnp.max)
 
 
-def _block_reduce(array: Any, axis: int, block: int, reduction: Callable) -> Any:
+def _block_reduce(array: Array, axis: int, block: int, reduction: Callable[..., Array]) -> Array:
     length = array.shape[axis]
     tiles = -(-length // block)
     padded = _pad_edge(array, axis, tiles * block)  # the repeated last element changes no minimum, maximum, any or all
@@ -504,7 +505,7 @@ def _block_reduce(array: Any, axis: int, block: int, reduction: Callable) -> Any
     return reduction(padded.reshape(shape), axis=axis + 1)
 
 
-def _pad_edge(array: Any, axis: int, length: int) -> Any:
+def _pad_edge[A: (Array, Array | None)](array: A, axis: int, length: int) -> A:
     if array is None or array.shape[axis] in (0, length):
         return array
     if is_symbolic(length):  # numpy's mode wants to know how much is added
@@ -515,17 +516,17 @@ def _pad_edge(array: Any, axis: int, length: int) -> Any:
     return jnp.pad(array, widths, mode="edge")
 
 
-def _take(array: Any, axis: int, start: Index, size: int) -> Any:
+def _take[A: (Array, Array | None)](array: A, axis: int, start: Index, size: int) -> A:
     return array if array is None or array.shape[axis] == 1 else _slice(array, axis, start, size)
 
 
-def _slice(array: Any, axis: int, start: Index, size: int) -> Any:
+def _slice(array: Array, axis: int, start: Index, size: int) -> Array:
     if isinstance(start, int):
         return lax.slice_in_dim(array, start, start + size, axis=axis % array.ndim)
     return lax.dynamic_slice_in_dim(array, start, size, axis=axis)
 
 
-def _check_rows(name: str, array: Any, batch: int, length: int | None = None) -> None:
+def _check_rows(name: str, array: Array | None, batch: int, length: int | None = None) -> None:
     if array is None:
         return
     full = (batch,) if length is None else (batch, length)

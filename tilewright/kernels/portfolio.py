@@ -121,7 +121,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def without_x64(*operands: Any) -> AbstractContextManager[None]:
+def without_x64(*operands: object) -> AbstractContextManager[None]:
     """A context without ``jax_enable_x64``, unless an operand has a dtype of 64 bits.
 
     With it indices become int64, which GPU kernels cannot lower and which are slower elsewhere. Whether it is on, an
@@ -373,7 +373,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return dict(self._reasons_of(each, inv, problem) for each in self.implementations)
 
     def _reasons_of(
-        self, implementation: LazyImplementation, inv: Invocation[Choice, Any], problem: object
+        self, implementation: LazyImplementation, inv: Invocation[Choice, Any], problem: Problem
     ) -> tuple[str, list[str]]:
         """The name of one implementation, and all reasons why it cannot serve a call."""
         if implementation.load_error:
@@ -499,17 +499,17 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
             "jax.vjp, jax.jacrev)"
         )
 
-    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+    def run(self, *args: object, cfg: Choice, **kwargs: object) -> Any:
         return self.forward_with_residuals(*args, cfg=cfg, **kwargs)[0]
 
-    def forward_with_residuals(self, *args: Any, cfg: Choice, **kwargs: Any) -> tuple[Any, Any]:
+    def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, Results]:
         with without_x64(args, kwargs):
             inputs = self.inputs(*args, **kwargs)
             results = self.forward_results(inputs, cfg)
             return self.outputs(inputs, results, **kwargs), results
 
     def backward(
-        self, residuals: Any, cotangents: tuple[Any, ...], *args: Any, cfg: Choice, **kwargs: Any
+        self, residuals: Results, cotangents: tuple[Any, ...], *args: object, cfg: Choice, **kwargs: object
     ) -> dict[str, Any]:
         with without_x64(args, kwargs):
             inputs = self.inputs(*args, **kwargs)
@@ -524,7 +524,7 @@ class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
 
     differentiable: ClassVar[bool] = False
 
-    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+    def run(self, *args: object, cfg: Choice, **kwargs: object) -> Any:
         with without_x64(args, kwargs):
             inputs = self.inputs(*args, **kwargs)
             return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)

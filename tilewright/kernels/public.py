@@ -51,7 +51,7 @@ _ELSEWHERE = {
 
 
 def public_function[**P, R](
-    prepare: Callable[Concatenate[Any, P], Any], *, attention_fn: bool = False
+    prepare: Callable[Concatenate[Any, P], object], *, attention_fn: bool = False
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Gives a function the argument list of a kernel's ``prepare``: it is written once, there.
 
@@ -75,7 +75,7 @@ def public_function[**P, R](
         name = function.__name__
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> R:
+        def checked(*args: object, **kwargs: object) -> R:
             if not kwargs.keys() <= known:
                 _refuse_keywords(name, kwargs, known)
                 kwargs = {key: value for key, value in kwargs.items() if key in known}
@@ -90,7 +90,7 @@ def public_function[**P, R](
     return decorate
 
 
-def with_defaults(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(options: type, given: Mapping[str, object]) -> dict[str, Any]:
     """Every option of a ``TypedDict``, as it was given or as it is by default.
 
     Raises:
@@ -104,7 +104,7 @@ def with_defaults(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _defaults(options: object) -> Mapping[str, Any]:
+def _defaults(options: type) -> Mapping[str, bool | None]:
     return {name: False if kind is bool else None for name, kind in options.__annotations__.items()}
 
 
@@ -138,7 +138,7 @@ def _documented(prepare: Callable[..., Any]) -> dict[str, str]:
     return found
 
 
-def _bases(kind: Any) -> Iterator[Any]:
+def _bases(kind: type) -> Iterator[type]:
     """The ``TypedDict``s that one is made of, of which its ``__mro__`` knows nothing."""
     for base in types.get_original_bases(kind):
         if is_typeddict(base):
@@ -164,7 +164,7 @@ def _with_options(doc: str | None, options: Mapping[str, str]) -> str | None:
     return f"{before}{heading}{section.rstrip()}\n{missing.rstrip()}{gap}{after}"
 
 
-def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _bind(name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raises if arguments are missing or too many."""
     try:
         signature.bind(*args, **kwargs)
@@ -182,7 +182,7 @@ def _short(signature: inspect.Signature) -> str:
     return f"({', '.join([*shown, '...'])})"
 
 
-def _refuse_keywords(name: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
+def _refuse_keywords(name: str, kwargs: Mapping[str, object], known: frozenset[str]) -> None:
     """Raises for the keywords that a function does not have; Flax's generator of nothing is let through."""
     unknown = [key for key in kwargs if key not in known and not (key == "dropout_rng" and kwargs[key] is None)]
     if not unknown:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from tilewright.ops.kernel.arrays import explicit_sharding
 
@@ -41,9 +43,9 @@ class Partitioning:
       on_gradients: likewise its part of the gradients, by name and without those that are ``None``, before the sums.
     """
 
-    mesh: Any
-    inputs: Any
-    results: Any
+    mesh: AbstractMesh | Mesh
+    inputs: object
+    results: object
     gradients: dict[str, GradientParts]
     on_part: Callable[[Any], Any] = lambda inputs: inputs
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
@@ -107,14 +109,16 @@ def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[A
     return split
 
 
-def axis_names(axes: object) -> tuple[str, ...]:
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """What a ``PartitionSpec`` holds for one dimension, ``None``, a name or several, as a tuple of names."""
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | None, inputs: object) -> Any:
+def forward_locally[Inputs, Results](
+    forward: Callable[[Inputs], Results], partitioning: Partitioning | None, inputs: Inputs
+) -> Results:
     """``forward(inputs)``, on each device's part if there is a partitioning."""
     if partitioning is None:
         return varying_as(forward(inputs), inputs)
@@ -127,19 +131,19 @@ def forward_locally(forward: Callable[..., Any], partitioning: Partitioning | No
     )(placed(inputs, partitioning.inputs, partitioning.mesh))
 
 
-def backward_locally(
-    backward: Callable[..., dict[str, Any]],
+def backward_locally[Inputs, Results](
+    backward: Callable[[Inputs, Results, Results], dict[str, Any]],
     partitioning: Partitioning | None,
-    inputs: object,
-    results: object,
-    cotangents: object,
+    inputs: Inputs,
+    results: Results,
+    cotangents: Results,
 ) -> dict[str, Any]:
     """``backward(inputs, results, cotangents)``, likewise; gradients of what every device shares are summed."""
     if partitioning is None:
         return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
     gradients = partitioning.gradients
 
-    def on_part(part_of_inputs: object, *rest: Any) -> dict[str, Any]:
+    def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
         computed = backward(partitioning.on_part(part_of_inputs), *rest)
         parts = partitioning.on_gradients({name: part for name, part in computed.items() if part is not None})
         return {name: _summed(part, gradients[name].summed, dtypes[name]) for name, part in parts.items()}
@@ -158,7 +162,7 @@ def backward_locally(
     return placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh)
 
 
-def varying_as(results: object, operands: object) -> Any:
+def varying_as[T](results: T, operands: object) -> T:
     """Results with a type that varies over every axis of a ``shard_map`` over which an operand does.
 
     Pallas says of what a kernel computes that all devices have the same, and the gradients of what they share would
@@ -172,10 +176,10 @@ def varying_axes(tree: object) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
 
 
-def vary_over(axes: frozenset[str], tree: object) -> Any:
+def vary_over[T](axes: frozenset[str], tree: T) -> T:
     """The tree with every leaf varying over ``axes``, as what goes around a loop in ``shard_map`` must alike."""
 
-    def vary(leaf: object) -> Any:
+    def vary(leaf: ArrayLike) -> ArrayLike:
         missing = tuple(sorted(axes - varying_axes(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -197,7 +201,7 @@ mlir.register_lowering(_unvarying_p, lambda _, array: [array])
 batching.primitive_batchers[_unvarying_p] = lambda arrays, axes: (_unvarying_p.bind(*arrays), *axes)
 
 
-def placed(operands: Any, specs: Any, mesh: Any) -> Any:
+def placed[T](operands: T, specs: object, mesh: AbstractMesh | Mesh) -> T:
     """Operands under the specs of a partitioning: what is whole on every device is cut there, which moves nothing."""
     leaves, tree = jax.tree.flatten(operands)
     wanted = jax.tree.leaves(jax.tree.broadcast(specs, operands, is_leaf=_is_spec), is_leaf=_is_spec)
@@ -209,31 +213,31 @@ def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
-def _shapes(backward: Callable[..., Any], *operands: Any) -> dict[str, Any]:
+def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     return jax.eval_shape(backward, *whole)
 
 
-def _summed(part: Any, axes: tuple[str, ...], dtype: Any) -> Any:
+def _summed(part: jax.Array, axes: tuple[str, ...], dtype: np.dtype) -> jax.Array:
     """The sum over mesh axes, in float32 at least."""
     if axes:
         part = jax.lax.psum(part.astype(jnp.promote_types(part.dtype, jnp.float32)), axes)
     return part.astype(dtype)
 
 
-def explicit_mesh(*arrays: Any) -> Any:
+def explicit_mesh(*arrays: ArrayLike | jax.ShapeDtypeStruct) -> AbstractMesh | Mesh | None:
     """The mesh over whose explicit axes the type of one of some arrays is split; ``None`` if none is."""
     shardings = (explicit_sharding(jax.typeof(array)) for array in arrays)
     return next((sharding.mesh for sharding in shardings if sharding is not None), None)
 
 
-def typed_axes(array: Any) -> tuple[Any, ...]:
+def typed_axes(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     """The mesh axes in an array's type, an entry for each dimension."""
     spec = tuple(typed_spec(array))
     return spec + (None,) * (array.ndim - len(spec))
 
 
-def typed_spec(array: object) -> PartitionSpec:
+def typed_spec(array: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     """The ``PartitionSpec`` in an array's type."""
     sharding = explicit_sharding(jax.typeof(array))
     return PartitionSpec() if sharding is None else sharding.spec

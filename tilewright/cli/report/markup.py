@@ -3,7 +3,6 @@
 import html
 import re
 import unicodedata
-from typing import Any
 
 # Without content, so that they are closed at once: of HTML, and of SVG.
 _VOID = frozenset({"meta", "circle", "line", "path", "rect"})
@@ -18,7 +17,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def element(tag: str, /, *children: Any, **attributes: Any) -> Markup:
+def element(tag: str, /, *children: object, **attributes: object) -> Markup:
     """One element with its content.
 
     Args:
@@ -35,7 +34,7 @@ def element(tag: str, /, *children: Any, **attributes: Any) -> Markup:
     return Markup(f"<{tag}{said}>{joined(*children)}</{tag}>")
 
 
-def joined(*children: Any, between: str = "") -> Markup:
+def joined(*children: object, between: str = "") -> Markup:
     """Children one after the other."""
     return Markup(escaped(between).join(escaped(child) for child in children))
 

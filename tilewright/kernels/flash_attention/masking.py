@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,11 @@ class Positions:
     """Where the queries stand among the keys: a static offset, or ``[batch, q_length]`` positions."""
 
     offset: int = 0
-    q_positions: Any = None
+    q_positions: jax.Array | None = None
+
+
+type Pair = tuple[object, object]
+"""What a call gives of queries and of keys: each an array, or None."""
 
 
 def call_mask(
@@ -86,9 +89,9 @@ def call_mask(
     causal: bool,
     sliding_window: object,
     bottom_right: bool,
-    segment_ids: tuple[Any, Any],
-    lengths: tuple[Any, Any],
-    cum_seqlens: tuple[Any, Any],
+    segment_ids: Pair,
+    lengths: Pair,
+    cum_seqlens: Pair,
 ) -> Mask | None:
     """The conjunction of all that a call asks for; None where every key is visible."""
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
@@ -119,7 +122,7 @@ def call_mask(
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _given(q_name: str, kv_name: str, pair: tuple[Any, Any]) -> bool:
+def _given(q_name: str, kv_name: str, pair: Pair) -> bool:
     """Whether both of a pair are there; it is an error if only one is."""
     missing = [name for name, array in zip((q_name, kv_name), pair, strict=True) if array is None]
     if len(missing) == 1:
@@ -137,7 +140,7 @@ def _explicit(shape: ScoreShape, mask: object) -> Mask:
     return ExplicitMask(array)
 
 
-def _segments(shape: ScoreShape, segment_ids: tuple[Any, Any]) -> SegmentMask:
+def _segments(shape: ScoreShape, segment_ids: Pair) -> SegmentMask:
     rows, columns = (shape.batch, shape.q_length), (shape.batch, shape.kv_length)
     return SegmentMask(
         arguments.identifiers("q_segment_ids", segment_ids[0], rows, shape.unbatched),
@@ -145,7 +148,7 @@ def _segments(shape: ScoreShape, segment_ids: tuple[Any, Any]) -> SegmentMask:
     )
 
 
-def _lengths(shape: ScoreShape, lengths: tuple[Any, Any]) -> LengthMask:
+def _lengths(shape: ScoreShape, lengths: Pair) -> LengthMask:
     names = ("query_seq_lengths", "key_value_seq_lengths")
     canonical = [
         None if array is None else arguments.integer_array(name, array, (shape.batch,), shape.unbatched)
@@ -175,11 +178,11 @@ def _aligned_ends(shape: ScoreShape, mask: LengthMask) -> Positions:
 
 
 @functools.partial(jax.jit, static_argnames="q_length")
-def _positions_from_ends(q_ends: Any, kv_ends: Any, q_length: int) -> Any:
+def _positions_from_ends(q_ends: int | jax.Array, kv_ends: int | jax.Array, q_length: int) -> jax.Array:
     return jnp.arange(q_length, dtype=jnp.int32)[None, :] + jnp.asarray(kv_ends - q_ends)[:, None]
 
 
-def _packed(shape: ScoreShape, cum_seqlens: tuple[Any, Any], bottom_right: bool) -> tuple[SegmentMask, Positions]:
+def _packed(shape: ScoreShape, cum_seqlens: Pair, bottom_right: bool) -> tuple[SegmentMask, Positions]:
     """Segments and positions of sequences laid end to end; what lies outside them attends to nothing."""
     if shape.batch != 1:
         raise ValueError(f"cum_seqlens_q and cum_seqlens_k want all sequences in one row, got {shape.batch=}")
@@ -204,7 +207,9 @@ def _packed(shape: ScoreShape, cum_seqlens: tuple[Any, Any], bottom_right: bool)
 
 
 @functools.partial(jax.jit, static_argnames=("q_length", "kv_length", "bottom_right"))
-def _packed_arrays(q_bounds: Any, kv_bounds: Any, q_length: int, kv_length: int, bottom_right: bool) -> Any:
+def _packed_arrays(
+    q_bounds: jax.Array, kv_bounds: jax.Array, q_length: int, kv_length: int, bottom_right: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Segment ids of both sides, and the positions of the queries among all the keys.
 
     Ids count the sequences; past the last boundary they are two different numbers above, so that ids stay sorted.

@@ -18,7 +18,8 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
 from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
 
-Axes = Any  # what a PartitionSpec holds for one dimension: None, a name, or a tuple of names
+type Axes = str | tuple[str, ...] | None
+"""What a ``PartitionSpec`` holds for one dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             )
         return _located(part, split)
 
-    def on_gradients(computed: dict[str, Any]) -> dict[str, Any]:
+    def on_gradients(computed: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if not chosen:
             return computed
         heads = chosen(_index(split.heads))
@@ -104,7 +105,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     )
 
 
-def with_positions(mask: Mask | None, query: Any) -> Mask | None:
+def with_positions(mask: Mask | None, query: jax.Array | jax.ShapeDtypeStruct) -> Mask | None:
     """A mask whose bands do not count a part's rows from its first one, where the query's type splits its length.
 
     The position of each query stands in an array then, which is split as the query is. It is there before a config is
@@ -115,7 +116,7 @@ def with_positions(mask: Mask | None, query: Any) -> Mask | None:
     return _positioned(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
 
 
-def _positioned(mask: Mask, positions: object) -> Mask:
+def _positioned(mask: Mask, positions: jax.Array) -> Mask:
     """The mask with the positions of the queries in each band that has none."""
     if isinstance(mask, CombinedMask):
         return type(mask)(tuple(_positioned(each, positions) for each in mask.masks))  # type: ignore[call-arg]
@@ -135,7 +136,7 @@ def _located(part: AttentionInputs, split: Split) -> AttentionInputs:
     return dataclasses.replace(part, dropout_origin=jnp.stack(first))
 
 
-def _from_row(mask: Mask, first: Any) -> Mask:
+def _from_row(mask: Mask, first: jax.Array) -> Mask:
     """The mask of the rows from ``first`` on, whose arrays are those rows' already."""
     if isinstance(mask, CombinedMask):
         return type(mask)(tuple(_from_row(each, first) for each in mask.masks))  # type: ignore[call-arg]
@@ -144,7 +145,7 @@ def _from_row(mask: Mask, first: Any) -> Mask:
     return mask
 
 
-def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[Any], Any] | None:
+def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[jax.Array], jax.Array] | None:
     """The heads of keys that a device's query heads read, from its index; ``None`` if cutting the heads gives them."""
     heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     if kv_heads % devices == 0:
@@ -156,14 +157,14 @@ def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[Any], Any] | 
     return lambda index: (index * mine + jnp.arange(mine, dtype=jnp.uint32)) // group
 
 
-def _scattered(gradient: Any, heads: Any, kv_heads: int) -> Any:
+def _scattered(gradient: jax.Array, heads: jax.Array, kv_heads: int) -> jax.Array:
     """The gradient of all heads of keys from that of a device's, each of which may be there several times."""
     batch, length, _, size = gradient.shape
     zeros = jnp.zeros((batch, length, kv_heads, size), jnp.promote_types(gradient.dtype, jnp.float32))
     return zeros.at[:, :, heads].add(gradient.astype(zeros.dtype))
 
 
-def _index(axes: Axes) -> Any:
+def _index(axes: Axes) -> jax.Array:
     return lax.axis_index(axis_names(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
 
 
@@ -193,7 +194,7 @@ def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
       ValueError: a mask of another class, of whose arrays nothing is known, beside a query that is split by length.
     """
 
-    def by_batch(array: Any, *axes: Axes) -> Any:
+    def by_batch(array: jax.Array | None, *axes: Axes) -> Any:
         return None if array is None else PartitionSpec(split.batch if array.shape[0] == batch > 1 else None, *axes)
 
     match mask:

@@ -1,7 +1,6 @@
 """Random inputs with the shapes of a call, for tuning where there are no values, and for tests."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,8 @@ from tilewright.kernels.masks import (
     WindowMask,
 )
 
+type Shaped = jax.Array | jax.ShapeDtypeStruct
+
 SEGMENTS = 4
 """Segments drawn per sequence, where it is long enough."""
 
@@ -33,13 +34,13 @@ class Sampler:
     q_length: int
     kv_length: int
 
-    def normal(self, struct: Any) -> jax.Array | None:
+    def normal(self, struct: Shaped | None) -> jax.Array | None:
         if struct is None:
             return None
         with jax.ensure_compile_time_eval():
             return jax.random.normal(self._key(), struct.shape, jnp.float32).astype(struct.dtype)
 
-    def seed(self, struct: Any) -> np.ndarray | None:
+    def seed(self, struct: Shaped | None) -> np.ndarray | None:
         return None if struct is None else self.generator.integers(0, 1 << 32, struct.shape).astype(struct.dtype)
 
     def mask(self, mask: Mask) -> Mask:
@@ -71,7 +72,7 @@ class Sampler:
     def _key(self) -> jax.Array:
         return jax.random.key(int(self.generator.integers(0, 1 << 31)))
 
-    def _lengths(self, struct: Any, length: int) -> jax.Array | None:
+    def _lengths(self, struct: Shaped | None, length: int) -> jax.Array | None:
         """From half to the whole, at least one."""
         if struct is None:
             return None
@@ -86,18 +87,18 @@ def sampler(key: jax.Array, q_length: int, kv_length: int) -> Sampler:
     return Sampler(np.random.default_rng(words.tolist()), q_length, kv_length)
 
 
-def _device_array(values: np.ndarray, dtype: Any) -> jax.Array:
+def _device_array(values: np.ndarray, dtype: np.dtype) -> jax.Array:
     with jax.ensure_compile_time_eval():
         return jnp.asarray(values.astype(dtype))
 
 
-def _count(struct: Any, shift: int) -> jax.Array | None:
+def _count(struct: Shaped | None, shift: int) -> jax.Array | None:
     if struct is None:
         return None
     return _device_array(np.broadcast_to(np.arange(struct.shape[1]) + shift, struct.shape), struct.dtype)
 
 
-def _segment_ids(struct: Any, cuts: np.ndarray) -> jax.Array:
+def _segment_ids(struct: Shaped, cuts: np.ndarray) -> jax.Array:
     rows, length = struct.shape
     starts = np.round(cuts[:rows] * length).astype(np.int64)
     ids = (np.arange(length)[None, :, None] >= starts[:, None, :]).sum(-1)

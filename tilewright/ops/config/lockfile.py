@@ -17,7 +17,7 @@ from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.device import local_devices
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, locked, read_file, replace_file
-from tilewright.ops.utils.serialize import canonical_json
+from tilewright.ops.utils.serialize import Json, canonical_json
 from tilewright.ops.utils.stable_ids import with_former_names
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Decision:
     direction: str
     shapes: str
     key: str
-    config: Any
+    config: Json
     source: str
 
     def __post_init__(self) -> None:

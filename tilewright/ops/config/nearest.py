@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.ops.utils.serialize import canonical_json
+from tilewright.ops.utils.serialize import Json, canonical_json
 
 # A size that a call has in one array it has in several: of attention, batch, length and heads each stand in query, key
 # and value. So an octave of one of them is a distance of 3, and 6 is two octaves of one of them, or one octave of two.
@@ -80,11 +80,13 @@ def _octaves(sizes: Sequence[tuple[int, ...]]) -> np.ndarray:
     return np.log2(np.array(sizes, np.float64).T.copy())
 
 
-def _form(key: Any) -> tuple[str, tuple[int, ...]] | None:
+def _form(key: Hashable) -> tuple[str, tuple[int, ...]] | None:
     """A key without its sizes, and these in order; ``None`` for a key that is none of a call."""
+    if not isinstance(key, str | bytes | bytearray):
+        return None
     try:
         said = json.loads(key)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
     if not isinstance(said, dict):
         return None
@@ -93,18 +95,19 @@ def _form(key: Any) -> tuple[str, tuple[int, ...]] | None:
     return canonical_json([_without_sizes(said, sizes), mapped]), tuple(sizes)
 
 
-def _without_sizes(said: object, sizes: list[int]) -> Any:
+def _without_sizes(said: Json, sizes: list[int]) -> Json:
     if isinstance(said, list):
         return [_without_sizes(part, sizes) for part in said]
     if not isinstance(said, dict):
         return said
     array = said.get("$array")
-    if isinstance(array, dict) and isinstance(array.get("shape"), list):
-        return {"$array": array | {"shape": [_blank(size, sizes) for size in array["shape"]]}}
+    shape = array.get("shape") if isinstance(array, dict) else None
+    if isinstance(array, dict) and isinstance(shape, list):
+        return {"$array": array | {"shape": [_blank(size, sizes) for size in shape]}}
     return {name: _without_sizes(part, sizes) for name, part in sorted(said.items())}
 
 
-def _blank(size: object, sizes: list[int]) -> Any:
+def _blank(size: Json, sizes: list[int]) -> Json:
     """A placeholder for a size, which is noted; 0, and the expressions of shape-polymorphic exports, as they are."""
     if type(size) is not int or size < 1:
         return size

@@ -20,7 +20,7 @@ from typing import Any
 
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.folders import absolute, cache_folder, make_folder, read_file, replace_file
-from tilewright.ops.utils.serialize import canonical_json, current_name, qualified_name, tagged, untagged
+from tilewright.ops.utils.serialize import Json, canonical_json, current_name, qualified_name, tagged, untagged
 from tilewright.ops.utils.stable_ids import loaded_class, with_former_names
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ class PersistentCache:
         key: Hashable,
         cfg: object,
         *,
-        measurements: Iterable[Any] = (),
-        metadata: Mapping[str, Any] | None = None,
+        measurements: Iterable[object] = (),
+        metadata: Mapping[str, object] | None = None,
         source: str = "",
     ) -> bool:
         """Writes ``cfg`` under ``key`` in place of what was there.
@@ -336,7 +336,7 @@ class PersistentCache:
                     os.unlink(self.path / name)
 
 
-def _forms(key: Hashable) -> list[Any]:
+def _forms(key: Hashable) -> list[Json]:
     """A key in its tagged form, and in those in which earlier versions wrote it."""
     data = tagged(key)
     # The key of an invocation is itself JSON, in a string.
@@ -344,7 +344,7 @@ def _forms(key: Hashable) -> list[Any]:
     return [data, *former]
 
 
-def _file_name(key: object) -> str:
+def _file_name(key: Json) -> str:
     """The name of the file for a tagged key: something to recognise it by, and a hash."""
     digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()[:32]
     text = key if isinstance(key, str) else canonical_json(key)
@@ -414,7 +414,7 @@ def _entry(document: Document, config: object, source: str | None) -> Entry:
     )
 
 
-def untagged_if_loaded(data: object) -> Any:
+def untagged_if_loaded(data: Json) -> Any:
     """The value of tagged JSON if all its types are loaded, else ``data`` itself; imports nothing."""
     try:
         return untagged(data, resolve=_find_loaded)
@@ -422,7 +422,7 @@ def untagged_if_loaded(data: object) -> Any:
         return data
 
 
-def rebuild_config(data: object, expected_type: type | None) -> Any:
+def rebuild_config(data: Json, expected_type: type | None) -> Any:
     """A config from its tagged form, of types that are loaded; one of ``REBUILD_ERRORS`` if it cannot be."""
     if expected_type is None:
         return untagged(data, resolve=_find_loaded)
@@ -454,19 +454,19 @@ def _find_loaded(qualified: str) -> Any:
     return found
 
 
-def tagged_config(cfg: object, found: MutableMapping[str, type]) -> Any:
+def tagged_config(cfg: object, found: MutableMapping[str, type]) -> Json:
     """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not come back as it is.
 
     Args:
       found: collects the types whose names were written.
     """
-    data = tagged(cfg, found=found)
+    data: Json = tagged(cfg, found=found)
     _check_comes_back(cfg, data, found)
     _seen_types.update(found)
     return data
 
 
-def _check_comes_back(cfg: object, data: object, found: Mapping[str, type]) -> None:
+def _check_comes_back(cfg: object, data: Json, found: Mapping[str, type]) -> None:
     try:
         again = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
     except ValueError as error:

@@ -13,7 +13,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,11 @@ import numpy as np
 from tilewright.ops.utils.fingerprint import sharding_fingerprint, sharding_from_fingerprint
 from tilewright.ops.utils.stable_ids import find_class, id_of, is_id, loaded_class
 
-Resolver = Callable[[str], Any]
-type Found = MutableMapping[str, type] | None
-"""Collects classes whose names were written, by name."""
+type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 
-type Untag = Callable[[Any], Any]
-"""The value of a part."""
+Resolver = Callable[[str], Any]
+Untagger = Callable[[object], Any]
+Found = MutableMapping[str, type] | None
 
 _FLOAT0 = np.dtype([("float0", np.void, 0)])
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -88,7 +87,7 @@ def resolve(qualified: str) -> Any:
     return found
 
 
-def current_name(name: object) -> Any:
+def current_name(name: object) -> object:
     """The name that a class has by now, as far as it is loaded; anything else as it is."""
     known = loaded_class(name)
     return name if known is None else qualified_name(known)
@@ -142,32 +141,32 @@ def tagged(value: object, *, found: Found = None) -> Any:
     raise TypeError(f"no JSON form for {value!r} of type {kind.__module__}.{kind.__qualname__}")
 
 
-def _is_symbolic(value: Any) -> bool:
+def _is_symbolic(value: object) -> bool:
     """Whether it is a symbolic dimension of ``jax.export``."""
     from jax.export import is_symbolic_dim
 
-    return is_symbolic_dim(value)
+    return is_symbolic_dim(value)  # type: ignore[arg-type]  # it takes anything
 
 
-def _tagged_float(value: float, found: Found) -> Any:
+def _tagged_float(value: float, found: Found) -> Json:
     return value if math.isfinite(value) else {"$float": repr(value)}
 
 
-def _tagged_items(values: Iterable[Any], found: Found) -> list[Any]:
+def _tagged_items(values: Iterable[object], found: Found) -> list[Json]:
     return [tagged(item, found=found) for item in values]
 
 
-def _sorted_items(values: Iterable[Any], found: Found) -> list[Any]:
+def _sorted_items(values: Iterable[object], found: Found) -> list[Json]:
     return sorted(_tagged_items(values, found), key=canonical_json)
 
 
-def _tagged_dict(value: dict[Any, Any], found: Found) -> Any:
+def _tagged_dict(value: dict[Any, object], found: Found) -> Json:
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: tagged(item, found=found) for key, item in value.items()}
     return {"$dict": _sorted_items([[key, item] for key, item in value.items()], found)}
 
 
-_TAGGERS: dict[type, Callable[[Any, Any], Any]] = {
+_TAGGERS: dict[type, Callable[[Any, Found], Json]] = {
     float: _tagged_float,
     complex: lambda value, found: {"$complex": _tagged_items((value.real, value.imag), found)},
     bytes: lambda value, found: {"$bytes": value.hex()},
@@ -179,7 +178,7 @@ _TAGGERS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def _tagged_fields(value: object, names: Iterable[str], found: Found) -> dict[str, Any]:
+def _tagged_fields(value: object, names: Iterable[str], found: Found) -> dict[str, Json]:
     return {name: tagged(getattr(value, name), found=found) for name in names}
 
 
@@ -197,7 +196,7 @@ def _callable_name(value: object) -> str:
     return name
 
 
-def _is_named_tuple(kind: Any) -> bool:
+def _is_named_tuple(kind: object) -> bool:
     return isinstance(getattr(kind, "_fields", None), tuple)
 
 
@@ -244,15 +243,16 @@ def _dtype_from(name: str) -> Any:
     return np.dtype(name)
 
 
-def _tagged_scalar(value: np.generic) -> Any:
+def _tagged_scalar(value: np.generic) -> Json:
     item = value.item()
     if type(item) not in (bool, int, float, complex, str):
         raise TypeError(f"no JSON form for {value!r} of type {type(value).__name__}")
-    return tagged(item)
+    told: Json = tagged(item)
+    return told
 
 
-def _tagged_array(value: object, shape: Iterable[int], dtype: object) -> dict[str, Any]:
-    described: dict[str, Any] = {
+def _tagged_array(value: object, shape: Iterable[object], dtype: object) -> dict[str, Json]:
+    described: dict[str, Json] = {
         # A dimension of a shape-polymorphic export is an expression.
         "shape": [int(size) if isinstance(size, int | np.integer) else str(size) for size in shape],
         "dtype": _dtype_name(dtype),
@@ -295,39 +295,39 @@ def untagged(data: object, *, resolve: Resolver = resolve) -> Any:
         raise ValueError(f"cannot rebuild {data!r}: {error}") from error
 
 
-def _untag_enum(untag: Untag, resolve: Resolver, qualified: str, name: str) -> Any:
+def _untag_enum(untag: Untagger, resolve: Resolver, qualified: str, name: str) -> Any:
     kind = resolve(qualified)
     if not isinstance(kind, enum.EnumType):
         raise ValueError(f"{qualified!r} is not an enum")
     return kind[name]
 
 
-def _untag_dataclass(untag: Untag, resolve: Resolver, qualified: str, fields: Any) -> Any:
+def _untag_dataclass(untag: Untagger, resolve: Resolver, qualified: str, fields: Mapping[str, object]) -> Any:
     kind = resolve(qualified)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise ValueError(f"{qualified!r} is not a dataclass")
     return kind(**{name: untag(part) for name, part in fields.items()})
 
 
-def _untag_named_tuple(untag: Untag, resolve: Resolver, qualified: str, fields: Any) -> Any:
+def _untag_named_tuple(untag: Untagger, resolve: Resolver, qualified: str, fields: Mapping[str, object]) -> Any:
     kind = resolve(qualified)
     if not (isinstance(kind, type) and issubclass(kind, tuple) and _is_named_tuple(kind)):
         raise ValueError(f"{qualified!r} is not a named tuple")
     return kind(**{name: untag(part) for name, part in fields.items()})
 
 
-def _untag_callable(untag: Untag, resolve: Resolver, qualified: str) -> Any:
+def _untag_callable(untag: Untagger, resolve: Resolver, qualified: str) -> Any:
     found = resolve(qualified)
     if not callable(found):
         raise ValueError(f"{qualified!r} is {found!r}, which is not callable")
     return found
 
 
-def _untag_scalar(untag: Untag, resolve: Resolver, scalar: Any) -> Any:
+def _untag_scalar(untag: Untagger, resolve: Resolver, scalar: Mapping[str, Any]) -> Any:
     return _dtype_from(scalar["dtype"]).type(untag(scalar["value"]))
 
 
-def _untag_array(untag: Untag, resolve: Resolver, array: Any) -> Any:
+def _untag_array(untag: Untagger, resolve: Resolver, array: Mapping[str, Any]) -> Any:
     import jax
 
     if not all(type(size) is int for size in array["shape"]):
@@ -337,7 +337,7 @@ def _untag_array(untag: Untag, resolve: Resolver, array: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(array["shape"]), dtype, weak_type=bool(array["weak_type"]), sharding=sharding)
 
 
-def _untag_dimension(untag: Untag, resolve: Resolver, name: str) -> Any:
+def _untag_dimension(untag: Untagger, resolve: Resolver, name: str) -> Any:
     raise ValueError(f"a dimension that is an expression cannot be rebuilt: {name!r}")
 
 
@@ -392,7 +392,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _encode(value: Any, kind: Any) -> Any:
+def _encode(value: object, kind: object) -> Any:
     if value is None:
         return None
     members, base = _members(kind), type(value)
@@ -402,11 +402,11 @@ def _encode(value: Any, kind: Any) -> Any:
     if base in map(_base, objects) and base is not dict:
         fields = {name: _encode(getattr(value, name), hint) for name, hint in _hints(base).items()}
         return fields if len(objects) == 1 else {"$dataclass": qualified_name(base), "fields": fields}
-    if base in (tuple, list) and [_base(member) for member in arrays] == [base]:
+    if isinstance(value, tuple | list) and [_base(member) for member in arrays] == [base]:
         kinds = _item_kinds(arrays[0], len(value))
         if len(kinds) == len(value):
             return [_encode(item, item_kind) for item, item_kind in zip(value, kinds, strict=True)]
-    if base is dict and [_base(member) for member in objects] == [dict]:
+    if isinstance(value, dict) and base is dict and [_base(member) for member in objects] == [dict]:
         _, item_kind = typing.get_args(objects[0]) or (Any, Any)
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _encode(item, item_kind) for key, item in value.items()}
@@ -415,7 +415,7 @@ def _encode(value: Any, kind: Any) -> Any:
     return tagged(value)
 
 
-def _decode(data: object, kind: Any, path: str) -> Any:
+def _decode(data: object, kind: object, path: str) -> Any:
     members = _members(kind)
     objects, arrays = _objects(members), _arrays(members)
     if Any in members:
@@ -436,7 +436,7 @@ def _decode(data: object, kind: Any, path: str) -> Any:
     return _decode_scalar(data, [member for member in members if member not in (*objects, *arrays)], kind, path)
 
 
-def _decode_fields(data: dict[str, Any], kind: type, path: str) -> Any:
+def _decode_fields(data: Mapping[str, object], kind: type, path: str) -> Any:
     hints = _hints(kind)
     unknown = sorted(data.keys() - hints.keys())
     if unknown:
@@ -448,7 +448,7 @@ def _decode_fields(data: dict[str, Any], kind: type, path: str) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _decode_tagged(data: dict[str, Any], members: list[Any], path: str) -> Any:
+def _decode_tagged(data: Mapping[str, Any], members: list[Any], path: str) -> Any:
     for kind in map(_base, _objects(members)):
         named = kind is not dict and current_name(data.get("$dataclass")) == qualified_name(kind)
         if named and isinstance(data.get("fields"), dict):
@@ -459,12 +459,12 @@ def _decode_tagged(data: dict[str, Any], members: list[Any], path: str) -> Any:
     return value
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _fits(value: object, kind: object) -> bool:
     # A protocol cannot be checked for; DTypeLike holds one.
     return isinstance(kind, type) and (bool(getattr(kind, "_is_protocol", False)) or isinstance(value, kind))
 
 
-def _decode_scalar(data: object, members: list[Any], kind: Any, path: str) -> Any:
+def _decode_scalar(data: object, members: list[Any], kind: object, path: str) -> Any:
     import msgspec
 
     reasons = []
@@ -481,7 +481,7 @@ def _decode_scalar(data: object, members: list[Any], kind: Any, path: str) -> An
     raise ValueError(f"{path}={data!r}: expected {kind}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
-def _members(kind: Any) -> list[Any]:
+def _members(kind: object) -> list[Any]:
     """The types of which ``kind`` is the union; ``Any`` where an annotation says nothing."""
     if isinstance(kind, typing.TypeAliasType):
         return _members(kind.__value__)

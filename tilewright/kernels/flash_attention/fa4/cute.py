@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
+
 LEAST_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 """The first that were tried: from one beta to the next the kernels take other arguments."""
 
@@ -39,7 +41,7 @@ _PATCHES = ("quack.dsl.cute_tensor_indexing", "quack.dsl.cute_tensor", "quack.ds
 
 _TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor")
 
-type Lengths = tuple[Any | None, Any | None]
+type Lengths = tuple[jax.Array | None, jax.Array | None]
 
 
 @functools.cache
@@ -228,13 +230,19 @@ class Scores:
 
 
 def forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, lengths: Lengths, scores: Scores, params: Any
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: Lengths,
+    scores: Scores,
+    params: Fa4ForwardParams,
 ) -> tuple[Any, ...]:
     """``(out, lse)``: ``[batch, length, heads, value_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
 
     Args:
       lengths: of queries and of keys, int32 ``[batch]`` each, or None; what is written beyond them is not defined.
-      params: ``Any`` without any None.
+      params: without any None.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
@@ -249,12 +257,14 @@ def forward(
 def backward(
     query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, lse: jax.Array,
     d_out: jax.Array, d_lse: jax.Array | None = None,
-    *, lengths: Lengths, scores: Scores, params: Any,
+    *, lengths: Lengths, scores: Scores, params: Fa4BackwardParams,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of query, key and value; where several heads share a key, value has its head dim."""
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     dtype, groups = query.dtype, heads // kv_heads
+    assert params.block_q is not None
+    assert params.block_k is not None
     q_rows, kv_rows = (-(-n // block) * block for n, block in ((q_length, params.block_q), (kv_length, params.block_k)))
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
     settings = (dtype.name, head_dim, value_dim, groups, scores, params)
@@ -299,7 +309,7 @@ def _call(
 
 
 def _forward_launch(
-    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Fa4ForwardParams
 ) -> Callable[..., None]:
     def launch(
         stream: Stream,
@@ -340,7 +350,7 @@ def _score_mod(kernels: _Kernels, scores: Scores) -> Any:
 
 
 def _preprocess_launch(
-    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Fa4BackwardParams
 ) -> Callable[..., None]:
     def launch(
         stream: Stream, out: CuteTensor, d_out: CuteTensor, lse: CuteTensor, q_lengths: CuteTensor, d_lse: CuteTensor,
@@ -356,13 +366,14 @@ def _preprocess_launch(
 
 
 def _backward_launch(
-    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Any
+    kernels: _Kernels, dtype: str, head_dim: int, value_dim: int, groups: int, scores: Scores, params: Fa4BackwardParams
 ) -> Callable[..., None]:
     def launch(
         stream: Stream, query: CuteTensor, key: CuteTensor, value: CuteTensor,
         d_out: CuteTensor, exponent: CuteTensor, delta: CuteTensor,
         q_lengths: CuteTensor, kv_lengths: CuteTensor, d_query: CuteTensor, d_key: CuteTensor, d_value: CuteTensor,
     ) -> None:  # fmt: skip
+        assert params.groups is not None
         capped = scores.soft_cap is not None
         kernel = kernels.classes["backward"](
             kernels.dtypes[jnp.dtype(dtype)],
@@ -403,10 +414,11 @@ def _postprocess_launch(
     value_dim: int,
     groups: int,
     scores: Scores,
-    params: Any,
+    params: Fa4BackwardParams,
     name: str,
 ) -> Callable[..., None]:
     def launch(stream: Stream, sums: CuteTensor, lengths: CuteTensor, gradient: CuteTensor) -> None:
+        assert params.groups is not None
         of_query = name == "query"
         kernel = kernels.classes["postprocess"](
             kernels.dtypes[jnp.dtype(dtype)],
@@ -424,7 +436,7 @@ def _postprocess_launch(
     return launch
 
 
-def _multiple(params: Any) -> int:
+def _multiple(params: Fa4BackwardParams) -> int:
     """Of which the head dim of sums is."""
     return 64 if params.swap_d_key else 32
 

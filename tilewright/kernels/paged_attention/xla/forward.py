@@ -130,9 +130,9 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Greatest logit, normaliser and weighted sum before the first key: the sinks' alone."""
     count, block_q, kv_heads, groups, _ = tiles.query.shape
     shape = (count, kv_heads, groups, block_q)
-    parts = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks_of(inputs))
+    greatest, total = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks_of(inputs))
     weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs.query.dtype))
-    return vary_over(varying_axes(inputs), (*parts, weighted))
+    return vary_over(varying_axes(inputs), (greatest, total, weighted))
 
 
 def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
