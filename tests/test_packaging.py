@@ -24,7 +24,12 @@ PACKAGE = ROOT / "tilewright"
 # For each layer what of ours it may import, beside itself.
 LAYERS = {
     "tilewright.ops": ("tilewright.errors",),
-    "tilewright.kernels": ("tilewright.errors", "tilewright.ops.lowering", "tilewright.ops.utils"),
+    "tilewright.kernels": (
+        "tilewright.errors",
+        "tilewright.ops.types",
+        "tilewright.ops.utils",
+        "tilewright.ops.kernel",
+    ),
     "tilewright.modules": ("tilewright.errors", "tilewright.ops", "tilewright.kernels"),
     "tilewright.integrations": ("tilewright.errors", "tilewright.ops", "tilewright.kernels", "tilewright.modules"),
     "tilewright.errors": (),
