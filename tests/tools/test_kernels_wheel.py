@@ -40,7 +40,7 @@ from tilewright.kernels.cuda import (
     toolchain,
 )
 from tilewright.kernels.flash_attention.cuda import ampere_variants
-from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.flash_attention.cuda import selection as cuda
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.utils.serialize import resolve
 from tools.kernels_wheel.__main__ import chosen_groups, main, record_of

@@ -7,7 +7,7 @@ from importlib.resources import files
 from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
-from tilewright.kernels.flash_attention.cuda import backend as cuda
+from tilewright.kernels.flash_attention.cuda import selection as cuda
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
