@@ -130,8 +130,9 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Greatest logit, normaliser and weighted sum before the first key: the sinks' alone."""
     count, block_q, kv_heads, groups, _ = tiles.query.shape
     shape = (count, kv_heads, groups, block_q)
-    greatest, total = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks_of(inputs))
+    sinks = sinks_of(inputs)
     weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs.query.dtype))
+    greatest, total = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks)
     return vary_over(varying_axes(inputs), (greatest, total, weighted))
 
 
