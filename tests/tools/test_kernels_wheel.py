@@ -39,8 +39,7 @@ from tilewright.kernels.cuda import (
     groups_of,
     toolchain,
 )
-from tilewright.kernels.flash_attention.cuda import ampere_variants
-from tilewright.kernels.flash_attention.cuda import selection as cuda
+from tilewright.kernels.flash_attention.cuda import ampere_variants, selection
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.utils.serialize import resolve
 from tools.kernels_wheel.__main__ import chosen_groups, main, record_of
@@ -206,10 +205,10 @@ def test_whatever_selection_compiles_for_attention_ships(direction, capability, 
     for dtype, head_dim, further in itertools.product(range(3), HEAD_DIMS, CALLS):
         fields = PLAIN | {"head_dim": head_dim, "value_dim": head_dim, "dtype": dtype} | further
         with contextlib.suppress(UnsupportedError):
-            cuda.select(direction, fields, 4 if dtype == 0 else 2, DEVICES[capability])
+            selection.select(direction, fields, 4 if dtype == 0 else 2, DEVICES[capability])
     ships = {(g.table.name, g.name, f"sm_{g.target}") for g in choosable_groups(capability)}
     made = compiled()
-    assert made == {each for each in ships if each[0] in {table.name for table in cuda.TABLES[direction]}}
+    assert made == {each for each in ships if each[0] in {table.name for table in selection.TABLES[direction]}}
 
 
 def test_whatever_selection_compiles_for_packed_attention_ships(every_package_is_here):

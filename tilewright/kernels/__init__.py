@@ -94,4 +94,4 @@ def load_classes(name: str) -> None:
 
     for op in sorted(OPS, key=lambda op: op not in name):
         if loaded_class(name) is None:
-            [each.load() for each in kernel(op).implementations if not each.load_error]
+            kernel(op).loaded()

@@ -346,14 +346,17 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         """Builds that a config needs before it can run the call, made already or not."""
         return self._implementation(cfg).builds(self.problem_of(inv), inv.target, inv.direction, cfg.params)
 
+    def loaded(self) -> list[Implementation]:
+        """The implementations that can be loaded here."""
+        return [each.load() for each in self.implementations if not each.load_error]
+
     def all_builds(self, device: Device) -> Sequence[Build]:
         """Every build that `config_builds` may return for calls on a device."""
-        loaded = [lazy.load() for lazy in self.implementations if not lazy.load_error]
-        return [build for each in loaded for build in each.all_builds(device)]
+        return [build for each in self.loaded() for build in each.all_builds(device)]
 
     def source(self) -> str:
         """A hash of the code of all implementations that can be loaded here."""
-        loaded = [type(lazy.load()) for lazy in self.implementations if not lazy.load_error]
+        loaded = [type(each) for each in self.loaded()]
         modules = [inspect.getmodule(kind) for kind in (type(self), *loaded)]
         return "".join(source_fingerprint(module)[:16] for module in modules)
 
@@ -420,7 +423,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     def _unsupported(self, inv: Invocation[Choice, Any]) -> UnsupportedError:
         allowed, reasons = inv.abstract_kwargs.get("platform"), self.reasons(inv)
         if allowed is not None:
-            absent = set(allowed) - {lazy.load().platform for lazy in self.implementations if not lazy.load_error}
+            absent = set(allowed) - {each.platform for each in self.loaded()}
             reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in _NAMES - set(allowed)}
             reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
         return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})

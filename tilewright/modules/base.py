@@ -52,7 +52,7 @@ def detect_platform(
 
 def _available(op: Portfolio[Any, Any, Any]) -> set[Platform]:
     """The platforms of an op's implementations that can be loaded here."""
-    return {each.load().platform for each in op.implementations if not each.load_error}
+    return {each.platform for each in op.loaded()}
 
 
 def create_default_executor(

@@ -7,7 +7,7 @@ from importlib.resources import files
 from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
-from tilewright.kernels.flash_attention.cuda import selection as cuda
+from tilewright.kernels.flash_attention.cuda import selection
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
@@ -19,7 +19,11 @@ from tools.kernels_wheel.reach import first_groups
 CAPABILITIES = (80, 90)
 """The compute capabilities, times ten, that the wheel is for."""
 
-CHAINS: tuple[tuple[VariantTable, ...], ...] = (cuda.TABLES["forward"], cuda.TABLES["backward"], (cuda_packed.TABLE,))
+CHAINS: tuple[tuple[VariantTable, ...], ...] = (
+    selection.TABLES["forward"],
+    selection.TABLES["backward"],
+    (cuda_packed.TABLE,),
+)
 """Tables that are asked for a variant one after another."""
 
 _ANYWHERE = (-(1 << 31), 1 << 31)
@@ -61,6 +65,6 @@ def _named(result: AutotuningResult) -> Iterator[Group]:
         for candidate in call.candidates:
             match candidate.config:
                 case Choice(platform=Platform.CUDA, algorithm=None, params=params) if call.op == "flash_attention":
-                    chain = cuda.TABLES["forward" if call.direction == "forward" else "backward"]
+                    chain = selection.TABLES["forward" if call.direction == "forward" else "backward"]
                     variants = [(table, variant) for table in chain for variant in table.for_capability(capability)]
                     yield from (Group(table, v.group, capability) for table, v in variants if v.name == params.variant)

@@ -136,7 +136,9 @@ class Lock:
 
     def get(self, key: str) -> Decision | None:
         """The decision on the call with a key."""
-        return next((self._by_key[each] for each in (key, *with_former_names(key)) if each in self._by_key), None)
+        if key in self._by_key:
+            return self._by_key[key]
+        return next((self._by_key[each] for each in with_former_names(key) if each in self._by_key), None)
 
     def __len__(self) -> int:
         return len(self.decisions)

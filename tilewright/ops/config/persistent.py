@@ -336,12 +336,15 @@ class PersistentCache:
                     os.unlink(self.path / name)
 
 
-def _forms(key: Hashable) -> list[Json]:
-    """A key in its tagged form, and in those in which earlier versions wrote it."""
-    data = tagged(key)
+def _forms(key: Hashable) -> Iterator[Json]:
+    """A key in its tagged form, and then, where that is not enough, in those in which earlier versions wrote it."""
+    data: Json = tagged(key)
+    yield data
     # The key of an invocation is itself JSON, in a string.
-    former = with_former_names(data) if isinstance(data, str) else map(json.loads, with_former_names(json.dumps(data)))
-    return [data, *former]
+    if isinstance(data, str):
+        yield from with_former_names(data)
+    else:
+        yield from map(json.loads, with_former_names(json.dumps(data)))
 
 
 def _file_name(key: Json) -> str:

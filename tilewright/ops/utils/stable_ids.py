@@ -69,26 +69,17 @@ def loaded_class(name: object) -> type | None:
 
 def find_class(name: str) -> type | None:
     """The class of an id or of a former name, importing what defines it; ``None`` if there is no such."""
-    found = loaded_class(name)
     package = re.split(r"[./:]", name, maxsplit=1)[0]
-    for step in (_import, _load):
-        if found is None:
-            step(package, name)
-            found = loaded_class(name)
-    return found
-
-
-def _import(package: str, name: str) -> None:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(package)
-
-
-def _load(package: str, name: str) -> None:
-    try:
-        finder = importlib.import_module(f"{package}.stable_ids")
-    except ImportError:
-        return
-    finder.load(name)
+    if loaded_class(name) is None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+    if loaded_class(name) is None:
+        try:
+            finder = importlib.import_module(f"{package}.stable_ids")
+        except ImportError:
+            return None
+        finder.load(name)
+    return loaded_class(name)
 
 
 def with_current_names(text: str) -> str:
