@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 REPEATED_LINES = 6
-MOST_MODULES = 20
+MAX_MODULES = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def counts_of(package: Path) -> dict[str, Count]:
         reverse=True,
     )
     folders = collections.Counter(module.path.parent for module in modules if module.path.name != "__init__.py")
-    crowded = [f"{number} modules in {folder}" for folder, number in folders.most_common() if number > MOST_MODULES]
+    crowded = [f"{number} modules in {folder}" for folder, number in folders.most_common() if number > MAX_MODULES]
     share = 100 * len(loose) / max(1, len(annotations))
     return {
         "cycles": Count(
@@ -210,7 +210,7 @@ def counts_of(package: Path) -> dict[str, Count]:
             f"{_percentile([size for size, _ in functions], 0.9)}, {functions[0][0] if functions else 0}",
             [f"{size} {place}" for size, place in functions],
         ),
-        "folders": Count(f"folders of more than {MOST_MODULES} modules", str(len(crowded)), crowded),
+        "folders": Count(f"folders of more than {MAX_MODULES} modules", str(len(crowded)), crowded),
     }
 
 
