@@ -43,7 +43,7 @@ SPILLED_BY_TRITON_3_9 = {
     "dropout_d128-h100-backward": 8,
     "soft_cap_d256-h100-backward": 212,
 }
-"""Bytes that the first choices for these calls spill with Triton 3.9. On an H100 no call takes Triton for them unless it
+"""Bytes that first choices for these calls spill with Triton 3.9. On an H100 no call takes Triton for them unless it
 is asked to."""
 
 # Of the first choice; every other candidate is compiled for what models do most.
