@@ -34,7 +34,7 @@ from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, local_bench
 from tilewright.ops.types import Direction
 
-MOST_BEHIND = 0.02
+MAX_BEHIND = 0.02
 """A tuned call that is slower than its default or than a single backend by more is a defect of the tuner."""
 
 NOT_STARTED = ("dropped", "left out")
@@ -120,7 +120,7 @@ def cell_of(inv: Invocation[Any, Any], case: AttentionCase, call: TunedCall, too
 def behind(cell: Any) -> bool:
     """Whether a cell breaks the promise."""
     ratios = [cell["over_default"], cell["over_best_single"]]
-    return any(ratio is not None and not ratio <= 1 + MOST_BEHIND for ratio in ratios)
+    return any(ratio is not None and not ratio <= 1 + MAX_BEHIND for ratio in ratios)
 
 
 def line(cell: Any) -> str:

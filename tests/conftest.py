@@ -54,7 +54,7 @@ settings.load_profile(os.environ.get("TILEWRIGHT_HYPOTHESIS_PROFILE", "dev"))
 
 # A compiled program is several mappings of memory, of which Linux gives a process 65530; at the next one LLVM ends it.
 # The caches of JAX keep every program, and these tests make enough of them.
-_MOST_MAPPINGS = 25_000
+_MAX_MAPPINGS = 25_000
 _TESTS_BETWEEN_LOOKS = 20
 _tests = itertools.count(1)
 
@@ -69,7 +69,7 @@ def pytest_runtest_teardown() -> None:
     mappings = pathlib.Path("/proc/self/maps")
     if next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
         with mappings.open("rb") as lines:
-            full = sum(1 for _ in lines) > _MOST_MAPPINGS
+            full = sum(1 for _ in lines) > _MAX_MAPPINGS
         if full:
             jax.clear_caches()
 

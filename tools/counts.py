@@ -1,7 +1,7 @@
-"""Counts that say how a tree of Python reads: cycles of imports, repetitions, `Any`, and sizes.
+"""Counts that say how a tree of Python reads: cycles of imports, repetitions, `Any`, sizes, comments and docstrings.
 
 python -m tools.counts               # a line for each count of tilewright/
-python -m tools.counts --show cycles # what is behind one of them: cycles, repeated, any, files, functions, folders
+python -m tools.counts --show cycles # what is behind one of them, by the name at the end of its line
 """
 
 import argparse
@@ -12,12 +12,14 @@ import io
 import itertools
 import math
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 REPEATED_LINES = 6
-MOST_MODULES = 20
+MAX_MODULES = 20
+MIN_FILE = 60
+QUESTION_WORDS = frozenset({"What", "Whether", "Of", "Which", "How", "Where", "Who", "That", "Those", "Why", "When"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,8 +173,45 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+def _comment_lines(text: str) -> int:
+    """The lines that hold a comment and no code."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip() for token in tokens)
+
+
+def _docstrings(module: Module) -> Iterator[ast.Expr]:
+    """The docstrings of a module, its classes, functions and constants: strings that are statements."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node
+
+
+def _docstring_lines(module: Module) -> int:
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in _docstrings(module))
+
+
+def _share_of_lines(
+    modules: Sequence[Module], lines_of: Callable[[Module], int]
+) -> tuple[str, list[tuple[float, str]]]:
+    """The share of all lines in per cent, and that of each file of `MIN_FILE` lines or more."""
+    each = [(lines_of(module), len(module.text.splitlines()), str(module.path)) for module in modules]
+    share = 100 * sum(lines for lines, _, _ in each) / max(1, sum(size for _, size, _ in each))
+    return f"{share:.1f} %", [(100 * lines / size, path) for lines, size, path in each if size >= MIN_FILE]
+
+
+def _by_question(modules: Iterable[Module]) -> list[str]:
+    """The docstrings that begin with a question word or a pronoun instead of a verb or the thing itself."""
+    found = []
+    for module in modules:
+        for node in _docstrings(module):
+            first = ast.literal_eval(node.value).split(maxsplit=1)[:1]
+            if first and first[0] in QUESTION_WORDS:
+                found.append(f"{module.path}:{node.lineno} {first[0]}")
+    return found
+
+
 def _percentile(values: Sequence[int], share: float) -> int:
-    """The least value that so large a share of all does not exceed."""
+    """The smallest value that so large a share of all does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0
 
 
@@ -190,7 +229,11 @@ def counts_of(package: Path) -> dict[str, Count]:
         reverse=True,
     )
     folders = collections.Counter(module.path.parent for module in modules if module.path.name != "__init__.py")
-    crowded = [f"{number} modules in {folder}" for folder, number in folders.most_common() if number > MOST_MODULES]
+    crowded = [f"{number} modules in {folder}" for folder, number in folders.most_common() if number > MAX_MODULES]
+    kernels = [module for module in modules if "kernels" in module.path.relative_to(package.parent).parts]
+    commented, comments = _share_of_lines(kernels, lambda module: _comment_lines(module.text))
+    documented, docstrings = _share_of_lines(modules, _docstring_lines)
+    questions = _by_question(modules)
     share = 100 * len(loose) / max(1, len(annotations))
     return {
         "cycles": Count(
@@ -210,20 +253,31 @@ def counts_of(package: Path) -> dict[str, Count]:
             f"{_percentile([size for size, _ in functions], 0.9)}, {functions[0][0] if functions else 0}",
             [f"{size} {place}" for size, place in functions],
         ),
-        "folders": Count(f"folders of more than {MOST_MODULES} modules", str(len(crowded)), crowded),
+        "comments": Count(
+            "lines of kernels that are comments", commented, [f"{part:.1f} % {path}" for part, path in sorted(comments)]
+        ),
+        "docstrings": Count(
+            "lines that are docstrings",
+            documented,
+            [f"{part:.1f} % {path}" for part, path in sorted(docstrings, reverse=True)],
+        ),
+        "questions": Count("docstrings that begin with a question word", str(len(questions)), questions),
+        "folders": Count(f"folders of more than {MAX_MODULES} modules", str(len(crowded)), crowded),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="?", type=Path, default=ROOT / "tilewright")
-    parser.add_argument("--show", choices=["cycles", "repeated", "any", "files", "functions", "folders"])
-    parser.add_argument("--most", type=int, default=30, help="lines that --show prints")
+    parser.add_argument("--show", metavar="NAME", help="a name at the end of a line")
+    parser.add_argument("--most", type=int, default=30, help="lines that --show prints at most")
     args = parser.parse_args(arguments)
     counts = counts_of(args.package)
     for key, count in counts.items():
         print(f"{count.name:55} {count.value:32} {key}")
-    if args.show:
+    if args.show is not None:
+        if args.show not in counts:
+            parser.error(f"--show takes {', '.join(counts)}, not {args.show}")
         print(*counts[args.show].behind[: args.most], sep="\n")
 
 

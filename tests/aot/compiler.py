@@ -39,6 +39,7 @@ class KernelReport:
       serialised: whether ptxas made every wgmma wait for the one before.
       shared_bytes: what the kernel's scratch takes of a block's shared memory; None where some kernel of the program
         was lowered or compiled more often than the other, so that the two lists cannot be matched.
+      code: a hash of its PTX without names, comments and source lines, if that was asked for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class KernelReport:
     spill_loads: int
     serialised: bool
     shared_bytes: int | None = None
+    code: str = ""
 
     @property
     def faults(self) -> list[str]:
@@ -66,16 +68,17 @@ def missing_packages() -> str:
     return f"{missing} (make aot installs it)" if missing else ""
 
 
-def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
+def compile_for_h100(function: Callable[..., Any], *arguments: Any, ptx: bool = False) -> list[KernelReport]:
     """Lowers and compiles `function` and reports on each Mosaic GPU kernel, in the order of compilation.
 
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. What a kernel wants
-    beyond the shared memory of a block raises here as it would on the card.
+    beyond the shared memory of a block raises here as it would on the card. ``ptx`` fills in ``KernelReport.code``.
     """
+    dumps = (*_DUMPS, "MOSAIC_GPU_DUMP_PTX") if ptx else _DUMPS
     with (
         _standard_output() as output,
         _kernels_of_their_own(),
-        mock.patch.dict(os.environ, dict.fromkeys(_DUMPS, "1")),
+        mock.patch.dict(os.environ, dict.fromkeys(dumps, "1")),
     ):
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         fresh = jax.jit(lambda *args: function(*args))  # of no use to what jax has traced and compiled before
@@ -118,11 +121,22 @@ def parse_reports(text: str) -> list[KernelReport]:
             raise ValueError(f"ptxas says nothing of the registers or spills of {entry[1]}:\n{block}")
         stack, stores, loads = (int(number) for number in frame.groups())
         serialised = "C7510" in block or "serializ" in block
-        reports.append(KernelReport(entry[1], int(used[1]), stack, stores, loads, serialised))
+        code = _code(block, entry[1])
+        reports.append(KernelReport(entry[1], int(used[1]), stack, stores, loads, serialised, code=code))
     shared = [int(number) for number in re.findall(r"smem_scratch_bytes=(\d+)", text)]
     if len(shared) == len(reports):
         reports = [dataclasses.replace(r, shared_bytes=size) for r, size in zip(reports, shared, strict=True)]
     return reports
+
+
+def _code(text: str, name: str) -> str:
+    """A hash of the PTX in a dump, without what names and source lines change; empty if there is none."""
+    entry = re.search(r"^\.visible \.entry.*?^}", text, re.MULTILINE | re.DOTALL)
+    if entry is None:
+        return ""
+    lines = (line.split("//")[0].strip() for line in entry[0].replace(name, "kernel").splitlines())
+    code = [line for line in lines if line and not re.match(r"\.loc\b|\$L__(tmp|func)\w*:$", line)]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

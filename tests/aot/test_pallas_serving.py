@@ -71,10 +71,15 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
 """Of which four scalars at most are spilled, outside of the loop over keys."""
 
 
-def packed_reports(fields: dict[str, Any]) -> list[KernelReport]:
+def packed_inputs(fields: dict[str, Any]) -> Any:
+    """The inputs of a packed call, by shapes alone."""
     sizes = {"sequences": 64, "kv_length": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     case = RaggedPageCase("", **sizes | {"q_lengths": (1, 1, 512)} | fields)
-    inputs: Any = jax.eval_shape(functools.partial(inputs_of, "ragged_page_attention", case))
+    return jax.eval_shape(functools.partial(inputs_of, "ragged_page_attention", case))
+
+
+def packed_reports(fields: dict[str, Any]) -> list[KernelReport]:
+    inputs = packed_inputs(fields)
     backend = PallasGpuPackedAttention()
     reports = [
         compile_for_h100(lambda inputs, one=one: backend.forward(inputs, one), inputs)

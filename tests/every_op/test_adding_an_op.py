@@ -97,8 +97,8 @@ class TestDefaults:
         op = kernel("softcap")
         assert op.cost(inv) == Cost(0.0, 2 * 2 * 8 * 32)
         assert op.cost(inv.backward()) == Cost(0.0, 3 * 2 * 8 * 32)
-        assert op.least_cost(inv) == Cost(0.0, 2 * 8 * 32)
-        assert op.least_cost(inv.backward()) == Cost(0.0, 0.0)
+        assert op.min_cost(inv) == Cost(0.0, 2 * 8 * 32)
+        assert op.min_cost(inv.backward()) == Cost(0.0, 0.0)
         assert op.problem_of(inv) is op.problem_of(inv)
         assert op.problem_of(dataclasses.replace(inv)) == op.problem_of(inv)
 

@@ -134,8 +134,8 @@ def test_costs_are_the_bytes_of_operands_and_outputs():
     operands, out = 4 * (2 * 4 * 4 * 8 + 8), 4 * 4 * 4 * 8
     assert inv.kernel.cost(inv) == Cost(0.0, operands + out)
     assert inv.kernel.cost(inv.backward()) == Cost(0.0, 2 * operands + out)
-    assert inv.kernel.least_cost(inv) == Cost(0.0, out)
-    assert inv.kernel.least_cost(inv.backward()) == Cost(0.0, 0.0)
+    assert inv.kernel.min_cost(inv) == Cost(0.0, out)
+    assert inv.kernel.min_cost(inv.backward()) == Cost(0.0, 0.0)
 
 
 def test_the_problem_is_made_once_for_an_invocation(monkeypatch):

@@ -23,7 +23,7 @@ from tilewright.kernels.footprint import Footprint, block_limits, busy_share, la
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain, Invocation
-from tilewright.ops.tuning.race import PLAUSIBLE
+from tilewright.ops.tuning.candidate_search import PLAUSIBLE
 from tilewright.ops.tuning.tuning import Autotuner
 from tilewright.ops.types import Device, MappedAxis
 
@@ -163,6 +163,6 @@ class TestTuning:
         by_config = {candidate.config: candidate for candidate in call.candidates}
         assert by_config[UNFIT["does not fit"]].error == "it cannot run: params.q_blocksize=64 is above 32"
         assert not by_config[GOOD].dropped
-        said = KERNEL.not_taken(INV, Choice("triton"), [by_config[UNFIT["does not fit"]]])
+        said = KERNEL.rejection_reasons(INV, Choice("triton"), [by_config[UNFIT["does not fit"]]])
         assert said["xla"] == ("supported, but not measured: it cannot run: params.q_blocksize=64 is above 32",)
         assert isinstance(INV, Invocation)

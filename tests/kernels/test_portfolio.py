@@ -157,7 +157,7 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
     after = Executor(chain).explain_choice(inv, None).rejected
     assert "every candidate failed: [0]: largest error" in after["cuda:wrong"][0]
     other = next(c.config for c in call.candidates if c.eligible and c.config != call.winner.config)
-    said = kernel.not_taken(inv, Choice("pallas", None, None), call.candidates)["xla"][0]
+    said = kernel.rejection_reasons(inv, Choice("pallas", None, None), call.candidates)["xla"][0]
     assert f"measured at {min(c.time_ms for c in call.candidates if c.eligible):.4g} ms at best" in said
     assert other.platform is Platform.XLA
 
@@ -177,7 +177,7 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
 )
 def test_explicit_configs(cfg: Any, direction: Any, blocks: int | None) -> None:
     kernel = Double()
-    directed = kernel.directed_cfg(cfg, Invocation(kernel, (jnp.ones(5), None), {"platform": None}, None, direction))
+    directed = kernel.resolve_config(cfg, Invocation(kernel, (jnp.ones(5), None), {"platform": None}, None, direction))
     assert (directed and directed.params.q_blocksize) == blocks
 
 

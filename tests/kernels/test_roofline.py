@@ -12,7 +12,7 @@ from tests.kernels.conftest import A100, H100, abstract_arguments
 from tests.kernels.flash_attention.conformance import CASES, describe
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.roofline import Cost, least_ms, peaks_of
+from tilewright.kernels.roofline import Cost, min_ms, peaks_of
 from tilewright.ops import Invocation
 from tilewright.ops.types import Device, MappedAxis
 
@@ -31,7 +31,7 @@ def test_the_least_is_no_more_than_the_cost(conformance_case: Any, direction: An
     kernel = FlashAttention()
     args, kwargs = conformance_case.prepared(seed=0)
     inv = Invocation(kernel, args, kwargs, direction=direction)
-    least, cost = kernel.least_cost(inv), kernel.cost(inv)
+    least, cost = kernel.min_cost(inv), kernel.cost(inv)
     assert 0 <= least.flops <= cost.flops
     assert 0 <= least.bytes <= cost.bytes
 
@@ -54,7 +54,7 @@ def test_nothing_recorded_on_an_h100_was_faster():
             if said.get("status") != "timed":
                 continue
             flops = 2 * pairs * (case.head_dim + (case.value_dim or case.head_dim)) if not case.sliding_window else 0.0
-            bound = least_ms(Cost(flops, 0.0), H100)
+            bound = min_ms(Cost(flops, 0.0), H100)
             assert bound <= said["median_ms"], (cell["case"], said["median_ms"], bound)
             shares.append(bound / said["median_ms"])
             seen += 1
@@ -82,8 +82,8 @@ def test_data_may_mask_everything():
 def test_memory_beyond_the_cache_counts():
     peaks = peaks_of(H100)
     assert peaks is not None
-    assert least_ms(Cost(0.0, float(peaks.cache)), H100) == 0.0
-    assert least_ms(Cost(0.0, peaks.cache + peaks.bandwidth), H100) == pytest.approx(1e3)
+    assert min_ms(Cost(0.0, float(peaks.cache)), H100) == 0.0
+    assert min_ms(Cost(0.0, peaks.cache + peaks.bandwidth), H100) == pytest.approx(1e3)
 
 
 def test_every_row_of_the_table_is_reached():
@@ -93,5 +93,5 @@ def test_every_row_of_the_table_is_reached():
 
 def test_an_unknown_device_has_no_bound():
     assert peaks_of(Device("cpu", "cpu")) is None
-    assert least_ms(Cost(1e30, 1e30), Device("gpu", "NVIDIA Z9", (12, 0))) == 0.0
-    assert jnp.isfinite(least_ms(Cost(1.0, 1.0), A100))
+    assert min_ms(Cost(1e30, 1e30), Device("gpu", "NVIDIA Z9", (12, 0))) == 0.0
+    assert jnp.isfinite(min_ms(Cost(1.0, 1.0), A100))

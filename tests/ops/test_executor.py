@@ -39,7 +39,7 @@ class TestEagerCalls:
         close(executor(kernel, np.ones(3, np.float32), 2.0, scale=np.float32(3)), np.full(3, 6.0))
 
     def test_the_least_recently_used_program_goes(self, executor, monkeypatch):
-        monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
+        monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
         kernel = Product("tests.executor")
         for scale, retraced in ((1.0, True), (2.0, True), (1.0, False), (3.0, True), (1.0, False), (2.0, True)):
             with watching() as seen:
@@ -130,7 +130,7 @@ class TestExplain:
 
     def test_names_measured_times_and_other_implementations(self, tmp_path, capsys):
         class Portfolio(Product):
-            def not_taken(self, inv, cfg, measured):
+            def rejection_reasons(self, inv, cfg, measured):
                 return {"triton": ("no GPU", "no float8"), "xla": ()}
 
         kernel = Portfolio("tests.executor.portfolio")

@@ -93,5 +93,20 @@ def test_sizes(package):
 def test_the_command_prints_each_count_and_what_is_behind_one(package, capsys):
     main([str(package(one="import house.two", two="import house.one")), "--show", "cycles"])
     *counts, behind = capsys.readouterr().out.splitlines()
-    assert len(counts) == 6
+    assert len(counts) == 9
     assert behind == "house.one house.two"
+
+
+def test_a_count_that_does_not_exist_is_a_usage_error(package, capsys):
+    with pytest.raises(SystemExit):
+        main([str(package()), "--show", "cats"])
+    assert "cycles, repeated" in capsys.readouterr().err
+
+
+def test_comments_docstrings_and_how_they_begin(package):
+    code = '"""Whether a file counts,\nin two lines."""\n' + "# a reason\nx = 1  # beside code\n" * 40
+    counts = counts_of(package(kernels__in__one=code, two="def f():\n    '''Returns what it is given.'''\n"))
+    assert counts["comments"].value == f"{100 * 40 / 82:.1f} %"
+    assert counts["docstrings"].value == f"{100 * 3 / 84:.1f} %"
+    assert [place.split()[-1] for place in counts["questions"].behind] == ["Whether"]
+    assert [place.split(" % ")[0] for place in counts["comments"].behind] == [f"{100 * 40 / 82:.1f}"]

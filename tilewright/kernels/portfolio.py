@@ -20,7 +20,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
-from tilewright.kernels.roofline import Cost, array_bytes, least_ms
+from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
@@ -186,7 +186,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
             size += array_bytes(operands, floating=True)
         return Cost(0.0, float(size))
 
-    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`.
 
         By default results are written; of gradients a caller may want any.
@@ -256,7 +256,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
             for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
                 yield dataclasses.replace(choice, params=params)
 
-    def directed_cfg(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
+    def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
         """A config that the caller gave, for one direction.
 
         Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params for the first implementation that
@@ -268,7 +268,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         """
         if isinstance(cfg, PerDirection):
             part = cfg.forward if inv.direction == "forward" else cfg.backward
-            return None if part is None else self.directed_cfg(part, inv)
+            return None if part is None else self.resolve_config(part, inv)
         if isinstance(cfg, KernelConfig):
             return self._of_kernel_config(cfg, inv)
         if isinstance(cfg, Choice):
@@ -284,7 +284,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
             f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
         )
 
-    def not_taken(
+    def rejection_reasons(
         self, inv: Invocation[Choice, Any], cfg: Choice, measured: Sequence[Any]
     ) -> Mapping[str, tuple[str, ...]]:
         """For every implementation but the chosen one its reasons, or how it did in the call's last tuning."""
@@ -318,7 +318,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
 
     def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
         """The milliseconds that a call takes at the least on its device; a measurement below that is not believed."""
-        return self._least_ms(inv, 1.0)
+        return self._min_ms(inv, 1.0)
 
     def config_bound_ms(self, inv: Invocation[Choice, Any], cfg: Choice) -> float:
         """The milliseconds that a call takes at the least with a config that can run it.
@@ -331,13 +331,13 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
             dataclasses.replace(each, blocks=None if each.blocks is None else times * each.blocks)
             for each in self._footprints(inv, cfg)
         ]
-        return self._least_ms(inv, busy_share(all_blocks, inv.target))
+        return self._min_ms(inv, busy_share(all_blocks, inv.target))
 
-    def _least_ms(self, inv: Invocation[Choice, Any], share: float) -> float:
+    def _min_ms(self, inv: Invocation[Choice, Any], share: float) -> float:
         """The least time of a call on a share of the device's multiprocessors."""
-        one = self.least_cost(inv)
+        one = self.min_cost(inv)
         times = math.prod(axis.size for axis in inv.mapped)
-        return least_ms(Cost(times * one.flops / share, times * one.bytes), inv.target)
+        return min_ms(Cost(times * one.flops / share, times * one.bytes), inv.target)
 
     def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
         return self._implementation(cfg).footprints(self.problem_of(inv), inv.target, inv.direction, cfg.params)
@@ -411,7 +411,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
                 if platform not in (None, each.platform) or self._reasons_of(lazy_implementation, inv, problem)[1]:
                     continue
                 found = True
-                if each.comes_last(problem, inv.target, inv.direction):
+                if each.deprioritized(problem, inv.target, inv.direction):
                     last.append(each)
                 else:
                     yield _choice_of(each, problem, inv)

@@ -115,7 +115,7 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
         """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
         return []
 
-    def comes_last(self, problem: Problem, device: Device, direction: Direction) -> bool:
+    def deprioritized(self, problem: Problem, device: Device, direction: Direction) -> bool:
         """Whether, of a problem that this backend can serve, others are likely faster: they go first, unmeasured."""
         return False
 

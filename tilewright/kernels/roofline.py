@@ -59,7 +59,7 @@ def peaks_of(device: Device) -> Peaks | None:
     return next((peaks for name, peaks in _PEAKS if device.kind == "gpu" and name in device.name), None)
 
 
-def least_ms(cost: Cost, device: Device) -> float:
+def min_ms(cost: Cost, device: Device) -> float:
     """The milliseconds below which no kernel can be; 0 for a device that is not known here."""
     peaks = peaks_of(device)
     if peaks is None:

@@ -125,7 +125,7 @@ class Executor(Generic[Cfg, Out]):
             step,
             time_ms,
             inv.key,
-            inv.kernel.not_taken(inv, selection.config, measured),
+            inv.kernel.rejection_reasons(inv, selection.config, measured),
             selection.detail,
         )
 

@@ -127,7 +127,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(cute, "missing_packages", cute.missing_packages.__wrapped__)
-    least = cute.LEAST_VERSIONS
+    least = cute.MIN_VERSIONS
     absent = f"nvidia-cutlass-dsl {least['nvidia-cutlass-dsl']} or later (extra fa4), which is not installed"
     assert reasons() == [
         f"needs flash-attn-4 {least['flash-attn-4']} or later, got 4.0.0b9",

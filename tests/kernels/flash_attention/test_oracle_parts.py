@@ -55,7 +55,7 @@ def without_batch(direction: Any) -> Invocation[Any, Any]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "MOST_LOGIT_BYTES", 0)
+    monkeypatch.setattr(op, "MAX_LOGIT_BYTES", 0)
 
 
 def check_finds_errors(inv: Invocation[Any, Any], *, rows_axis: int = 1) -> None:

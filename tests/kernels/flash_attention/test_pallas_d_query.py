@@ -46,11 +46,11 @@ def test_conversion_of_all_sums(block_q: int, q_length: int, head_dim: int):
 
 
 @pytest.mark.parametrize("programs", [1, 5, 132])
-@pytest.mark.parametrize("visits", [np.full(32, 64), np.arange(2, 66, 2)[::-1]])
-def test_only_what_is_complete_is_asked_for(programs: int, visits: np.ndarray):
-    matrices, tiles, whole = 24, len(visits), 31
-    lists = program_lists(program_order(visits, matrices, 4), visits, programs)
-    plan = EarlyConversions.plan(lists, visits, whole)
+@pytest.mark.parametrize("row_steps", [np.full(32, 64), np.arange(2, 66, 2)[::-1]])
+def test_only_what_is_complete_is_asked_for(programs: int, row_steps: np.ndarray):
+    matrices, tiles, whole = 24, len(row_steps), 31
+    lists = program_lists(program_order(row_steps, matrices, 4), row_steps, programs)
+    plan = EarlyConversions.plan(lists, row_steps, whole)
     assert plan is not None
     asked = plan.items[plan.items >= 0]
     assert len(np.unique(asked)) == len(asked)
@@ -58,7 +58,7 @@ def test_only_what_is_complete_is_asked_for(programs: int, visits: np.ndarray):
     # The same clock as the lists were made by: every item of the head has ended when one of its rows is asked for.
     ends, begins = np.zeros(matrices * tiles), np.zeros(len(plan.items))
     for start, end in zip(lists[0][:-1], lists[0][1:], strict=True):
-        costs = visits[lists[1][start:end] % tiles] + ITEM_OVERHEAD
+        costs = row_steps[lists[1][start:end] % tiles] + ITEM_OVERHEAD
         ends[lists[1][start:end]] = np.cumsum(costs)
         begins[start:end] = np.cumsum(costs) - costs
     complete = ends.reshape(matrices, tiles).max(axis=1)
@@ -68,8 +68,8 @@ def test_only_what_is_complete_is_asked_for(programs: int, visits: np.ndarray):
 
 
 def test_nothing_is_asked_for_of_one_head():
-    visits = np.full(4, 8)
-    assert EarlyConversions.plan(program_lists(program_order(visits, 1, 1), visits, 2), visits, 4) is None
+    row_steps = np.full(4, 8)
+    assert EarlyConversions.plan(program_lists(program_order(row_steps, 1, 1), row_steps, 2), row_steps, 4) is None
 
 
 SIZES: dict[str, Any] = {"head_dim": 64, "dtype": "bfloat16"}

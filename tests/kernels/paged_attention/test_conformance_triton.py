@@ -22,7 +22,7 @@ from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
-from tilewright.kernels.paged_attention.triton.backend import MOST_SPLITS, TritonPagedAttention
+from tilewright.kernels.paged_attention.triton.backend import MAX_SPLITS, TritonPagedAttention
 from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.utils.datacarrier import FwdParams
@@ -124,7 +124,7 @@ def test_what_ships_can_run_and_fills_the_card(name: str):
     assert not BACKEND.forward_reasons(problem, H100)
     best = BACKEND.heuristic(problem, H100, "forward")
     assert not BACKEND.config_reasons(problem, H100, "forward", best)
-    assert 1 <= best.num_key_splits <= MOST_SPLITS
+    assert 1 <= best.num_key_splits <= MAX_SPLITS
     tiles = problem.sequences * best.num_key_splits * problem.kv_heads
     assert tiles * max(problem.groups // 64, 1) >= 3 * H100.cores
     candidates = list(BACKEND.candidates(problem, H100, "forward"))

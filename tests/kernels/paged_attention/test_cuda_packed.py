@@ -17,7 +17,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, toolchain
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.paged_attention.cuda.packed import (
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     TABLE,
     CudaPackedAttention,
     CudaPackedParams,
@@ -61,7 +61,7 @@ def test_it_serves(fields: dict[str, Any]):
     [
         ({"softmax_scale": -0.5}, "positive scale"),
         ({"softmax_scale": 0.0}, "positive scale"),
-        ({"sequences": MOST_SEQUENCES + 1, "kv_length": 1, "q_lengths": (1,), "page_size": 16}, "sequences"),
+        ({"sequences": MAX_SEQUENCES + 1, "kv_length": 1, "q_lengths": (1,), "page_size": 16}, "sequences"),
     ],
 )
 def test_reasons_of_its_own(fields: dict[str, Any], reason: str):

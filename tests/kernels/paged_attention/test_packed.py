@@ -63,4 +63,4 @@ def test_reasons_of_devices_directions_and_calls(backend: Implementation):
     ],
 )
 def test_what_others_are_likely_faster_at(backend: Implementation, fields: dict[str, Any], others: bool):
-    assert backend.comes_last(packed_problem(**fields), H100, "forward") == others
+    assert backend.deprioritized(packed_problem(**fields), H100, "forward") == others

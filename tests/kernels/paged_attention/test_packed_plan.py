@@ -12,7 +12,7 @@ import pytest
 
 import tilewright
 from tests.support.suites import sampled
-from tilewright.kernels.paged_attention.cuda.packed import MOST_SEQUENCES
+from tilewright.kernels.paged_attention.cuda.packed import MAX_SEQUENCES
 
 CUDA = Path(tilewright.__file__).parent / "kernels/paged_attention/cuda"
 
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     sequences: int
     kv_heads: int
     capacity: int
-    most_decoded: int
+    max_decoded: int
     each: int
     blocks: int
     block_keys: int = 64
@@ -109,7 +109,7 @@ def expected(call: Call) -> Plan:
         length = min(max(int(call.lengths[i - 1]), 0), 1 << 29) if 0 < i <= sizes.sequences else 0
         if count > 0:
             sequence = min(max(i - 1, 0), sizes.sequences - 1)
-            queues[count <= sizes.most_decoded].append((-length, i, sequence, before, count))
+            queues[count <= sizes.max_decoded].append((-length, i, sequence, before, count))
         before = max(before, end)
     found: list[npt.NDArray[np.void]] = []
     items = []
@@ -161,7 +161,7 @@ def test_the_order(program: Path, sequences: int):
 
 
 def test_as_many_sequences_as_are_served(program: Path):
-    check(program, [some_call(np.random.default_rng(0), MOST_SEQUENCES)])
+    check(program, [some_call(np.random.default_rng(0), MAX_SEQUENCES)])
 
 
 def test_one_queue_is_empty_or_both(program: Path):

@@ -24,7 +24,7 @@ from tilewright.ops import (
     overlay_cache,
     policy_override,
 )
-from tilewright.ops.config.nearest import MOST_DISTANCE, MOST_OCTAVES, NearestTable
+from tilewright.ops.config.nearest import MAX_DISTANCE, MAX_OCTAVES, NearestTable
 from tilewright.ops.types import MappedAxis
 
 QUICK = Tuner(0, 1)
@@ -94,7 +94,7 @@ def walked(entries, key):
             continue
         octaves = [abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True) if a]
         distance = round(math.fsum(octaves), 9)
-        if distance <= MOST_DISTANCE and all(round(o, 9) <= MOST_OCTAVES for o in octaves):
+        if distance <= MAX_DISTANCE and all(round(o, 9) <= MAX_OCTAVES for o in octaves):
             found.append((distance, other, config))
     return sorted(found, key=lambda each: each[:2])
 

@@ -63,9 +63,9 @@ class TestValues:
             for block, (name, ms) in enumerate(found)
         ]
         candidates[4] = dataclasses.replace(candidates[4], error="wrong")
-        essence = TunedCall("op", "forward", "k", "shapes", (*candidates, Candidate(Named("fa4", 9))), 5).essence()
-        assert [candidate.config.block for candidate in essence.candidates] == [0, 3, 5]
-        assert essence.winner.config == Named("xla", 5)
+        compact = TunedCall("op", "forward", "k", "shapes", (*candidates, Candidate(Named("fa4", 9))), 5).compact()
+        assert [candidate.config.block for candidate in compact.candidates] == [0, 3, 5]
+        assert compact.winner.config == Named("xla", 5)
 
     def test_regret_is_over_the_fastest_that_is_right(self):
         wrong, broken = Candidate(Config(2), (0.5,), "failed", "wrong"), Candidate(Config(3), (float("nan"),))

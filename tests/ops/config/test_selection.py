@@ -329,7 +329,7 @@ class TestExplicitConfigs:
 
     def test_a_kernel_may_leave_a_direction_to_selection(self):
         class OneWay(Pair):
-            def directed_cfg(self, cfg, inv):
+            def resolve_config(self, cfg, inv):
                 return cfg if inv.direction == "forward" else None
 
         kernel = OneWay("tests.selection.oneway")

@@ -10,7 +10,7 @@ import pytest
 
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.tuning.bench import LocalBench
-from tilewright.ops.tuning.device_lock import Turns
+from tilewright.ops.tuning.device_lock import DeviceLock
 
 
 class Device:
@@ -76,7 +76,7 @@ class Clock(Timer):
 def test_nothing_compiles_while_the_clock_runs(fails: int, tmp_path: Path) -> None:
     device = Device()
     work: Any = Work(device, fails)
-    bench = LocalBench(work, range(12), Clock(device), warmup=0, ahead=4, turns=Turns(tmp_path / "device"))
+    bench = LocalBench(work, range(12), Clock(device), warmup=0, ahead=4, device_lock=DeviceLock(tmp_path / "device"))
     trials = []
     for index in range(12):
         bench.expect(range(index, 12))

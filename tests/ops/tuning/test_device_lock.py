@@ -1,4 +1,4 @@
-"""Turns among threads and among real processes."""
+"""DeviceLock among threads and among real processes."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.ops.tuning import device_lock as turns_module
-from tilewright.ops.tuning.device_lock import Turns, turns_on
+from tilewright.ops.tuning.device_lock import DeviceLock, device_lock_on
 from tilewright.ops.types import Device
 
 GPU = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
@@ -27,21 +27,21 @@ def gate_is_closed(path: Path) -> bool:
 
 
 def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
-    turns, order = Turns(tmp_path / "device"), []
+    device_lock, order = DeviceLock(tmp_path / "device"), []
     first, second = threading.Event(), threading.Event()
 
     def compile_first() -> None:
-        with turns.shared():
+        with device_lock.shared():
             first.set()
             assert second.wait(10)
             order.append("compiled")
 
     def compile_later() -> None:
-        with turns.shared():
+        with device_lock.shared():
             order.append("compiled later")
 
     def measure() -> None:
-        with turns.alone():
+        with device_lock.alone():
             order.append("measured")
             time.sleep(0.02)
 
@@ -59,40 +59,40 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
 
 
 def test_within_a_turn_another_is_had_at_once(tmp_path: Path) -> None:
-    turns = Turns(tmp_path / "device")
-    with turns.alone(), turns.alone(), turns.shared():
+    device_lock = DeviceLock(tmp_path / "device")
+    with device_lock.alone(), device_lock.alone(), device_lock.shared():
         pass
-    with turns.shared(), turns.alone():
+    with device_lock.shared(), device_lock.alone():
         pass
-    with turns.alone():
+    with device_lock.alone():
         pass
 
 
 def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
-    turns = Turns(tmp_path / "device")
-    with pytest.raises(ValueError, match="in a turn"), turns.alone():
+    device_lock = DeviceLock(tmp_path / "device")
+    with pytest.raises(ValueError, match="in a turn"), device_lock.alone():
         raise ValueError("in a turn")
-    with turns.alone():
+    with device_lock.alone():
         pass
 
 
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from tilewright.ops.tuning.device_lock import Turns
+from tilewright.ops.tuning.device_lock import DeviceLock
 
-turns, said = Turns(Path(sys.argv[1])), []
+device_lock, said = DeviceLock(Path(sys.argv[1])), []
 
 def compile():
     for _ in range(6):
-        with turns.shared():
+        with device_lock.shared():
             start = time.monotonic()
             time.sleep(0.01)
             said.append(("shared", start, time.monotonic()))
 
 def measure():
     for _ in range(6):
-        with turns.alone():
+        with device_lock.alone():
             start = time.monotonic()
             time.sleep(0.005)
             said.append(("alone", start, time.monotonic()))
@@ -111,17 +111,17 @@ def test_processes_leave_each_other_alone(tmp_path: Path) -> None:
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     lines = [line.split() for process in processes for line in process.communicate(timeout=120)[0].splitlines()]
     assert [process.returncode for process in processes] == [0, 0, 0]
-    turns = [(how, float(start), float(end)) for how, start, end in lines]
-    assert len(turns) == 3 * 18
-    for i, (how, start, end) in enumerate(turns):
-        for other_how, other_start, other_end in turns[:i]:
+    device_lock = [(how, float(start), float(end)) for how, start, end in lines]
+    assert len(device_lock) == 3 * 18
+    for i, (how, start, end) in enumerate(device_lock):
+        for other_how, other_start, other_end in device_lock[:i]:
             if "alone" in (how, other_how):
                 assert end <= other_start or other_end <= start
 
 
 def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
-    held = "import sys, time; from pathlib import Path; from tilewright.ops.tuning.device_lock import Turns\n"
-    held += "with Turns(Path(sys.argv[1])).alone(): print('alone', flush=True); time.sleep(600)"
+    held = "import sys, time; from pathlib import Path; from tilewright.ops.tuning.device_lock import DeviceLock\n"
+    held += "with DeviceLock(Path(sys.argv[1])).alone(): print('alone', flush=True); time.sleep(600)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     command = [sys.executable, "-c", held, str(tmp_path / "device")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -130,7 +130,7 @@ def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
         assert gate_is_closed(tmp_path / "device")
         process.kill()
         process.wait()
-        with Turns(tmp_path / "device").alone():
+        with DeviceLock(tmp_path / "device").alone():
             pass
 
 
@@ -139,17 +139,17 @@ def test_each_card_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     paths = []
     for visible in ("0", "1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        paths.append(turns_on(GPU)._path)
+        paths.append(device_lock_on(GPU)._path)
     assert paths[0] != paths[1]
     assert all(path is not None and path.parent.parent == tmp_path for path in paths)
-    assert turns_on(Device("cpu", "cpu"))._path is None
+    assert device_lock_on(Device("cpu", "cpu"))._path is None
 
 
 def test_a_folder_that_another_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"tilewright-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    path = turns_on(GPU)._path
+    path = device_lock_on(GPU)._path
     assert path is not None
     assert not list((tmp_path / "elsewhere").iterdir())
     assert path.parent.name != f"tilewright-{os.getuid()}"

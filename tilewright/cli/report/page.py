@@ -11,7 +11,7 @@ from tilewright.cli.output import counted
 from tilewright.cli.report.calls import ReportedCall, geometric_mean, sound, time_of
 from tilewright.cli.report.markup import Markup, element, joined, word
 from tilewright.cli.report.plot import FieldPlot
-from tilewright.cli.report.shown import MOST_MESSAGES, Shown, by_message, of_each_implementation
+from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, of_each_implementation
 from tilewright.cli.report.style import STYLE
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
@@ -20,8 +20,8 @@ from tilewright.ops.tuning.progress import milliseconds
 ALL_MESSAGES = 1_000_000
 LONGEST_MESSAGE, SHORTEST_MESSAGE = 20_000, 500
 # Beyond these the page would grow by its repetitions of configs.
-MOST_TOOLTIPS = 2000
-MOST_NAMES = 12
+MAX_TOOLTIPS = 2000
+MAX_NAMES = 12
 
 
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
@@ -32,7 +32,7 @@ def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     all_groups = [_groups(reported, everything=best is None) for reported in calls]
     limit = max(SHORTEST_MESSAGE, min(LONGEST_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
     all_shown = [Shown.of(reported, best) for reported in calls]
-    tooltips = sum(len(shown.ranked) for shown in all_shown) <= MOST_TOOLTIPS
+    tooltips = sum(len(shown.ranked) for shown in all_shown) <= MAX_TOOLTIPS
     for number, (reported, shown, groups) in enumerate(zip(calls, all_shown, all_groups, strict=True), 1):
         sections.append(_section(reported, number, shown, groups, limit=limit, tooltips=tooltips))
     body = element("main", _summary(calls, date), _calls_table(calls), *sections, _environment(calls))
@@ -272,7 +272,7 @@ def _groups(reported: ReportedCall, *, everything: bool) -> list[_Group]:
         "reason": by_message(reported.dropped, alike=True),
     }
     return [
-        _Group(kind, number, same, everything or number <= MOST_MESSAGES)  # type: ignore[arg-type]
+        _Group(kind, number, same, everything or number <= MAX_MESSAGES)  # type: ignore[arg-type]
         for kind, found in by_kind.items()
         for number, same in enumerate(found, 1)
     ]
@@ -299,8 +299,8 @@ def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], 
 
 def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> list[Markup]:
     candidates = group.candidates
-    names = joined(*(_config(c) for c in candidates[:MOST_NAMES]), between="; ")
-    more = f"; and {len(candidates) - MOST_NAMES} more" if len(candidates) > MOST_NAMES else ""
+    names = joined(*(_config(c) for c in candidates[:MAX_NAMES]), between="; ")
+    more = f"; and {len(candidates) - MAX_NAMES} more" if len(candidates) > MAX_NAMES else ""
     if numbers_differ and len({str(c.error) for c in candidates}) > 1:
         more += "; their numbers differ, these are of the first"
     check = f", check {word(candidates[0].check, 40)}" if group.kind == "failure" else ""

@@ -10,11 +10,11 @@ from tilewright.ops.kernel.candidates import Candidate
 
 # Up to so many candidates a page shows all of them; of more, so many rows altogether, as far as three of each
 # implementation are not more.
-MOST_CANDIDATES = 2000
-MOST_ROWS = 1500
-FEWEST_OF_EACH, MOST_OF_EACH = 3, 20
+MAX_CANDIDATES = 2000
+MAX_ROWS = 1500
+FEWEST_OF_EACH, MAX_OF_EACH = 3, 20
 # Different messages of one call that a page with many candidates shows.
-MOST_MESSAGES = 8
+MAX_MESSAGES = 8
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
@@ -27,10 +27,10 @@ def implementation_of(candidate: Candidate) -> str:
 
 def of_each_implementation(calls: Sequence[ReportedCall]) -> int | None:
     """How many candidates of each implementation of each call a page shows; ``None`` for all."""
-    if sum(len(reported.call.candidates) for reported in calls) <= MOST_CANDIDATES:
+    if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
         return None
     fields = sum(len(set(map(implementation_of, reported.measured))) for reported in calls)
-    return max(FEWEST_OF_EACH, min(MOST_OF_EACH, MOST_ROWS // max(1, fields)))
+    return max(FEWEST_OF_EACH, min(MAX_OF_EACH, MAX_ROWS // max(1, fields)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tilewright.kernels.footprint import block_limits
 from tilewright.ops.types import Device
 
-_LEAST_SHARED_BYTES = 48 << 10
+_MIN_SHARED_BYTES = 48 << 10
 """What a block has on every device."""
 
 
@@ -20,7 +20,7 @@ def device_values(device: Device) -> Mapping[str, int] | None:
     if capability is None:
         return None
     limits = block_limits(device.capability)
-    shared = _LEAST_SHARED_BYTES if limits is None else limits.shared_bytes
+    shared = _MIN_SHARED_BYTES if limits is None else limits.shared_bytes
     return {"capability": capability, "shared_memory": shared, "multiprocessors": device.cores}
 
 

@@ -42,7 +42,7 @@ type Results = tuple[Output, LogSumExp]
 BACKWARD_FLOPS = 2.5
 """Matrix products of the backward pass per one of the forward: five to two."""
 
-MOST_LOGIT_BYTES = 2 << 30
+MAX_LOGIT_BYTES = 2 << 30
 """Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
 
 COST_BLOCK = 64
@@ -204,7 +204,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
     def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
         """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
         problem = self.problem_of(invocation)
-        if 4 * math.prod(problem.score_shape) <= MOST_LOGIT_BYTES:
+        if 4 * math.prod(problem.score_shape) <= MAX_LOGIT_BYTES:
             return []
         places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
         # What is dropped counts from the first head of the first element, for which the oracle takes its part.
@@ -245,7 +245,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         # Reads all of that and d_out, and writes the gradients.
         return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
 
-    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
         problem = self.problem_of(inv)
         flops = product_flops(problem, TileClass.FULL)

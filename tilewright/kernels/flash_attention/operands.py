@@ -95,7 +95,7 @@ def by_row(rows: jax.Array) -> Any:
     return rows.transpose(0, 2, 1)[..., None]
 
 
-def least_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
+def min_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
     """int32 ``[batch]``: the least of several lengths, none of them negative or beyond ``length``."""
     given = [jnp.clip(each, 0, length).astype(jnp.int32) for each in lengths if each is not None]
     return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))

@@ -16,11 +16,11 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.types import Ref, Scalar
 
-type Role = Callable[[Scalar, Scalar, Scalar], Scalar]
-"""``first = role(turn, item, first)``: what a warpgroup does in an item; ``first`` counts its steps."""
+type WarpgroupRole = Callable[[Scalar, Scalar, Scalar], Scalar]
+"""``first = role(item_index, item, first)``: what a warpgroup does in an item; ``first`` counts its steps."""
 
 ITEM_OVERHEAD = 1.5
-"""What a work item costs beside its visits, in visits: its first scores, which nothing overlaps, and its output."""
+"""Cost of a work item beside its steps, in steps: its first scores, which nothing overlaps, and its output."""
 
 
 def decode_tile_index(item: Scalar, row_tiles: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -41,14 +41,14 @@ def group_sizes(matrices: int, matrices_at_once: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def program_order(visits: np.ndarray, matrices: int, matrices_at_once: int) -> np.ndarray:
+def program_order(row_steps: np.ndarray, matrices: int, matrices_at_once: int) -> np.ndarray:
     """Work items in the order in which they start, ``[matrices · row_tiles]``: matrix · row_tiles + row tile.
 
     Matrices (a batch element's head) are taken in groups whose keys and values fit the L2 cache together; in a group
     the longest rows of tiles start first, so that the short ones fill what is left at the end.
     """
-    tiles = len(visits)
-    longest_first = np.argsort(-visits, kind="stable")
+    tiles = len(row_steps)
+    longest_first = np.argsort(-row_steps, kind="stable")
     items, start = [], 0
     for size in group_sizes(matrices, matrices_at_once):
         group = np.arange(start, start + size)
@@ -57,13 +57,13 @@ def program_order(visits: np.ndarray, matrices: int, matrices_at_once: int) -> n
     return np.concatenate(items).astype(np.int32)
 
 
-def program_lists(order: np.ndarray, visits: np.ndarray, programs: int) -> tuple[np.ndarray, np.ndarray]:
+def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tuple[np.ndarray, np.ndarray]:
     """Items of persistent programs: ``(starts, items)``; those of a program lie from its start to the next one's.
 
     Each item of ``order`` goes to the program that is the first to have finished what it has: what a scheduler that
     hands out work at run time would do if every visit took the same time.
     """
-    costs = (visits + ITEM_OVERHEAD)[order % len(visits)]
+    costs = (row_steps + ITEM_OVERHEAD)[order % len(row_steps)]
     busy = [(0.0, program) for program in range(programs)]
     owners = np.empty(len(order), np.int64)
     for index, cost in enumerate(costs.tolist()):
@@ -75,11 +75,11 @@ def program_lists(order: np.ndarray, visits: np.ndarray, programs: int) -> tuple
 
 
 def item_by_arithmetic(
-    visits: np.ndarray, matrices: int, matrices_at_once: int
+    row_steps: np.ndarray, matrices: int, matrices_at_once: int
 ) -> Callable[[Scalar], jax.Array] | None:
     """``program_order`` as a function of the place in it, for groups of one size and rows that grow or shrink."""
-    sizes, tiles = group_sizes(matrices, matrices_at_once), len(visits)
-    longest_first = np.argsort(-visits, kind="stable")
+    sizes, tiles = group_sizes(matrices, matrices_at_once), len(row_steps)
+    longest_first = np.argsort(-row_steps, kind="stable")
     ascending = np.array_equal(longest_first, np.arange(tiles))
     if len(set(sizes)) > 1 or not (ascending or np.array_equal(longest_first[::-1], np.arange(tiles))):
         return None
@@ -93,21 +93,23 @@ def item_by_arithmetic(
     return item
 
 
-def over_items(lists: tuple[Ref, Ref], one: Role) -> None:
-    """Calls ``first = one(turn, item, first)`` for the items of this program; ``first`` counts its steps."""
+def over_items(lists: tuple[Ref, Ref], one: WarpgroupRole) -> None:
+    """Calls ``first = one(item_index, item, first)`` for the items of this program; ``first`` counts its steps."""
     starts_ref, items_ref = lists
     program = lax.axis_index("program")
     start, end = starts_ref[program], starts_ref[program + 1]
 
-    def of_turn(turn: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+    def one_item(item_index: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         first, item = state
-        following = items_ref[turn + 1]  # on its way while this item is worked on
-        return one(turn - start, item, first), following
+        following = items_ref[item_index + 1]  # on its way while this item is worked on
+        return one(item_index - start, item, first), following
 
-    lax.fori_loop(start, end, of_turn, (jnp.int32(0), items_ref[start]))
+    lax.fori_loop(start, end, one_item, (jnp.int32(0), items_ref[start]))
 
 
-def run_warpgroup(lists: tuple[Ref, Ref], role: Role, registers: int, action: Literal["increase", "decrease"]) -> None:
+def run_warpgroup(
+    lists: tuple[Ref, Ref], role: WarpgroupRole, registers: int, action: Literal["increase", "decrease"]
+) -> None:
     """Runs a warpgroup's role in every item of this program, until its stores have left shared memory."""
     plgpu.set_max_registers(registers, action=action)
     over_items(lists, role)

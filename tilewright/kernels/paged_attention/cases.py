@@ -12,7 +12,7 @@ import numpy as np
 
 from tilewright.kernels.cases import Case, OpCases, normal, variants
 
-MOST_OF_HOST = 1 << 22
+MAX_HOST_SHARE = 1 << 22
 """Elements up to which an array is drawn on the host, where nothing has to be compiled first."""
 
 
@@ -98,7 +98,7 @@ class Drawn:
         self.counts = np.array([case.q_lengths[s % len(case.q_lengths)] for s in range(case.sequences)], np.int64)
 
     def normal(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        if math.prod(shape) <= MOST_OF_HOST:
+        if math.prod(shape) <= MAX_HOST_SHARE:
             return normal(self.generator, shape, dtype)
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
@@ -154,7 +154,7 @@ class Drawn:
 
     def _stored(self, shape: tuple[int, ...]) -> jax.Array:
         dtype = self.case.kv_dtype or self.case.dtype
-        if dtype == "int8" and math.prod(shape) <= MOST_OF_HOST:
+        if dtype == "int8" and math.prod(shape) <= MAX_HOST_SHARE:
             return jnp.asarray(self.generator.integers(-127, 128, shape, np.int8))
         if dtype == "int8":
             key = jax.random.key(int(self.generator.integers(0, 1 << 31)))

@@ -11,7 +11,7 @@ import numpy as np
 
 logger = logging.getLogger("tilewright.serving")
 
-MOST_PLACES = 3
+MAX_PLACES = 3
 """Places named of each kind of fault."""
 
 
@@ -89,15 +89,13 @@ def _said(name: str, values: np.ndarray, wrong: np.ndarray, what: str) -> str:
     places = np.argwhere(wrong)
     if not len(places):
         return ""
-    named = [
-        f"{name}[{', '.join(map(str, place))}] = {values[tuple(place)]}" for place in places[:MOST_PLACES].tolist()
-    ]
+    named = [f"{name}[{', '.join(map(str, place))}] = {values[tuple(place)]}" for place in places[:MAX_PLACES].tolist()]
     return f"{_listed(named, len(places))} {what}"
 
 
 def _listed(named: Iterable[str], count: int) -> str:
     listed = ", ".join(named)
-    return listed + (f" and {count - MOST_PLACES} more, each" if count > MOST_PLACES else "")
+    return listed + (f" and {count - MAX_PLACES} more, each" if count > MAX_PLACES else "")
 
 
 def _written_twice(
@@ -113,4 +111,4 @@ def _written_twice(
             if place in seen:
                 twice.append(f"row {place[1]} of page {place[0]} by the sequences {seen[place]} and {sequence}")
             seen[place] = sequence
-    return f"written twice: {_listed(twice[:MOST_PLACES], len(twice))}" if twice else ""
+    return f"written twice: {_listed(twice[:MAX_PLACES], len(twice))}" if twice else ""

@@ -207,7 +207,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
         return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
 
-    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """What lengths of zero leave: the output."""
         problem = self.problem_of(inv)
         return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))

@@ -5,16 +5,16 @@ They are `hopper.packed`, and `cuda.packed` where there is a compiler for it.
 
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.token_layout import most_tiles
+from tilewright.kernels.paged_attention.token_layout import max_tiles
 from tilewright.ops.types import Device
 
 TILE_ROWS = 128
 """Query rows of a tile."""
 
-LEAST_PAGE = 16
+MIN_PAGE = 16
 """Tokens of a page: the warp that copies has the numbers of all pages of a tile in its registers."""
 
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Query heads of a key head: Pallas has registers spilled by the loads of more, and in CUDA C++ it is the columns of a
 product."""
 
@@ -31,10 +31,10 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
         why.append(f"takes keys and values in the query's dtype and no scales, got {problem.kv_dtype=}")
     if problem.head_dim != problem.value_dim or problem.head_dim not in DIMS:
         why.append(f"takes head dims of 64 or 128, got {problem.head_dim=}, {problem.value_dim=}")
-    if problem.page_size < LEAST_PAGE or problem.page_size & (problem.page_size - 1):
-        why.append(f"a page must have a power of two of tokens from {LEAST_PAGE} on, got {problem.page_size=}")
-    if problem.groups > MOST_HEADS:
-        why.append(f"up to {MOST_HEADS} heads can share a key head, got {problem.groups}")
+    if problem.page_size < MIN_PAGE or problem.page_size & (problem.page_size - 1):
+        why.append(f"a page must have a power of two of tokens from {MIN_PAGE} on, got {problem.page_size=}")
+    if problem.groups > MAX_HEADS:
+        why.append(f"up to {MAX_HEADS} heads can share a key head, got {problem.groups}")
     if options.logits_soft_cap is not None or problem.alibi or problem.sinks:
         why.append("has no soft cap, no ALiBi and no sinks")
     return why
@@ -42,5 +42,5 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
 
 def is_for_others(problem: PagedProblem, device: Device) -> bool:
     """Where most tokens are decoded, or tiles do not fill the device: the keys of a chunk are not split."""
-    tiles = most_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
+    tiles = max_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
     return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < num_sms(device)

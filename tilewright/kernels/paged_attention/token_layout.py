@@ -60,7 +60,7 @@ class TilePlan(NamedTuple):
     position: Int[Array, " tiles"]
 
 
-def most_tiles(tokens: int, sequences: int, block_q: int) -> int:
+def max_tiles(tokens: int, sequences: int, block_q: int) -> int:
     """How many tiles can have rows, however the tokens are spread over the sequences."""
     most = (tokens + sequences * (block_q - 1)) // block_q
     return min(tokens, most) if isinstance(most, int) else most
@@ -71,7 +71,7 @@ def packed_tiles(cum: jax.Array, lengths: jax.Array, tokens: int, block_q: int) 
     sequences, counts = lengths.shape[0], jnp.diff(cum)
     ends = jnp.cumsum(-(-counts // block_q))
     starts = ends - -(-counts // block_q)
-    tile = jnp.arange(most_tiles(tokens, sequences, block_q), dtype=jnp.int32)
+    tile = jnp.arange(max_tiles(tokens, sequences, block_q), dtype=jnp.int32)
     owner = _ends_passed(ends, tile)
     sequence = jnp.minimum(owner, sequences - 1)
     offset = (tile - starts[sequence]) * block_q

@@ -6,6 +6,6 @@ backend keeps its ``@triton.jit`` functions in a module of their own, which it i
 
 from tilewright.kernels.triton.description import Launch
 from tilewright.kernels.triton.launch import launch, recorded_launches
-from tilewright.kernels.triton.requirements import LEAST_CAPABILITY, unavailable
+from tilewright.kernels.triton.requirements import MIN_CAPABILITY, unavailable
 
-__all__ = ["LEAST_CAPABILITY", "Launch", "launch", "recorded_launches", "unavailable"]
+__all__ = ["MIN_CAPABILITY", "Launch", "launch", "recorded_launches", "unavailable"]

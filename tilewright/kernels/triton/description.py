@@ -8,7 +8,7 @@ import jax
 ALIGNMENT = 16
 """Bytes by which the address of every array is divisible."""
 
-MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+MAX_PROGRAMS = (2**31 - 1, 65535, 65535)
 """What CUDA allows along each axis of a grid."""
 
 
@@ -56,8 +56,8 @@ class Launch:
         first, scalars = len(self.inputs), [each for each, _ in self.scalars]
         if parameters[first : first + len(scalars)] != scalars:
             raise TypeError(f"after {first} inputs {name} takes {parameters[first:]}, got the {scalars=}")
-        if not all(0 <= programs <= most for programs, most in zip(self.grid, MOST_PROGRAMS, strict=True)):
-            raise ValueError(f"{name}: a grid has up to {MOST_PROGRAMS} programs, got {self.grid=}")
+        if not all(0 <= programs <= most for programs, most in zip(self.grid, MAX_PROGRAMS, strict=True)):
+            raise ValueError(f"{name}: a grid has up to {MAX_PROGRAMS} programs, got {self.grid=}")
         for source, output in zip(self.in_place, self.outputs[len(self.fresh) :], strict=True):
             was = self.inputs[source]
             if (was.shape, was.dtype) != (output.shape, output.dtype):

@@ -6,10 +6,10 @@ import re
 
 from tilewright.ops.types import Device
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Ampere: before it there is neither bfloat16 nor an asynchronous copy to shared memory."""
 
-LEAST_VERSION = (3, 6)
+MIN_VERSION = (3, 6)
 """The oldest Triton that was run with."""
 
 INSTALL = "pip install 'tilewright[triton]'"
@@ -18,8 +18,8 @@ INSTALL = "pip install 'tilewright[triton]'"
 def unavailable(device: Device) -> list[str]:
     """Every reason why no Triton kernel can run on a device; empty if one can."""
     reasons = list(_package_reasons())
-    if device.kind != "gpu" or device.capability is None or device.capability < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
+    if device.kind != "gpu" or device.capability is None or device.capability < MIN_CAPABILITY:
+        least = ".".join(map(str, MIN_CAPABILITY))
         reasons.append(
             f"needs a CUDA GPU of compute capability {least} or up, got {device.name} ({device.capability=})"
         )
@@ -41,8 +41,8 @@ def _package_reasons() -> list[str]:
     have = _version()
     if have is None:
         return [f"needs the package triton: {INSTALL}"]
-    if have < LEAST_VERSION:
-        return [f"needs triton {_dotted(LEAST_VERSION)} or later, got {_dotted(have)}: {INSTALL}"]
+    if have < MIN_VERSION:
+        return [f"needs triton {_dotted(MIN_VERSION)} or later, got {_dotted(have)}: {INSTALL}"]
     return []
 
 

@@ -18,9 +18,9 @@ from tilewright.ops.utils.serialize import Json, canonical_json
 # A size that a call has in one array it has in several: of attention, batch, length and heads each stand in query, key
 # and value. So an octave of one of them is a distance of 3, and 6 is two octaves of one of them, or one octave of two.
 # Beyond that the grid of tiles, and with it what is fastest, is another one, and the heuristic at least looks at it.
-MOST_DISTANCE = 6.0
+MAX_DISTANCE = 6.0
 # No dimension alone may differ by more, in an op of a single array neither.
-MOST_OCTAVES = 2.0
+MAX_OCTAVES = 2.0
 # Distances that are equal on paper are equal here, whatever the order in which their logarithms were added.
 _DIGITS = 9
 
@@ -58,8 +58,8 @@ class NearestTable:
             return
         octaves = np.abs(group.octaves - _octaves([form[1]]))
         distances = np.round(octaves.sum(axis=0), _DIGITS)
-        within = np.round(octaves.max(axis=0, initial=0.0), _DIGITS) <= MOST_OCTAVES
-        near = np.flatnonzero(within & (distances <= MOST_DISTANCE))
+        within = np.round(octaves.max(axis=0, initial=0.0), _DIGITS) <= MAX_OCTAVES
+        near = np.flatnonzero(within & (distances <= MAX_DISTANCE))
         for i in near[np.argsort(distances[near], kind="stable")]:
             if group.keys[i] != key:
                 yield Neighbour(group.keys[i], group.configs[i], float(distances[i]))

@@ -138,7 +138,7 @@ class TunedCall:
                 out.setdefault(kind_of(candidate.config) or str(candidate.config), candidate.error)
         return out
 
-    def essence(self) -> "TunedCall":
+    def compact(self) -> "TunedCall":
         """The same with the winner, the heuristic and the fastest of every kind of config alone."""
         kept, kinds = {self.chosen}, set()
         times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
@@ -258,9 +258,9 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
         return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
 
-    def essence(self) -> "AutotuningResult":
+    def compact(self) -> "AutotuningResult":
         """The same with the few candidates of each call that say why its winner won."""
-        entries = tuple(entry.essence() for entry in self.entries)
+        entries = tuple(entry.compact() for entry in self.entries)
         return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
 
     @property

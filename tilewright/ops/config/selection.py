@@ -199,7 +199,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def _known(self, inv: Invocation[Any, Any], cfg: object, overrides: Overrides) -> Selection | None:
         if cfg is not None:
-            directed = inv.kernel.directed_cfg(cfg, inv)
+            directed = inv.kernel.resolve_config(cfg, inv)
             if directed is not None:
                 return Selection(directed, "explicit")
         for step, answer in self._steps:

@@ -60,7 +60,7 @@ def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
             raise ValueError(f"{file} is of {before.device!r}, not of {result.device!r}")
         commands = list(json.loads(text).get("commands", ()))
         merged = before | result
-    said = json.loads(merged.essence().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
+    said = json.loads(merged.compact().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
     part = file.with_suffix(".part")  # a run that is killed leaves the old table or the new one
     part.write_text(json.dumps(said, indent=1) + "\n")
     part.replace(file)

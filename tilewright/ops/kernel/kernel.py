@@ -102,7 +102,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         args, kwargs = jax.tree_util.tree_unflatten(treedef, drawn)
         return args, kwargs
 
-    def directed_cfg(self, cfg: object, inv: "Invocation[Cfg, Out]") -> Cfg | None:
+    def resolve_config(self, cfg: object, inv: "Invocation[Cfg, Out]") -> Cfg | None:
         """What a config that the caller gave means for an invocation; ``None`` leaves its direction to selection."""
         return cast("Cfg", cfg)
 
@@ -142,7 +142,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """How many times the oracle's error in the input dtype is allowed."""
         return 2.0
 
-    def not_taken(
+    def rejection_reasons(
         self, inv: "Invocation[Cfg, Out]", cfg: Cfg, measured: Sequence[Candidate]
     ) -> Mapping[str, Sequence[str]]:
         """Why each other implementation was not taken, for ``explain``.

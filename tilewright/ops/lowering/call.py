@@ -169,7 +169,7 @@ def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...
     """A config to learn the shapes of the results with: the caller's own, or the heuristic."""
     inv = call.invocation(avals, mapped, device)
     explicit = call.selector.explicit
-    directed = None if explicit is None else call.kernel.directed_cfg(explicit, inv)
+    directed = None if explicit is None else call.kernel.resolve_config(explicit, inv)
     return call.kernel.heuristic_cfg(inv) if directed is None else directed
 
 

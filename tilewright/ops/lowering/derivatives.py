@@ -30,7 +30,7 @@ from tilewright.ops.lowering.call import (
 )
 from tilewright.ops.lowering.gradients import with_manual_axes
 from tilewright.ops.lowering.mlir_modules import Value
-from tilewright.ops.lowering.programs import MOST_PROGRAMS
+from tilewright.ops.lowering.programs import MAX_PROGRAMS
 from tilewright.ops.lowering.stages import CHOOSING, map_axes
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.device import current_device, devices_for_platforms
@@ -58,7 +58,7 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
 ad.primitive_jvps[call_p] = _jvp_rule
 
 
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
 def _to_differentiate(
     call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
 ) -> Callable[..., Any]:
@@ -280,7 +280,7 @@ def _linear_impl(*operands: jax.Array, linear: Linearised, mapped: tuple[MappedA
 linear_p.def_impl(_linear_impl)
 
 
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
 def _compiled(
     linear: Linearised, avals: tuple[Any, ...], mapped: tuple[MappedAxis, ...], device: Device
 ) -> Callable[..., Any]:

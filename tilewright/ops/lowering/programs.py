@@ -14,7 +14,7 @@ from tilewright.ops.lowering import ahead
 from tilewright.ops.utils.target import target_in_force
 
 # A program keeps its executables alive; the least recently used one goes when there are more.
-MOST_PROGRAMS = 512
+MAX_PROGRAMS = 512
 
 Decision = tuple[Invocation[Any, Any], Selection]
 _recorders = threading.local()
@@ -86,6 +86,6 @@ class Programs:
                 self._programs.move_to_end(key)
                 return program
             program = self._programs[key] = Program(make(), version)
-            while len(self._programs) > MOST_PROGRAMS:
+            while len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             return program

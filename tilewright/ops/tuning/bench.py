@@ -14,7 +14,7 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import Arguments
-from tilewright.ops.tuning.device_lock import Turns, turns_on
+from tilewright.ops.tuning.device_lock import DeviceLock, device_lock_on
 from tilewright.ops.tuning.timing import timer_for
 from tilewright.ops.tuning.workload import Workload
 from tilewright.ops.utils.untraced import numerics_here
@@ -96,7 +96,7 @@ class LocalBench(Bench):
       timer: takes the samples.
       warmup: untimed calls of a candidate between its first sample and the next.
       ahead: how many candidates are compiled in other threads in advance.
-      turns: who may use the device when; what compiles or measures waits for its turn.
+      device_lock: who may use the device when; what compiles or measures waits for its turn.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LocalBench(Bench):
         *,
         warmup: int,
         ahead: int = 0,
-        turns: Turns | None = None,
+        device_lock: DeviceLock | None = None,
     ):
         self._work, self._configs, self._timer, self._warmup = work, configs, timer, warmup
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -115,8 +115,8 @@ class LocalBench(Bench):
         self._ahead = ahead
         self._pool = concurrent.futures.ThreadPoolExecutor(ahead) if ahead else None
         self._pending: dict[int, concurrent.futures.Future[Callable[..., Any]]] = {}
-        self._turns = turns or Turns(None)
-        self._turn: contextlib.ExitStack | None = None
+        self._device_lock = device_lock or DeviceLock(None)
+        self._held: contextlib.ExitStack | None = None
 
     def prepare(self) -> None:
         pass
@@ -179,12 +179,12 @@ class LocalBench(Bench):
 
     def _enter(self) -> None:
         """Takes the device for itself until the next compilation: a turn for every sample would be mostly waiting."""
-        if self._turn is None:
-            self._turn = contextlib.ExitStack()
-            self._turn.enter_context(self._turns.alone())
+        if self._held is None:
+            self._held = contextlib.ExitStack()
+            self._held.enter_context(self._device_lock.alone())
 
     def _leave(self) -> None:
-        turn, self._turn = self._turn, None
+        turn, self._held = self._held, None
         if turn is not None:
             turn.close()
 
@@ -192,13 +192,13 @@ class LocalBench(Bench):
         pending = self._pending.pop(index, None)
         if pending is None:
             self._leave()
-            return self._work.compile(self._configs[index], self._turns.shared)
+            return self._work.compile(self._configs[index], self._device_lock.shared)
         concurrent.futures.wait([pending, *self._pending.values()])
         return pending.result()
 
     def _compile(self, config: object, numerics: Callable[[], Any]) -> Callable[..., Any]:
         with numerics():
-            return self._work.compile(config, self._turns.shared)
+            return self._work.compile(config, self._device_lock.shared)
 
 
 def local_bench(
@@ -212,11 +212,11 @@ def local_bench(
     verify: bool = True,
 ) -> LocalBench:
     """The bench for a call on a device that this process has; the timer is what suits it unless there is one."""
-    device, turns = inv.target, turns_on(inv.target)
-    with turns.shared():
+    device, device_lock = inv.target, device_lock_on(inv.target)
+    with device_lock.shared():
         work = Workload(inv, chooser, inputs, verify=verify)
         timer = timer or timer_for(device)
-    work.ask_oracle(turns.shared)
+    work.ask_oracle(device_lock.shared)
     # On a CPU, compiling beside what is measured would disturb it.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
-    return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, turns=turns)
+    return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, device_lock=device_lock)

@@ -16,10 +16,10 @@ from tilewright.ops.kernel.candidates import kind_of
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
+from tilewright.ops.tuning.candidate_search import CandidateSearch
 from tilewright.ops.tuning.events import TuningEvent
 from tilewright.ops.tuning.journal import Journal
-from tilewright.ops.tuning.limits import Gate, Limits, Outlook
-from tilewright.ops.tuning.race import Race
+from tilewright.ops.tuning.limits import Gate, Limits, Prediction
 
 # Of the time for a call, for candidates to run once; the rest is for those that may be the best to be told apart.
 FIRST_RUNS = 0.75
@@ -32,10 +32,10 @@ class BuildGate(Gate):
       builds: where that happens.
     """
 
-    def __init__(self, inv: Invocation[Any, Any], configs: Sequence[Any], outlooks: Sequence[Outlook]):
+    def __init__(self, inv: Invocation[Any, Any], configs: Sequence[Any], predictions: Sequence[Prediction]):
         self._inv, self._configs = inv, configs
         # What cannot run needs no build: it is dropped when its turn comes.
-        self._open = {i for i, outlook in enumerate(outlooks) if outlook.refusal}
+        self._open = {i for i, prediction in enumerate(predictions) if prediction.refusal}
         self._waits_for: dict[int, tuple[Build, ...]] = {}
         self.builds: BackgroundBuilds | None = None
 
@@ -155,15 +155,15 @@ class CallTuning:
         self.clock = Clock()
         self.spent_s = 0.0
         self._chooser, self._source, self._cancelled = chooser, source, cancelled
-        outlooks = [outlook(inv, config) for config in configs]
-        self._gate = BuildGate(inv, configs, outlooks)
+        predictions = [prediction(inv, config) for config in configs]
+        self._gate = BuildGate(inv, configs, predictions)
         self._bench = SuspendedBench(bench)
         self._journal = Journal(chooser, inv, source)
-        self._race = Race(
+        self._race = CandidateSearch(
             self._bench,
             configs,
             self._limits(iters, search),
-            outlooks=outlooks,
+            predictions=predictions,
             known=self._journal.known(configs),
             emit=emit,
             record=lambda _: self._journal.record(self._race.found),
@@ -265,10 +265,10 @@ class CallTuning:
         )
 
 
-def outlook(inv: Invocation[Any, Any], config: object) -> Outlook:
+def prediction(inv: Invocation[Any, Any], config: object) -> Prediction:
     """The kernel's own word on a config, without running it."""
     family = kind_of(config)
     against = inv.kernel.config_reasons(inv, config)
     if against:
-        return Outlook("; ".join(against), family=family)
-    return Outlook("", inv.kernel.config_bound_ms(inv, config), family)
+        return Prediction("; ".join(against), family=family)
+    return Prediction("", inv.kernel.config_bound_ms(inv, config), family)

@@ -1,4 +1,4 @@
-"""Who uses a device while kernels are timed: over all processes of a user on a machine."""
+"""A lock on a device while kernels are timed, shared by all processes of a user on a machine."""
 
 import contextlib
 import os
@@ -13,18 +13,19 @@ from tilewright.ops.types import Device
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: then each process is for itself, as on a device that has no turns
+except ImportError:  # not a POSIX system: processes do not wait for each other, as on a CPU
     fcntl = None  # type: ignore[assignment]
 
-# Who has a turn may call what asks for one: a candidate that is traced may call a kernel that is tuned first.
-_HAS_TURN: ContextVar[bool] = ContextVar("tilewright_turn", default=False)
+# The lock is re-entrant: a candidate that is traced may call a kernel that is tuned first.
+_HOLDS_LOCK: ContextVar[bool] = ContextVar("tilewright_turn", default=False)
 
 
-class Turns:
-    """Many that compile or compute at once, for a compiler tries its own choices out on the device; or one alone.
+class DeviceLock:
+    """A readers-writer lock: shared by processes that compile or compute, exclusive for one that measures.
 
-    Two lock files: who wants to be alone closes the gate first, so that nobody overtakes who waits. What ends a process
-    ends its turn.
+    Compiling shares the device too, because compilers try their own choices out on it. There are two lock files: a
+    process that wants the device exclusively locks the gate first, so that later readers cannot overtake it. The end of
+    a process, however it comes, releases its locks.
 
     Args:
       path: of the lock files, without their endings; ``None`` where everybody may go on at any time.
@@ -35,23 +36,23 @@ class Turns:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Waits for who is alone, and for who waits to be."""
-        if self._path is None or fcntl is None or _HAS_TURN.get():
+        """Waits for a process that measures, and for one that waits to measure."""
+        if self._path is None or fcntl is None or _HOLDS_LOCK.get():
             yield
             return
         with contextlib.ExitStack() as held:
             with self._locked("gate", fcntl.LOCK_SH):
                 held.enter_context(self._locked("device", fcntl.LOCK_SH))
-            held.enter_context(_turn())
+            held.enter_context(_held())
             yield
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits until nobody else has a turn."""
-        if self._path is None or fcntl is None or _HAS_TURN.get():
+        """Waits until no other process holds the lock."""
+        if self._path is None or fcntl is None or _HOLDS_LOCK.get():
             yield
             return
-        with self._locked("gate", fcntl.LOCK_EX), self._locked("device", fcntl.LOCK_EX), _turn():
+        with self._locked("gate", fcntl.LOCK_EX), self._locked("device", fcntl.LOCK_EX), _held():
             yield
 
     @contextlib.contextmanager
@@ -66,26 +67,26 @@ class Turns:
 
 
 @contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    reset = _HAS_TURN.set(True)
+def _held() -> Iterator[None]:
+    reset = _HOLDS_LOCK.set(True)
     try:
         yield
     finally:
-        _HAS_TURN.reset(reset)
+        _HOLDS_LOCK.reset(reset)
 
 
-def turns_on(device: Device) -> Turns:
-    """Those of an accelerator. On a CPU there are none: every other program disturbs as much."""
+def device_lock_on(device: Device) -> DeviceLock:
+    """The lock of an accelerator; on a CPU one that never waits, because any other program disturbs as much."""
     if device.kind == "cpu" or fcntl is None:
-        return Turns(None)
+        return DeviceLock(None)
     # Processes may see different cards of a machine, each under the number 0.
     seen = next((os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS") if name in os.environ), "")
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {seen}").strip("-")
-    return Turns(_folder() / name)
+    return DeviceLock(_folder() / name)
 
 
 def _folder() -> Path:
-    """A folder of this user's alone on a disk of this machine, for locks over networks are slow or none."""
+    """A folder of this user on a local disk, because locks on network file systems are slow or missing."""
     path = Path(tempfile.gettempdir()) / f"tilewright-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)

@@ -55,15 +55,15 @@ class OpenGate(Gate):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outlook:
+class Prediction:
     """What is known of a candidate before it is compiled.
 
     Attributes:
       refusal: why it cannot run; empty if nothing is known against it.
-      least_ms: the call takes no less with it; 0 if nothing is known.
+      min_ms: the call takes no less with it; 0 if nothing is known.
       family: candidates of one implementation have the same; empty if nothing is known.
     """
 
     refusal: str = ""
-    least_ms: float = 0.0
+    min_ms: float = 0.0
     family: str = ""

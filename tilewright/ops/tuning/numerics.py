@@ -23,7 +23,7 @@ REDUCED_FROM = 1e-4
 REDUCED_FLOOR = 2e-3
 
 # Below this magnitude a result is what is left of terms that cancelled, and its relative error says nothing.
-LEAST_SCALE = 1e-2
+MIN_SCALE = 1e-2
 
 # Cosine distance between a vector and the same rounded once is about eps² / 12; sums of a few hundred terms stay well
 # under this many eps².
@@ -53,14 +53,14 @@ def violations(out: Array, ref: Array, lowp: Array, factor: float = 2.0) -> list
         return ["non-finite values where the oracle's are finite"]
     if seen.count == 0:
         return []
-    scale = max(LEAST_SCALE, seen.largest)
+    scale = max(MIN_SCALE, seen.largest)
     relative = FLOOR.get(str(out.dtype), FLOOR["float32"])
     if out.dtype == jnp.float32 and seen.inherent > REDUCED_FROM * scale:
         relative = REDUCED_FLOOR
     allowed = factor * seen.inherent + relative * scale
     if not seen.error <= allowed:
         return [f"largest error {seen.error:.3g} where {allowed:.3g} is allowed"]
-    if seen.count < 2 or seen.largest < LEAST_SCALE:
+    if seen.count < 2 or seen.largest < MIN_SCALE:
         return []
     epsilon = float(jnp.finfo(out.dtype).eps) if jnp.issubdtype(out.dtype, jnp.inexact) else 0.0
     near = factor**2 * seen.cosine_of_lowp + COSINE_EPS * epsilon**2 + 1e-14

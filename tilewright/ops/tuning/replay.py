@@ -7,8 +7,8 @@ from tilewright.ops.config.results import TunedCall
 from tilewright.ops.config.tuner import Search
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
-from tilewright.ops.tuning.limits import Limits, Outlook
-from tilewright.ops.tuning.race import Race
+from tilewright.ops.tuning.candidate_search import CandidateSearch
+from tilewright.ops.tuning.limits import Limits, Prediction
 
 
 class RecordedBench(Bench):
@@ -59,11 +59,11 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
     """
     bench = RecordedBench(call.candidates)
     limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
-    race = Race(
+    race = CandidateSearch(
         bench,
         [candidate.config for candidate in call.candidates],
         limits,
-        outlooks=[Outlook()] * len(call.candidates),
+        predictions=[Prediction()] * len(call.candidates),
         known={i: candidate for i, candidate in enumerate(call.candidates) if candidate.dropped},
         emit=lambda _: None,
         record=lambda _: None,

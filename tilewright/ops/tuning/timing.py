@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 # A sample shorter than this is mostly the clock and the dispatch; short functions are run several times per sample.
 SHORTEST_SAMPLE_S = 1e-3
-MOST_CALLS_PER_SAMPLE = 1000
+MAX_CALLS_PER_SAMPLE = 1000
 # Of calls that a trace is taken of; nothing but the trace's own cost is spread by more of them.
 SHORTEST_TRACE_S = 10e-3
-MOST_CALLS_PER_TRACE = 8
+MAX_CALLS_PER_TRACE = 8
 
 
 def sample_ms(function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
@@ -47,7 +47,7 @@ def calls_per_sample(
     args: Sequence[Any],
     *,
     shortest_s: float = SHORTEST_SAMPLE_S,
-    most: int = MOST_CALLS_PER_SAMPLE,
+    most: int = MAX_CALLS_PER_SAMPLE,
 ) -> int:
     """How many calls make a sample long enough to be measured."""
     once = sample_ms(function, args, 1) / 1e3
@@ -120,7 +120,7 @@ class XlaTimer(KernelTimer):
     """
 
     def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        return calls_per_sample(function, args, shortest_s=SHORTEST_TRACE_S, most=MOST_CALLS_PER_TRACE)
+        return calls_per_sample(function, args, shortest_s=SHORTEST_TRACE_S, most=MAX_CALLS_PER_TRACE)
 
     def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
         def run() -> None:

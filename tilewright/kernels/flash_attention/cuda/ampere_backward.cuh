@@ -66,19 +66,19 @@ __global__ void __launch_bounds__(Pass::kThreads)
   Pass::convert_block(p);
 }
 
-template <class ElementType, int kMaxDim, class Walk, AmperePass kPass, bool kExact, bool kModified, bool kDropout>
+template <class ElementType, int kMaxDim, class Tiling, AmperePass kPass, bool kExact, bool kModified, bool kDropout>
 struct AmpereBackwardPass {
   using Element = ElementType;
   using Params = AmpereBackwardParams<Element>;
-  static constexpr int kThreads = Walk::kThreads, kBlocks = Walk::kBlocks, kStages = Walk::kStages;
-  static constexpr int kQueries = Walk::kQueries, kKeys = Walk::kKeys;
+  static constexpr int kThreads = Tiling::kThreads, kBlocks = Tiling::kBlocks, kStages = Tiling::kStages;
+  static constexpr int kQueries = Tiling::kQueries, kKeys = Tiling::kKeys;
   static constexpr bool kOwnsKeys = kPass != AmperePass::kQueries, kSums = kPass == AmperePass::kKeysAndSums;
   // With twice the warps that a tile of logits takes, half of them multiply dO and V meanwhile. Those of float32 also
   // share the head dim, each with the whole tile: more products for what they read, and parts to add up.
-  static constexpr int kScoreWarps = Walk::kQueryWarps * Walk::kKeyWarps;
-  static constexpr bool kPaired = kScoreWarps < Walk::kWarps, kSharedDim = kPaired && ampere::kIsFloat<Element>;
+  static constexpr int kScoreWarps = Tiling::kQueryWarps * Tiling::kKeyWarps;
+  static constexpr bool kPaired = kScoreWarps < Tiling::kWarps, kSharedDim = kPaired && ampere::kIsFloat<Element>;
   static constexpr int kPartBytes = kQueries / 16 * (kKeys / 8) * 512;
-  static constexpr int kWarpQueries = kQueries / Walk::kQueryWarps, kWarpKeys = kKeys / Walk::kKeyWarps;
+  static constexpr int kWarpQueries = kQueries / Tiling::kQueryWarps, kWarpKeys = kKeys / Tiling::kKeyWarps;
   static constexpr int kM = kWarpQueries / 16, kN = kWarpKeys / 8;
   static constexpr bool kRounds = ampere::kIsFloat<Element> && !kExact;
   static constexpr int kStepsOfDim = kMaxDim * int(sizeof(Element)) / 32;
@@ -87,8 +87,8 @@ struct AmpereBackwardPass {
   using Queries = ampere::Tile<Element, kQueries, kMaxDim, !kOwnsKeys>;  // of Q and of dO
   using Keys = ampere::Tile<Element, kKeys, kMaxDim, kOwnsKeys>;         // of K and of V
   using Weights = ampere::Tile<Element, kQueries, kKeys, true>;          // of probabilities, of gradients of logits
-  using KeyGrid = AmpereGrid<Element, kKeys, kMaxDim, Walk::kWarps>;
-  using QueryGrid = AmpereGrid<Element, kQueries, kMaxDim, Walk::kWarps>;
+  using KeyGrid = AmpereGrid<Element, kKeys, kMaxDim, Tiling::kWarps>;
+  using QueryGrid = AmpereGrid<Element, kQueries, kMaxDim, Tiling::kWarps>;
 
   static constexpr int kQueryStages = kOwnsKeys ? kStages : 1, kKeyStages = kOwnsKeys ? 1 : kStages;
   static constexpr int kDOutAt = kQueryStages * Queries::kBytes, kKeysAt = 2 * kDOutAt;
@@ -98,22 +98,22 @@ struct AmpereBackwardPass {
   static constexpr int kTermsAt =
       kDLogitsAt + std::max((kOwnsKeys ? 2 : 1) * Weights::kBytes, kPaired && !kSharedDim ? kPartBytes : 0);
   static constexpr int kPartsAt = kTermsAt + kQueryStages * kQueries * int(sizeof(float2));
-  static constexpr int kSharedBytes = kPartsAt + (kSharedDim ? Walk::kWarps * kPartBytes : 0);
+  static constexpr int kSharedBytes = kPartsAt + (kSharedDim ? Tiling::kWarps * kPartBytes : 0);
 
   // A tile's elements of the sums of dQ.
   static constexpr int64_t kTileSums = int64_t(kQueries) * kMaxDim;
 
-  struct Place {
+  struct TileCoord {
     uint32_t base;
     int lane, warp, query_row, key_column;  // the warp's, of a tile of logits
 
-    __device__ Place() {
+    __device__ TileCoord() {
       extern __shared__ __align__(128) unsigned char memory[];
       base = ampere::shared_address(memory);
       lane = threadIdx.x % 32;
       warp = threadIdx.x / 32;
-      query_row = warp % kScoreWarps / Walk::kKeyWarps * kWarpQueries;
-      key_column = warp % Walk::kKeyWarps * kWarpKeys;
+      query_row = warp % kScoreWarps / Tiling::kKeyWarps * kWarpQueries;
+      key_column = warp % Tiling::kKeyWarps * kWarpKeys;
     }
     __device__ Queries query(int stage) const { return {base + (kQueryStages == 2 ? stage * Queries::kBytes : 0)}; }
     __device__ Queries d_out(int stage) const {
@@ -128,16 +128,17 @@ struct AmpereBackwardPass {
     }
   };
 
-  static __device__ void copy_queries(const Params& p, const Place& place, int batch, int head, int start, int stage) {
+  static __device__ void copy_queries(const Params& p, const TileCoord& coord, int batch, int head, int start,
+                                      int stage) {
     const int q_stride = p.heads * p.head_dim, o_stride = p.heads * p.value_dim, rows = p.scores.q_length - start;
     const int64_t first = int64_t(batch) * p.scores.q_length + start;
-    place.query(stage).template copy<kThreads>(p.query + first * q_stride + head * p.head_dim, q_stride, rows,
+    coord.query(stage).template copy<kThreads>(p.query + first * q_stride + head * p.head_dim, q_stride, rows,
                                                p.head_dim);
-    place.d_out(stage).template copy<kThreads>(p.d_out + first * o_stride + head * p.value_dim, o_stride, rows,
+    coord.d_out(stage).template copy<kThreads>(p.d_out + first * o_stride + head * p.value_dim, o_stride, rows,
                                                p.value_dim);
     const float2* terms = p.terms + (int64_t(batch) * p.heads + head) * p.scores.q_length + start;
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
-      const uint32_t target = place.terms(stage) + i * int(sizeof(float2));
+      const uint32_t target = coord.terms(stage) + i * int(sizeof(float2));
       if (i < rows) {
         ampere::copy_async_8(target, terms + i);
       } else {
@@ -146,57 +147,58 @@ struct AmpereBackwardPass {
     }
   }
 
-  static __device__ void copy_keys(const Params& p, const Place& place, int batch, int kv_head, int start, int stage) {
+  static __device__ void copy_keys(const Params& p, const TileCoord& coord, int batch, int kv_head, int start,
+                                   int stage) {
     const int k_stride = p.kv_heads * p.head_dim, v_stride = p.kv_heads * p.value_dim;
     const int rows = p.scores.kv_length - start;
     const int64_t first = int64_t(batch) * p.scores.kv_length + start;
-    place.key(stage).template copy<kThreads>(p.key + first * k_stride + kv_head * p.head_dim, k_stride, rows,
+    coord.key(stage).template copy<kThreads>(p.key + first * k_stride + kv_head * p.head_dim, k_stride, rows,
                                              p.head_dim);
-    place.value(stage).template copy<kThreads>(p.value + first * v_stride + kv_head * p.value_dim, v_stride, rows,
+    coord.value(stage).template copy<kThreads>(p.value + first * v_stride + kv_head * p.value_dim, v_stride, rows,
                                                p.value_dim);
   }
 
   // Leaves the tile's gradients of logits, and for dV its probabilities, in shared memory.
-  static __device__ void scores(const Params& p, const Place& place, const HeadScores& head, int q_start, int k_start,
-                                int q_stage, int k_stage) {
-    const int g = place.lane / 4, t = place.lane % 4;
+  static __device__ void scores(const Params& p, const TileCoord& coord, const HeadScores& head, int q_start,
+                                int k_start, int q_stage, int k_stage) {
+    const int g = coord.lane / 4, t = coord.lane % 4;
     float logits[kM][kN][4], d_logits[kM][kN][4];
     auto multiply = [&](float (&products)[kM][kN][4], const Queries& queries, const Keys& keys) {
-      ampere::multiply_rows<kExact, kStepsOfDim, Queries, Keys>(products, queries.left(place.query_row, place.lane),
-                                                                keys.right(place.key_column, place.lane));
+      ampere::multiply_rows<kExact, kStepsOfDim, Queries, Keys>(products, queries.left(coord.query_row, coord.lane),
+                                                                keys.right(coord.key_column, coord.lane));
     };
     if constexpr (kSharedDim) {
-      constexpr int kShares = Walk::kWarps / 2, kPartColumns = kMaxDim / kShares;
-      const uint32_t parts = place.base + kPartsAt + place.lane * 16;
-      const int bytes = place.warp % kShares * kPartColumns * int(sizeof(Element));
-      const bool first = place.warp < kShares;
-      const Queries queries = first ? place.query(q_stage) : place.d_out(q_stage);
-      const Keys keys = first ? place.key(k_stage) : place.value(k_stage);
+      constexpr int kShares = Tiling::kWarps / 2, kPartColumns = kMaxDim / kShares;
+      const uint32_t parts = coord.base + kPartsAt + coord.lane * 16;
+      const int bytes = coord.warp % kShares * kPartColumns * int(sizeof(Element));
+      const bool first = coord.warp < kShares;
+      const Queries queries = first ? coord.query(q_stage) : coord.d_out(q_stage);
+      const Keys keys = first ? coord.key(k_stage) : coord.value(k_stage);
       float products[kQueries / 16][kKeys / 8][4];
       ampere::clear(products);
       ampere::multiply_rows<kExact, kStepsOfDim / kShares, Queries, Keys>(
-          products, ampere::moved(queries.left(0, place.lane), bytes), ampere::moved(keys.right(0, place.lane), bytes));
-      ampere::write_words(parts + place.warp * kPartBytes, products);
+          products, ampere::moved(queries.left(0, coord.lane), bytes), ampere::moved(keys.right(0, coord.lane), bytes));
+      ampere::write_words(parts + coord.warp * kPartBytes, products);
       __syncthreads();
-      if (place.warp >= kScoreWarps) return;
+      if (coord.warp >= kScoreWarps) return;
       ampere::clear(logits);
       ampere::clear(d_logits);
       static_assert(kM == 1);
-      const uint32_t own = parts + (place.query_row / 16 * (kKeys / 8) + place.key_column / 8) * 512;
+      const uint32_t own = parts + (coord.query_row / 16 * (kKeys / 8) + coord.key_column / 8) * 512;
 #pragma unroll
       for (int share = 0; share < kShares; ++share) {
         ampere::add_words(own + share * kPartBytes, logits);
         ampere::add_words(own + (kShares + share) * kPartBytes, d_logits);
       }
     } else if constexpr (kPaired) {
-      const uint32_t part = place.base + kDLogitsAt + (place.warp % kScoreWarps * kM * kN * 32 + place.lane) * 16;
-      const int role = place.warp / kScoreWarps;
+      const uint32_t part = coord.base + kDLogitsAt + (coord.warp % kScoreWarps * kM * kN * 32 + coord.lane) * 16;
+      const int role = coord.warp / kScoreWarps;
       if (role == 0) {
         ampere::clear(logits);
-        multiply(logits, place.query(q_stage), place.key(k_stage));
+        multiply(logits, coord.query(q_stage), coord.key(k_stage));
       } else if (role == 1) {
         ampere::clear(d_logits);
-        multiply(d_logits, place.d_out(q_stage), place.value(k_stage));
+        multiply(d_logits, coord.d_out(q_stage), coord.value(k_stage));
         ampere::write_words(part, d_logits);
       }
       __syncthreads();
@@ -206,12 +208,12 @@ struct AmpereBackwardPass {
       ampere::sync_some(1, 32 * kScoreWarps);  // results go where these parts are
     } else {
       ampere::clear(logits);
-      multiply(logits, place.query(q_stage), place.key(k_stage));
+      multiply(logits, coord.query(q_stage), coord.key(k_stage));
       ampere::clear(d_logits);
-      multiply(d_logits, place.d_out(q_stage), place.value(k_stage));
+      multiply(d_logits, coord.d_out(q_stage), coord.value(k_stage));
     }
 
-    const int query = q_start + place.query_row + g, key = k_start + place.key_column + 2 * t;
+    const int query = q_start + coord.query_row + g, key = k_start + coord.key_column + 2 * t;
     const int q_end = min(q_start + kQueries, p.scores.q_length), k_end = min(k_start + kKeys, p.scores.kv_length);
     const bool whole = k_end == k_start + kKeys && head.all_visible(q_start, q_end, k_start, k_end);
     ampere::to_logits<kModified>(logits, head, query, key, q_end, k_end, whole);
@@ -225,7 +227,7 @@ struct AmpereBackwardPass {
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * m + 8 * half;
         const float2 terms =
-            ampere::read_floats(place.terms(q_stage) + (place.query_row + row + g) * int(sizeof(float2)));
+            ampere::read_floats(coord.terms(q_stage) + (coord.query_row + row + g) * int(sizeof(float2)));
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -249,9 +251,9 @@ struct AmpereBackwardPass {
       }
     }
     if constexpr (kOwnsKeys) {
-      ampere::write_sums<kExact>(place.weights(), logits, place.query_row, place.key_column, place.lane);
+      ampere::write_sums<kExact>(coord.weights(), logits, coord.query_row, coord.key_column, coord.lane);
     }
-    ampere::write_sums<kExact>(place.d_logits(), d_logits, place.query_row, place.key_column, place.lane);
+    ampere::write_sums<kExact>(coord.d_logits(), d_logits, coord.query_row, coord.key_column, coord.lane);
   }
 
   static __device__ float* sums_of(const Params& p, int64_t head, int q_start) {
@@ -310,12 +312,12 @@ struct AmpereBackwardPass {
   }
 
   static __device__ void key_block(const Params& p) {
-    const Place place;
-    const int2 owned = p.order.place(blockIdx.x);
+    const TileCoord coord;
+    const int2 owned = p.order.coord(blockIdx.x);
     const int batch = owned.y / p.kv_heads, kv_head = owned.y % p.kv_heads, group = p.scores.group;
     const int k_start = owned.x * kKeys, k_end = min(k_start + kKeys, p.scores.kv_length);
-    const KeyGrid grid(place.warp);
-    const QueryGrid query_grid(place.warp);
+    const KeyGrid grid(coord.warp);
+    const QueryGrid query_grid(coord.warp);
     typename KeyGrid::Sums d_key, d_value;
     ampere::clear(d_key);
     ampere::clear(d_value);
@@ -332,8 +334,8 @@ struct AmpereBackwardPass {
     enter();
     int q_start = range.x, stage = 0;
     [[maybe_unused]] bool first = true;
-    copy_keys(p, place, batch, kv_head, k_start, 0);
-    if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, 0);
+    copy_keys(p, coord, batch, kv_head, k_start, 0);
+    if (member < group) copy_queries(p, coord, batch, kv_head * group + member, q_start, 0);
     ampere::commit_copies();
 
     while (member < group) {
@@ -347,35 +349,35 @@ struct AmpereBackwardPass {
       ampere::wait_copies<0>();
       if constexpr (kRounds) {
         if (first) {
-          place.key(0).template round_copied<kThreads>();
-          place.value(0).template round_copied<kThreads>();
+          coord.key(0).template round_copied<kThreads>();
+          coord.value(0).template round_copied<kThreads>();
         }
         first = false;
       }
       __syncthreads();  // this tile is there, and the last one's products are done
       if constexpr (kStages == 2) {
-        if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, stage ^ 1);
+        if (member < group) copy_queries(p, coord, batch, kv_head * group + member, q_start, stage ^ 1);
         ampere::commit_copies();
       }
-      scores(p, place, HeadScores(p.scores, batch, head_index), start, k_start, stage, 0);
+      scores(p, coord, HeadScores(p.scores, batch, head_index), start, k_start, stage, 0);
       __syncthreads();
       ampere::multiply_tile_transposed<kExact, kQueries / ampere::kStepRows<Element>, Weights, Queries>(
-          d_value, place.weights().template left_transposed<KeyGrid::kRows>(grid.row, place.lane),
-          place.d_out(stage).template right_transposed<KeyGrid::kColumns>(grid.column, place.lane));
+          d_value, coord.weights().template left_transposed<KeyGrid::kRows>(grid.row, coord.lane),
+          coord.d_out(stage).template right_transposed<KeyGrid::kColumns>(grid.column, coord.lane));
       ampere::multiply_tile_transposed<kExact, kQueries / ampere::kStepRows<Element>, Weights, Queries>(
-          d_key, place.d_logits().template left_transposed<KeyGrid::kRows>(grid.row, place.lane),
-          place.query(stage).template right_transposed<KeyGrid::kColumns>(grid.column, place.lane));
+          d_key, coord.d_logits().template left_transposed<KeyGrid::kRows>(grid.row, coord.lane),
+          coord.query(stage).template right_transposed<KeyGrid::kColumns>(grid.column, coord.lane));
       if constexpr (kStages == 1) {
         __syncthreads();  // these queries have been read
-        if (member < group) copy_queries(p, place, batch, kv_head * group + member, q_start, 0);
+        if (member < group) copy_queries(p, coord, batch, kv_head * group + member, q_start, 0);
         ampere::commit_copies();
       }
       if constexpr (kSums) {
         typename QueryGrid::Sums d_query;
         ampere::clear(d_query);
         ampere::multiply_tile<kExact, kKeys * int(sizeof(Element)) / 32, Weights, Keys>(
-            d_query, place.d_logits().left(query_grid.row, place.lane),
-            place.key(0).template right_transposed<QueryGrid::kColumns>(query_grid.column, place.lane));
+            d_query, coord.d_logits().left(query_grid.row, coord.lane),
+            coord.key(0).template right_transposed<QueryGrid::kColumns>(query_grid.column, coord.lane));
         add_sums(sums_of(p, int64_t(batch) * p.heads + head_index, start), d_query);
       }
       stage ^= 1;
@@ -384,30 +386,30 @@ struct AmpereBackwardPass {
     __syncthreads();
     const int64_t row = (int64_t(batch) * p.scores.kv_length + k_start) * p.kv_heads + kv_head;
     const float value_scale = kDropout ? p.scores.keep_scale : 1.0f;
-    ampere::write_result(place.key(0), d_key, grid.row, grid.column, place.lane,
+    ampere::write_result(coord.key(0), d_key, grid.row, grid.column, coord.lane,
                          [&](int, int) { return p.scores.scale; });
-    ampere::write_result(place.value(0), d_value, grid.row, grid.column, place.lane,
+    ampere::write_result(coord.value(0), d_value, grid.row, grid.column, coord.lane,
                          [&](int, int) { return value_scale; });
     __syncthreads();
-    place.key(0).template store<kThreads>(p.d_key + row * p.head_dim, p.kv_heads * p.head_dim, k_end - k_start,
+    coord.key(0).template store<kThreads>(p.d_key + row * p.head_dim, p.kv_heads * p.head_dim, k_end - k_start,
                                           p.head_dim);
-    place.value(0).template store<kThreads>(p.d_value + row * p.value_dim, p.kv_heads * p.value_dim, k_end - k_start,
+    coord.value(0).template store<kThreads>(p.d_value + row * p.value_dim, p.kv_heads * p.value_dim, k_end - k_start,
                                             p.value_dim);
   }
 
   static __device__ void query_block(const Params& p) {
-    const Place place;
-    const int2 owned = p.order.place(blockIdx.x);
+    const TileCoord coord;
+    const int2 owned = p.order.coord(blockIdx.x);
     const int batch = owned.y / p.heads, head_index = owned.y % p.heads, kv_head = head_index / p.scores.group;
     const int q_start = (p.order.tiles - 1 - owned.x) * kQueries;
     const int q_end = min(q_start + kQueries, p.scores.q_length);
     const HeadScores head(p.scores, batch, head_index);
     const int2 range = head.keys_for(q_start, q_end, kKeys);
-    const QueryGrid grid(place.warp);
+    const QueryGrid grid(coord.warp);
     typename QueryGrid::Sums d_query;
     ampere::clear(d_query);
-    copy_queries(p, place, batch, head_index, q_start, 0);
-    if (range.x < range.y) copy_keys(p, place, batch, kv_head, range.x, 0);
+    copy_queries(p, coord, batch, head_index, q_start, 0);
+    if (range.x < range.y) copy_keys(p, coord, batch, kv_head, range.x, 0);
     ampere::commit_copies();
     int stage = 0;
     for (int k_start = range.x; k_start < range.y; k_start += kKeys) {
@@ -415,57 +417,57 @@ struct AmpereBackwardPass {
       ampere::wait_copies<0>();
       if constexpr (kRounds) {
         if (k_start == range.x) {
-          place.query(0).template round_copied<kThreads>();
-          place.d_out(0).template round_copied<kThreads>();
+          coord.query(0).template round_copied<kThreads>();
+          coord.d_out(0).template round_copied<kThreads>();
         }
       }
       __syncthreads();  // this tile is there, and the last one's products are done
       if constexpr (kStages == 2) {
-        if (more) copy_keys(p, place, batch, kv_head, k_start + kKeys, stage ^ 1);
+        if (more) copy_keys(p, coord, batch, kv_head, k_start + kKeys, stage ^ 1);
         ampere::commit_copies();
       }
-      scores(p, place, head, q_start, k_start, 0, stage);
+      scores(p, coord, head, q_start, k_start, 0, stage);
       __syncthreads();
       ampere::multiply_tile<kExact, kKeys * int(sizeof(Element)) / 32, Weights, Keys>(
-          d_query, place.d_logits().left(grid.row, place.lane),
-          place.key(stage).template right_transposed<QueryGrid::kColumns>(grid.column, place.lane));
+          d_query, coord.d_logits().left(grid.row, coord.lane),
+          coord.key(stage).template right_transposed<QueryGrid::kColumns>(grid.column, coord.lane));
       if constexpr (kStages == 1) {
         __syncthreads();  // these keys have been read
-        if (more) copy_keys(p, place, batch, kv_head, k_start + kKeys, 0);
+        if (more) copy_keys(p, coord, batch, kv_head, k_start + kKeys, 0);
         ampere::commit_copies();
       }
       stage ^= 1;
     }
     ampere::wait_copies<0>();
     __syncthreads();
-    store_query(p, place, batch, head_index, q_start, d_query);
+    store_query(p, coord, batch, head_index, q_start, d_query);
   }
 
   static __device__ void convert_block(const Params& p) {
-    const Place place;
+    const TileCoord coord;
     const int tiles = int(ampere::tiles_of(p.scores.q_length, kQueries));
     const int head = blockIdx.x / tiles, q_start = blockIdx.x % tiles * kQueries;
     typename QueryGrid::Sums d_query;
     read_sums(sums_of(p, head, q_start), d_query);
-    store_query(p, place, head / p.heads, head % p.heads, q_start, d_query);
+    store_query(p, coord, head / p.heads, head % p.heads, q_start, d_query);
   }
 
-  static __device__ void store_query(const Params& p, const Place& place, int batch, int head, int q_start,
+  static __device__ void store_query(const Params& p, const TileCoord& coord, int batch, int head, int q_start,
                                      const typename QueryGrid::Sums& d_query) {
-    const QueryGrid grid(place.warp);
-    ampere::write_result(place.query(0), d_query, grid.row, grid.column, place.lane,
+    const QueryGrid grid(coord.warp);
+    ampere::write_result(coord.query(0), d_query, grid.row, grid.column, coord.lane,
                          [&](int, int) { return p.scores.scale; });
     __syncthreads();
     const int64_t first = (int64_t(batch) * p.scores.q_length + q_start) * p.heads + head;
-    place.query(0).template store<kThreads>(p.d_query + first * p.head_dim, p.heads * p.head_dim,
+    coord.query(0).template store<kThreads>(p.d_query + first * p.head_dim, p.heads * p.head_dim,
                                             min(kQueries, p.scores.q_length - q_start), p.head_dim);
   }
 };
 
 template <class Element, int kMaxDim, class KeyWalk, class QueryWalk, bool kExact, bool kModified, bool kDropout>
 struct AmpereBackward {
-  template <class Walk, AmperePass kPass>
-  using Pass = AmpereBackwardPass<Element, kMaxDim, Walk, kPass, kExact, kModified, kDropout>;
+  template <class Tiling, AmperePass kPass>
+  using Pass = AmpereBackwardPass<Element, kMaxDim, Tiling, kPass, kExact, kModified, kDropout>;
   using Adding = Pass<KeyWalk, AmperePass::kKeysAndSums>;
   using ByKeys = Pass<KeyWalk, AmperePass::kKeys>;
   using ByQueries = Pass<QueryWalk, AmperePass::kQueries>;
@@ -492,10 +494,10 @@ struct AmpereBackward {
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     AmpereBackwardParams<Element> p;
     TILEWRIGHT_RETURN_IF_ERROR(start_backward<Element>(problem, arguments, stream, &p));
-    float2* row_sums = static_cast<float2*>(arguments.workspace);
-    p.terms = row_sums;
+    float2* delta = static_cast<float2*>(arguments.workspace);
+    p.terms = delta;
     p.sums = static_cast<float*>(arguments.workspace) + terms(problem);
-    TILEWRIGHT_RETURN_IF_ERROR(start_row_terms<Element>(problem, arguments, stream, row_sums));
+    TILEWRIGHT_RETURN_IF_ERROR(start_row_terms<Element>(problem, arguments, stream, delta));
 
     const int64_t q_heads = problem.batch * problem.heads, kv_heads = problem.batch * problem.kv_heads;
     const int64_t bytes = (problem.head_dim + problem.value_dim) * int64_t(sizeof(Element));

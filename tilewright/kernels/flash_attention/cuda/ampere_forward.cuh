@@ -55,7 +55,7 @@ struct AmpereForward {
   static ffi::Error run(cudaStream_t stream, const Device&, const Problem& problem, const Arguments& arguments) {
     Params p;
     TILEWRIGHT_RETURN_IF_ERROR(read_forward<Element>(problem, arguments, &p));
-    if (p.scores.scale == 0) p.scores.scale = ampere::kLeastScale;
+    if (p.scores.scale == 0) p.scores.scale = ampere::kMinScale;
     const int64_t tiles = ampere::tiles_of(problem.q_length, kQueries), heads = problem.batch * problem.heads;
     const int64_t bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * int64_t(sizeof(Element));
     p.order = ampere::order_of(tiles, heads, bytes * problem.kv_heads / std::max<int64_t>(problem.heads, 1));
@@ -69,9 +69,9 @@ struct AmpereForward {
     const int row_warp = warp / kColumnWarps, column_warp = warp % kColumnWarps;
     const int row = row_warp * kRows, g = lane / 4, t = lane % 4;
 
-    const int2 place = p.order.place(blockIdx.x);
-    const int batch = place.y / p.heads, head_index = place.y % p.heads, kv_head = head_index / p.scores.group;
-    const int q_start = (p.order.tiles - 1 - place.x) * kQueries;  // the longest rows of a causal mask first
+    const int2 coord = p.order.coord(blockIdx.x);
+    const int batch = coord.y / p.heads, head_index = coord.y % p.heads, kv_head = head_index / p.scores.group;
+    const int q_start = (p.order.tiles - 1 - coord.x) * kQueries;  // the longest rows of a causal mask first
     const int q_end = min(q_start + kQueries, p.scores.q_length);
     const HeadScores head(p.scores, batch, head_index);
     const int2 range = head.keys_for(q_start, q_end, kKeys);
@@ -151,16 +151,16 @@ struct AmpereForward {
       ampere::to_logits<kModified>(logits, head, q_start + row + g, key, q_end, key_end, whole);
       const float multiplier = ampere::positive_multiplier<kModified>(p.scores, logits);
 
-      float greatest[kM][2];
-      rows.local_greatest(logits, greatest);
+      float row_max[kM][2];
+      rows.local_row_max(logits, row_max);
       if constexpr (kSharedKeys) {
-        exchange_greatest(base + kStatisticsAt, row + g, row_warp, column_warp, t, greatest);
+        exchange_row_max(base + kStatisticsAt, row + g, row_warp, column_warp, t, row_max);
         if constexpr (kStages == 1) {  // all warps have passed the first product
           if (more) copy_keys(k_start + kKeys, 0);
           ampere::commit_copies();
         }
       }
-      rows.rescale(greatest, multiplier, out);
+      rows.rescale(row_max, multiplier, out);
       rows.exponentiate(logits, multiplier);
       if constexpr (kDropout) drop(head, q_start + row + g, key, logits);
 
@@ -185,7 +185,7 @@ struct AmpereForward {
       stage ^= 1;
     }
     ampere::wait_copies<0>();
-    finish(p, place.y, q_start, q_end, base, row, column_warp, lane, rows, out);
+    finish(p, coord.y, q_start, q_end, base, row, column_warp, lane, rows, out);
   }
 
   struct LaneViews {
@@ -194,26 +194,26 @@ struct AmpereForward {
 
   // The statistics of a lane's rows: `greatest` in the units of the logits, `total` of the lane's own elements.
   struct Rows {
-    float greatest[kM][2], total[kM][2];
+    float row_max[kM][2], total[kM][2];
 
     __device__ void init() {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          greatest[m][half] = -INFINITY;
+          row_max[m][half] = -INFINITY;
           total[m][half] = 0;
         }
       }
     }
 
     // The greatest so far of each row, as far as the warp knows.
-    __device__ void local_greatest(const float (&logits)[kM][kN][4], float (&now)[kM][2]) const {
+    __device__ void local_row_max(const float (&logits)[kM][kN][4], float (&now)[kM][2]) const {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float value = greatest[m][half];
+          float value = row_max[m][half];
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             value = fmaxf(value, fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]));
@@ -231,8 +231,8 @@ struct AmpereForward {
         for (int half = 0; half < 2; ++half) {
           // Without a key so far both are -inf, whose difference is not a number.
           const float shift = now[m][half] == -INFINITY ? 0 : now[m][half];
-          const float factor = ampere::fast_exp2((greatest[m][half] - shift) * multiplier);
-          greatest[m][half] = now[m][half];
+          const float factor = ampere::fast_exp2((row_max[m][half] - shift) * multiplier);
+          row_max[m][half] = now[m][half];
           total[m][half] *= factor;
 #pragma unroll
           for (int n = 0; n < kOut; ++n) {
@@ -249,7 +249,7 @@ struct AmpereForward {
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float shift = greatest[m][half] == -INFINITY ? 0 : greatest[m][half] * multiplier;
+          const float shift = row_max[m][half] == -INFINITY ? 0 : row_max[m][half] * multiplier;
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -276,14 +276,14 @@ struct AmpereForward {
   }
 
   // The greatest of the warps that share rows.
-  static __device__ void exchange_greatest(uint32_t statistics, int row, int row_warp, int column_warp, int t,
-                                           float (&greatest)[kM][2]) {
+  static __device__ void exchange_row_max(uint32_t statistics, int row, int row_warp, int column_warp, int t,
+                                           float (&row_max)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = row + 16 * m + 8 * half;
-        if (t == 0) ampere::write_float(statistics + 4 * (column_warp * kQueries + at), greatest[m][half]);
+        if (t == 0) ampere::write_float(statistics + 4 * (column_warp * kQueries + at), row_max[m][half]);
       }
     }
     sync_rows(row_warp);
@@ -294,7 +294,7 @@ struct AmpereForward {
         const int at = row + 16 * m + 8 * half;
 #pragma unroll
         for (int warp = 0; warp < kColumnWarps; ++warp) {
-          greatest[m][half] = fmaxf(greatest[m][half], ampere::read_float(statistics + 4 * (warp * kQueries + at)));
+          row_max[m][half] = fmaxf(row_max[m][half], ampere::read_float(statistics + 4 * (warp * kQueries + at)));
         }
       }
     }
@@ -367,9 +367,9 @@ struct AmpereForward {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float own = rows.greatest[m][half] * multiplier;  // -inf where no key was seen
-        const float greatest = fmaxf(own, sink);
-        const float shift = greatest == -INFINITY ? 0 : greatest;
+        const float own = rows.row_max[m][half] * multiplier;  // -inf where no key was seen
+        const float row_max = fmaxf(own, sink);
+        const float shift = row_max == -INFINITY ? 0 : row_max;
         const float share = ampere::fast_exp2(own - shift);
         const float total = rows.total[m][half] * share + ampere::fast_exp2(sink - shift);
         factor[m][half] = total > 0 ? share / total * (kDropout ? p.scores.keep_scale : 1.0f) : 0.0f;

@@ -205,9 +205,9 @@ __device__ inline void multiply_tile_transposed(float (&sums)[kM][kN][4], const 
         const uint32_t even = left.rows + row * Left::kPitch, odd = even + Left::kPitch;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t place = (uint32_t(4 * m + 2 * half) * kChunk) ^ left.twist;
-          a[m].words[half] = read_4(even + place);
-          a[m].words[2 + half] = read_4(odd + (place ^ kChunk));
+          const uint32_t coord = (uint32_t(4 * m + 2 * half) * kChunk) ^ left.twist;
+          a[m].words[half] = read_4(even + coord);
+          a[m].words[2 + half] = read_4(odd + (coord ^ kChunk));
         }
       } else {
         read_transposed(a[m].words, Left::at(left, row, 2 * m));
@@ -322,13 +322,13 @@ __device__ inline void to_logits(float (&products)[kM][kN][4], const HeadScores&
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at_query = query + 16 * m + 8 * half;
-        const int least = head.scores.lowest + at_query - key;
-        const int greatest = min(head.scores.highest + at_query, key_end - 1) - key;
+        const int first_visible = head.scores.lowest + at_query - key;
+        const int last_visible = min(head.scores.highest + at_query, key_end - 1) - key;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (8 * n + e < least || 8 * n + e > greatest) products[m][n][2 * half + e] = -INFINITY;
+            if (8 * n + e < first_visible || 8 * n + e > last_visible) products[m][n][2 * half + e] = -INFINITY;
           }
         }
       }
@@ -363,7 +363,7 @@ __device__ inline float positive_multiplier(const Scores& scores, float (&logits
 struct Order {
   int32_t tiles, section, total;  // tiles of a head, heads of a section, heads of all batch elements
 
-  __device__ int2 place(int index) const {  // tile, head
+  __device__ int2 coord(int index) const {  // tile, head
     const int part = index / (section * tiles), rest = index - part * section * tiles;
     const int members = min(section, total - part * section);
     return make_int2(rest / members, part * section + rest % members);

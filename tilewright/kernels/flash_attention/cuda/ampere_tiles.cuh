@@ -16,7 +16,7 @@ template <class Element>
 constexpr bool kIsFloat = std::is_same_v<Element, float>;
 
 constexpr int kChunk = 16;  // bytes that are copied, read and placed at a time
-constexpr float kLeastScale = 1e-30f;  // instead of 0, by which the -inf of a mask may not be multiplied
+constexpr float kMinScale = 1e-30f;  // instead of 0, by which the -inf of a mask may not be multiplied
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -267,9 +267,11 @@ struct Tile {
 
   uint32_t address;
 
-  static __device__ int turn(int row) { return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3; }
+  static __device__ int swizzle(int row) { return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3; }
 
-  __device__ uint32_t at(int row, int chunk) const { return address + row * kPitch + ((chunk ^ turn(row)) * kChunk); }
+  __device__ uint32_t at(int row, int chunk) const {
+    return address + row * kPitch + ((chunk ^ swizzle(row)) * kChunk);
+  }
 
   // The lane's row is `first` (a multiple of 8) + `row`, its chunk one of two neighbours, `odd` or not. `columns` is
   // the first of a part of the tile's columns, `kPart` of them.
@@ -277,7 +279,7 @@ struct Tile {
   __device__ LaneView view(int first, int row, int odd, int columns = 0) const {
     constexpr int kPartChunks = kPart * int(sizeof(Element)) / kChunk;
     static_assert(kPart == kColumns || kPartChunks % 8 == 0 || (kPartChunks & (kPartChunks - 1)) == 0);
-    LaneView view{address + (first + row) * kPitch, uint32_t(odd ^ turn(row)) * kChunk};
+    LaneView view{address + (first + row) * kPitch, uint32_t(odd ^ swizzle(row)) * kChunk};
     const int bytes = columns * int(sizeof(Element));
     if constexpr (kPartChunks % 8 == 0) {
       view.rows += bytes;

@@ -173,7 +173,7 @@ struct KeepPair {
   uint32_t threshold;
   int query = -1, pair = -1;
 
-  __device__ KeepPair(uint2 head_key, uint32_t least) : key(head_key), words(), threshold(least) {}
+  __device__ KeepPair(uint2 head_key, uint32_t keep_from) : key(head_key), words(), threshold(keep_from) {}
 
   __device__ bool operator()(int row, int column) {
     if (row != query || (column >> 1) != pair) {
@@ -217,9 +217,9 @@ __global__ void row_terms(const Element* out, const Element* d_out, const float*
   if (threadIdx.x == 0) {
     const int64_t head = row % heads, query = row / heads % q_length, batch = row / heads / q_length;
     const int64_t at = (batch * heads + head) * q_length + query;
-    const bool seen = lse[at] != -INFINITY;
+    const bool is_visible = lse[at] != -INFINITY;
     if (d_lse != nullptr) total -= d_lse[at];
-    terms[at] = seen ? make_float2(total, lse[at] * kLog2e) : make_float2(0, INFINITY);
+    terms[at] = is_visible ? make_float2(total, lse[at] * kLog2e) : make_float2(0, INFINITY);
   }
 }
 

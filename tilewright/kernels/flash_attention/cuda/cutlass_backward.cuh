@@ -112,36 +112,36 @@ struct CutlassBackward {
   }
 
   // A block's threads, and the pointers of the head that it works on.
-  struct Place {
+  struct TileCoord {
     int thread, warp, lane, batch, head, kv_head;
     const Element *query, *key, *value, *d_out;
     const float2* terms;
     int32_t q_stride, k_stride, v_stride, o_stride;
   };
 
-  static __device__ Place place_of(const Params& p) {
-    Place place;
-    place.thread = threadIdx.x;
-    place.warp = warp_uniform(int(threadIdx.x / 32));
-    place.lane = threadIdx.x % 32;
-    place.batch = blockIdx.z;
-    place.q_stride = p.heads * p.head_dim;
-    place.k_stride = p.kv_heads * p.head_dim;
-    place.v_stride = p.kv_heads * p.value_dim;
-    place.o_stride = p.heads * p.value_dim;
-    return place;
+  static __device__ TileCoord tile_coord_of(const Params& p) {
+    TileCoord coord;
+    coord.thread = threadIdx.x;
+    coord.warp = warp_uniform(int(threadIdx.x / 32));
+    coord.lane = threadIdx.x % 32;
+    coord.batch = blockIdx.z;
+    coord.q_stride = p.heads * p.head_dim;
+    coord.k_stride = p.kv_heads * p.head_dim;
+    coord.v_stride = p.kv_heads * p.value_dim;
+    coord.o_stride = p.heads * p.value_dim;
+    return coord;
   }
 
-  static __device__ void use_head(const Params& p, Place& place, int head) {
-    place.head = head;
-    place.kv_head = head / p.scores.group;
-    const int64_t q_rows = int64_t(place.batch) * p.scores.q_length;
-    const int64_t kv_rows = int64_t(place.batch) * p.scores.kv_length;
-    place.query = p.query + q_rows * place.q_stride + head * p.head_dim;
-    place.key = p.key + kv_rows * place.k_stride + place.kv_head * p.head_dim;
-    place.value = p.value + kv_rows * place.v_stride + place.kv_head * p.value_dim;
-    place.d_out = p.d_out + q_rows * place.o_stride + head * p.value_dim;
-    place.terms = p.terms + (int64_t(place.batch) * p.heads + head) * p.scores.q_length;
+  static __device__ void use_head(const Params& p, TileCoord& coord, int head) {
+    coord.head = head;
+    coord.kv_head = head / p.scores.group;
+    const int64_t q_rows = int64_t(coord.batch) * p.scores.q_length;
+    const int64_t kv_rows = int64_t(coord.batch) * p.scores.kv_length;
+    coord.query = p.query + q_rows * coord.q_stride + head * p.head_dim;
+    coord.key = p.key + kv_rows * coord.k_stride + coord.kv_head * p.head_dim;
+    coord.value = p.value + kv_rows * coord.v_stride + coord.kv_head * p.value_dim;
+    coord.d_out = p.d_out + q_rows * coord.o_stride + head * p.value_dim;
+    coord.terms = p.terms + (int64_t(coord.batch) * p.heads + head) * p.scores.q_length;
   }
 
   static __device__ int clipped(int start, int length, int block) {
@@ -162,19 +162,19 @@ struct CutlassBackward {
 
   template <bool kLoadKeys>
   static __device__ void preload_logits(
-      const Params& p, const Place& place, Storage& shared, int q_start, int k_start) {
+      const Params& p, const TileCoord& coord, Storage& shared, int q_start, int k_start) {
     using Mma = typename QK::Mma;
-    auto keys = operand<typename Mma::IteratorA>(place.key + int64_t(k_start) * place.k_stride, place.k_stride,
-                                                 p.scores.kv_length - k_start, p.head_dim, place.thread);
-    auto queries = operand<typename Mma::IteratorB>(place.query + int64_t(q_start) * place.q_stride, place.q_stride,
-                                                    p.head_dim, p.scores.q_length - q_start, place.thread);
+    auto keys = operand<typename Mma::IteratorA>(coord.key + int64_t(k_start) * coord.k_stride, coord.k_stride,
+                                                 p.scores.kv_length - k_start, p.head_dim, coord.thread);
+    auto queries = operand<typename Mma::IteratorB>(coord.query + int64_t(q_start) * coord.q_stride, coord.q_stride,
+                                                    p.head_dim, p.scores.q_length - q_start, coord.thread);
     Mma::template prologue<kLoadKeys, true>(shared.products.mm_qk_k(), shared.products.mm_qk_q(), keys, queries,
-                                            place.thread, p.head_dim);
+                                            coord.thread, p.head_dim);
   }
 
   // Writes a fragment as rows of a gradient.
   template <class Product>
-  static __device__ void store(const Place& place, typename Product::DefaultEpilogue::SharedStorage& shared,
+  static __device__ void store(const TileCoord& coord, typename Product::DefaultEpilogue::SharedStorage& shared,
                                typename Product::Mma::FragmentC const& fragment, Element* target, int32_t stride,
                                int rows, int columns) {
     using Default = typename Product::DefaultEpilogue;
@@ -188,23 +188,23 @@ struct CutlassBackward {
         typename Default::AccumulatorFragmentIterator, typename Default::WarpTileIterator,
         typename Default::SharedLoadIterator, Convert, typename Default::Padding, Default::kFragmentsPerIteration,
         true>;
-    Iterator iterator(typename Iterator::Params{stride}, target, {rows, columns}, place.thread);
+    Iterator iterator(typename Iterator::Params{stride}, target, {rows, columns}, coord.thread);
     Convert convert({1, 1});
-    Epilogue epilogue(shared, place.thread, place.warp, place.lane);
+    Epilogue epilogue(shared, coord.thread, coord.warp, coord.lane);
     epilogue(convert, iterator, fragment, iterator);
   }
 
-  static __device__ Tile q_tile(const Params& p, const Place& place, int q_start, int column) {
+  static __device__ Tile q_tile(const Params& p, const TileCoord& coord, int q_start, int column) {
     const int64_t columns = tiles(p.head_dim, kColumnsQ), rows = tiles(p.scores.q_length, kQueries);
-    const int64_t tile = ((int64_t(place.batch) * p.heads + place.head) * rows + q_start / kQueries) * columns;
+    const int64_t tile = ((int64_t(coord.batch) * p.heads + coord.head) * rows + q_start / kQueries) * columns;
     return Tile{p.q_sums + (tile + column / kColumnsQ) * Tile::kElementsStored};
   }
 
   // Sums of dV where `of_values`, else of dK.
-  static __device__ Tile kv_tile(const Params& p, const Place& place, int k_start, int column, bool of_values) {
+  static __device__ Tile kv_tile(const Params& p, const TileCoord& coord, int k_start, int column, bool of_values) {
     const int64_t columns_k = tiles(p.head_dim, kColumnsKV), columns = columns_k + tiles(p.value_dim, kColumnsKV);
     const int64_t rows = tiles(p.scores.kv_length, kKeys);
-    const int64_t tile = ((int64_t(place.batch) * p.kv_heads + place.kv_head) * rows + k_start / kKeys) * columns;
+    const int64_t tile = ((int64_t(coord.batch) * p.kv_heads + coord.kv_head) * rows + k_start / kKeys) * columns;
     return Tile{p.kv_sums + (tile + (of_values ? columns_k : 0) + column / kColumnsKV) * Tile::kElementsStored};
   }
 
@@ -222,77 +222,77 @@ struct CutlassBackward {
 
   // One tile of logits: `started` says whether sums in global memory hold anything yet; `next` preloads the next tile.
   template <Pass kPass, class Next>
-  static __device__ void tile(const Params& p, Place place, Storage& storage, Gradients<kPass>& gradients, int q_start,
-                              int k_start, bool started, Next next) {
+  static __device__ void tile(const Params& p, TileCoord coord, Storage& storage, Gradients<kPass>& gradients,
+                              int q_start, int k_start, bool started, Next next) {
     auto& shared = storage.products;
-    const HeadScores head(p.scores, place.batch, place.head);
+    const HeadScores head(p.scores, coord.batch, coord.head);
     const int queries = clipped(q_start, p.scores.q_length, kQueries);
     const int keys = clipped(k_start, p.scores.kv_length, kKeys);
-    const Element* query = place.query + int64_t(q_start) * place.q_stride;
-    const Element* key = place.key + int64_t(k_start) * place.k_stride;
-    const Element* value = place.value + int64_t(k_start) * place.v_stride;
-    const Element* d_out = place.d_out + int64_t(q_start) * place.o_stride;
+    const Element* query = coord.query + int64_t(q_start) * coord.q_stride;
+    const Element* key = coord.key + int64_t(k_start) * coord.k_stride;
+    const Element* value = coord.value + int64_t(k_start) * coord.v_stride;
+    const Element* d_out = coord.d_out + int64_t(q_start) * coord.o_stride;
     auto d_out_columns = [&](int column) {
-      return operand<typename GradV::Mma::IteratorB>(d_out + column, place.o_stride, queries, p.value_dim - column,
-                                                     place.thread);
+      return operand<typename GradV::Mma::IteratorB>(d_out + column, coord.o_stride, queries, p.value_dim - column,
+                                                     coord.thread);
     };
     auto key_columns = [&](int column) {
-      return operand<typename GradQ::Mma::IteratorB>(key + column, place.k_stride, keys, p.head_dim - column,
-                                                     place.thread);
+      return operand<typename GradQ::Mma::IteratorB>(key + column, coord.k_stride, keys, p.head_dim - column,
+                                                     coord.thread);
     };
     auto query_columns = [&](int column) {
-      return operand<typename GradK::Mma::IteratorB>(query + column, place.q_stride, queries, p.head_dim - column,
-                                                     place.thread);
+      return operand<typename GradK::Mma::IteratorB>(query + column, coord.q_stride, queries, p.head_dim - column,
+                                                     coord.thread);
     };
     auto preload_grad_v = [&](int column) {
       auto iterator = d_out_columns(column);
-      GradV::Mma::prologue(shared.mm_gradV(), iterator, place.thread, queries);
+      GradV::Mma::prologue(shared.mm_gradV(), iterator, coord.thread, queries);
     };
     auto preload_grad_q = [&](int column) {
       auto iterator = key_columns(column);
-      GradQ::Mma::prologue(shared.mm_gradQ(), iterator, place.thread, keys);
+      GradQ::Mma::prologue(shared.mm_gradQ(), iterator, coord.thread, keys);
     };
     auto preload_grad_k = [&](int column) {
       auto iterator = query_columns(column);
-      GradK::Mma::prologue(shared.mm_gradK(), iterator, place.thread, queries);
+      GradK::Mma::prologue(shared.mm_gradK(), iterator, coord.thread, queries);
     };
     auto d_out_rows = [&] {
-      return operand<typename DoV::Mma::IteratorA>(d_out, place.o_stride, queries, p.value_dim, place.thread);
+      return operand<typename DoV::Mma::IteratorA>(d_out, coord.o_stride, queries, p.value_dim, coord.thread);
     };
     auto value_rows = [&] {
-      return operand<typename DoV::Mma::IteratorB>(value, place.v_stride, p.value_dim, keys, place.thread);
+      return operand<typename DoV::Mma::IteratorB>(value, coord.v_stride, p.value_dim, keys, coord.thread);
     };
 
-    if (place.thread < kQueries) {
-      const bool inside = place.thread < queries;
-      const float2 terms = inside ? place.terms[q_start + place.thread] : make_float2(0, INFINITY);
-      shared.di()[place.thread] = terms.x;
-      storage.lse2[place.thread] = terms.y;
+    if (coord.thread < kQueries) {
+      const bool inside = coord.thread < queries;
+      const float2 terms = inside ? coord.terms[q_start + coord.thread] : make_float2(0, INFINITY);
+      shared.di()[coord.thread] = terms.x;
+      storage.lse2[coord.thread] = terms.y;
     }
     constexpr int kDoVElements = DoV::Mma::FragmentC::kElements;
     uint32_t dropped[(kDoVElements + 31) / 32] = {};  // bits of the elements of dP
-    const cutlass::MatrixCoord dov_tile = tile_of_warp<typename DoV::Mma>(place.warp);
+    const cutlass::MatrixCoord dov_tile = tile_of_warp<typename DoV::Mma>(coord.warp);
 
     {  // Probabilities, [keys, queries], to shared memory.
       using Mma = typename QK::Mma;
       using Logits = typename QK::AccumLambdaIterator;
-      auto keys_iterator = operand<typename Mma::IteratorA>(key, place.k_stride, keys, p.head_dim, place.thread);
+      auto keys_iterator = operand<typename Mma::IteratorA>(key, coord.k_stride, keys, p.head_dim, coord.thread);
       auto queries_iterator =
-          operand<typename Mma::IteratorB>(query, place.q_stride, p.head_dim, queries, place.thread);
-      Mma product(shared.mm_qk_k(), shared.mm_qk_q(), place.thread, place.warp, place.lane);
+          operand<typename Mma::IteratorB>(query, coord.q_stride, p.head_dim, queries, coord.thread);
+      Mma product(shared.mm_qk_k(), shared.mm_qk_q(), coord.thread, coord.warp, coord.lane);
       typename Mma::FragmentC logits;
       logits.clear();
       product.set_prologue_done(kPreload);
       product.set_zero_outside_bounds(!kWhole);
       product((p.head_dim + Mma::Shape::kK - 1) / Mma::Shape::kK, logits, keys_iterator, queries_iterator, logits);
-      const cutlass::MatrixCoord warp_tile = tile_of_warp<Mma>(place.warp);
-      auto offset = Logits::get_lane_offset(place.lane, place.warp, warp_tile);
+      const cutlass::MatrixCoord warp_tile = tile_of_warp<Mma>(coord.warp);
+      auto offset = Logits::get_lane_offset(coord.lane, coord.warp, warp_tile);
       __syncthreads();  // the row terms are there, and the operands have been read
       if constexpr (kPreload) {
         if constexpr (kPass != Pass::kQueries) preload_grad_v(0);
         auto rows = d_out_rows();
         auto columns = value_rows();
-        DoV::Mma::prologue(shared.mm_doivj(), rows, columns, place.thread, p.value_dim);
+        DoV::Mma::prologue(shared.mm_doivj(), rows, columns, coord.thread, p.value_dim);
       }
       const bool plain = head.plain();
       const bool whole = queries == kQueries && keys == kKeys &&
@@ -304,11 +304,11 @@ struct CutlassBackward {
             const bool inside = whole || (m < keys && n < queries);
             float logit = logits[i] * multiplier;
             if (!plain && inside) logit = head.logit(logits[i], q_start + n, k_start + m);
-            const bool seen = whole || (inside && head.visible(q_start + n, k_start + m));
-            logits[i] = seen ? exp2f(logit - storage.lse2[n]) : 0.0f;
+            const bool is_visible = whole || (inside && head.visible(q_start + n, k_start + m));
+            logits[i] = is_visible ? exp2f(logit - storage.lse2[n]) : 0.0f;
           },
           [](int) {});
-      QK::B2bGemm::accumToSmem(shared.attn_shared_storage(), logits, place.lane, warp_tile);
+      QK::B2bGemm::accumToSmem(shared.attn_shared_storage(), logits, coord.lane, warp_tile);
       if constexpr (kDropout) {
         auto keep = shared.zij().accum_ref();
         const bool drops = head.drops();
@@ -322,7 +322,7 @@ struct CutlassBackward {
             },
             [](int) {});
         __syncthreads();
-        auto dov_offset = DoV::AccumLambdaIterator::get_lane_offset(place.lane, place.warp, dov_tile);
+        auto dov_offset = DoV::AccumLambdaIterator::get_lane_offset(coord.lane, coord.warp, dov_tile);
         DoV::AccumLambdaIterator::iterateRows(
             dov_offset, [](int) {},
             [&](int m, int n, int i) {  // m is a query, n a key
@@ -332,7 +332,7 @@ struct CutlassBackward {
       }
       __syncthreads();
     }
-    place.warp = warp_uniform(place.warp);  // computed anew, not carried in registers over the products
+    coord.warp = warp_uniform(coord.warp);  // computed anew, not carried in registers over the products
 
     if constexpr (kPass != Pass::kQueries) {  // dV += probabilities · dO
       using Mma = typename GradV::Mma;
@@ -340,18 +340,18 @@ struct CutlassBackward {
       for (int column = 0; column < columns; column += kColumnsKV) {
         auto iterator = d_out_columns(column);
         Mma product(shared.attn_shared_storage().accum_ref(), shared.zij().accum_ref(),
-                    shared.mm_gradV().operand_B_ref(), place.thread, place.warp, place.lane);
-        Tile sums = kv_tile(p, place, k_start, column, true);
+                    shared.mm_gradV().operand_B_ref(), coord.thread, coord.warp, coord.lane);
+        Tile sums = kv_tile(p, coord, k_start, column, true);
         if constexpr (!kInRegisters) {
           gradients.value.clear();
-          if (started) sums.load(gradients.value, place.thread);
+          if (started) sums.load(gradients.value, coord.thread);
         }
         product.set_prologue_done(kPreload);
         __syncthreads();
         product((queries + Mma::Shape::kK - 1) / Mma::Shape::kK, gradients.value, iterator, gradients.value);
         __syncthreads();
         if (kPreload && column + kColumnsKV < columns) preload_grad_v(column + kColumnsKV);
-        if constexpr (!kInRegisters) sums.store(gradients.value, place.thread);
+        if constexpr (!kInRegisters) sums.store(gradients.value, coord.thread);
       }
       __syncthreads();
     }
@@ -361,7 +361,7 @@ struct CutlassBackward {
       using Logits = typename DoV::AccumLambdaIterator;
       auto rows = d_out_rows();
       auto columns = value_rows();
-      Mma product(shared.mm_doivj(), place.thread, place.warp, place.lane);
+      Mma product(shared.mm_doivj(), coord.thread, coord.warp, coord.lane);
       typename Mma::FragmentC d_logits;
       d_logits.clear();
       product.set_prologue_done(kPreload);
@@ -372,7 +372,7 @@ struct CutlassBackward {
         if (kPass == Pass::kQueries || p.adds_up) preload_grad_q(0);
         if constexpr (kPass != Pass::kQueries) preload_grad_k(0);
       }
-      auto offset = Logits::get_lane_offset(place.lane, place.warp, dov_tile);
+      auto offset = Logits::get_lane_offset(coord.lane, coord.warp, dov_tile);
       auto probabilities = shared.attn_shared_storage().accum_ref();
       const bool capped = p.scores.soft_cap != 0;
       const bool stores_bias = p.d_bias.data != nullptr && kPass != Pass::kQueries;
@@ -393,7 +393,7 @@ struct CutlassBackward {
               }
               gradient = (d_probability - term) * probability;
               if (capped && probability > 0) gradient *= head.cap_slope(log2f(probability) + lse2);
-              if (stores_bias) p.d_bias.add(place.batch, place.head, q_start + m, k_start + n, gradient);
+              if (stores_bias) p.d_bias.add(coord.batch, coord.head, q_start + m, k_start + n, gradient);
             }
             d_logits[i] = gradient * p.scores.scale;
           },
@@ -404,35 +404,35 @@ struct CutlassBackward {
         Logits::iterateRows(
             offset, [](int) {}, [&](int m, int n, int i) { transposed.at({n, m}) = Element(d_logits[i]); }, [](int) {});
       }
-      DoV::B2bGemm::accumToSmem(shared.tmp_shared_storage(), d_logits, place.lane, dov_tile);
+      DoV::B2bGemm::accumToSmem(shared.tmp_shared_storage(), d_logits, coord.lane, dov_tile);
       __syncthreads();
     }
-    place.warp = warp_uniform(place.warp);
+    coord.warp = warp_uniform(coord.warp);
 
     if (kPass == Pass::kQueries || p.adds_up) {  // dQ += dS · K
       using Mma = typename GradQ::Mma;
       const int columns = kMaxDim <= kColumnsQ ? 1 : p.head_dim;
       for (int column = 0; column < columns; column += kColumnsQ) {
         auto iterator = key_columns(column);
-        Mma product(shared.tmp_shared_storage().accum_ref(), shared.mm_gradQ().operand_B_ref(), place.thread,
-                    place.warp, place.lane);
+        Mma product(shared.tmp_shared_storage().accum_ref(), shared.mm_gradQ().operand_B_ref(), coord.thread,
+                    coord.warp, coord.lane);
         product.set_prologue_done(kPreload);
         const int steps = (keys + Mma::Shape::kK - 1) / Mma::Shape::kK;
-        Tile sums = q_tile(p, place, q_start, column);
+        Tile sums = q_tile(p, coord, q_start, column);
         if constexpr (kPass == Pass::kQueries) {
           if constexpr (!kQueriesInRegisters) {
             gradients.query.clear();
-            if (started) sums.load(gradients.query, place.thread);
+            if (started) sums.load(gradients.query, coord.thread);
           }
           __syncthreads();
           product(steps, gradients.query, iterator, gradients.query);
-          if constexpr (!kQueriesInRegisters) sums.store(gradients.query, place.thread);
+          if constexpr (!kQueriesInRegisters) sums.store(gradients.query, coord.thread);
         } else {
           typename Mma::FragmentC added;
           added.clear();
           __syncthreads();
           product(steps, added, iterator, added);
-          sums.storeAtomicAdd(added, place.thread);
+          sums.storeAtomicAdd(added, coord.thread);
         }
         __syncthreads();
         if (kPreload && column + kColumnsQ < columns) preload_grad_q(column + kColumnsQ);
@@ -447,18 +447,18 @@ struct CutlassBackward {
       const int columns = kMaxDim <= kColumnsKV ? 1 : p.head_dim;
       for (int column = 0; column < columns; column += kColumnsKV) {
         auto iterator = query_columns(column);
-        Mma product(left.accum_ref(), shared.mm_gradK().operand_B_ref(), place.thread, place.warp, place.lane);
-        Tile sums = kv_tile(p, place, k_start, column, false);
+        Mma product(left.accum_ref(), shared.mm_gradK().operand_B_ref(), coord.thread, coord.warp, coord.lane);
+        Tile sums = kv_tile(p, coord, k_start, column, false);
         if constexpr (!kInRegisters) {
           gradients.key.clear();
-          if (started) sums.load(gradients.key, place.thread);
+          if (started) sums.load(gradients.key, coord.thread);
         }
         product.set_prologue_done(kPreload);
         __syncthreads();
         product((queries + Mma::Shape::kK - 1) / Mma::Shape::kK, gradients.key, iterator, gradients.key);
         __syncthreads();
         if (kPreload && column + kColumnsKV < columns) preload_grad_k(column + kColumnsKV);
-        if constexpr (!kInRegisters) sums.store(gradients.key, place.thread);
+        if constexpr (!kInRegisters) sums.store(gradients.key, coord.thread);
       }
     }
     if constexpr (kPreload) next();
@@ -478,7 +478,7 @@ struct CutlassBackward {
     extern __shared__ __align__(128) char memory[];
     Storage& storage = *reinterpret_cast<Storage*>(memory);
     constexpr bool kReloadsKeys = !QK::Mma::kSmemContainsEntireMat;
-    Place place = place_of(p);
+    TileCoord coord = tile_coord_of(p);
     const int k_start = blockIdx.x * kKeys, kv_head = blockIdx.y, group = p.scores.group;
     const int keys = clipped(k_start, p.scores.kv_length, kKeys);
     KeyGradients gradients;
@@ -490,7 +490,7 @@ struct CutlassBackward {
     int2 range = make_int2(0, 0);
     auto enter = [&] {  // the next head that sees any of these keys
       for (; member < group; ++member) {
-        const HeadScores head(p.scores, place.batch, kv_head * group + member);
+        const HeadScores head(p.scores, coord.batch, kv_head * group + member);
         range = head.queries_for(k_start, k_start + keys, kQueries);
         if (range.x < range.y) break;
       }
@@ -498,14 +498,14 @@ struct CutlassBackward {
     enter();
     if constexpr (kPreload) {
       if (member < group) {
-        use_head(p, place, kv_head * group + member);
-        preload_logits<true>(p, place, storage, range.x, k_start);
+        use_head(p, coord, kv_head * group + member);
+        preload_logits<true>(p, coord, storage, range.x, k_start);
       }
     }
     int q_start = range.x;
     while (member < group) {
-      use_head(p, place, kv_head * group + member);
-      const Place current = place;
+      use_head(p, coord, kv_head * group + member);
+      const TileCoord current = coord;
       const int current_start = q_start;
       q_start += kQueries;
       if (q_start >= range.y) {
@@ -515,31 +515,31 @@ struct CutlassBackward {
       }
       tile<Pass::kKeys>(p, current, storage, gradients, current_start, k_start, started, [&] {
         if (member < group) {
-          Place following = current;
+          TileCoord following = current;
           use_head(p, following, kv_head * group + member);
           preload_logits<kReloadsKeys>(p, following, storage, q_start, k_start);
         }
       });
       started = true;
     }
-    use_head(p, place, kv_head * group);
-    const int64_t row = int64_t(place.batch) * p.scores.kv_length + k_start;
-    Element* d_key = p.d_key + row * place.k_stride + kv_head * p.head_dim;
-    Element* d_value = p.d_value + row * place.v_stride + kv_head * p.value_dim;
+    use_head(p, coord, kv_head * group);
+    const int64_t row = int64_t(coord.batch) * p.scores.kv_length + k_start;
+    Element* d_key = p.d_key + row * coord.k_stride + kv_head * p.head_dim;
+    Element* d_value = p.d_value + row * coord.v_stride + kv_head * p.value_dim;
     auto& shared = storage.products;
     __syncthreads();
     for (int column = 0; column < (kMaxDim <= kColumnsKV ? 1 : p.value_dim); column += kColumnsKV) {
-      if (!kInRegisters && started) kv_tile(p, place, k_start, column, true).load(gradients.value, place.thread);
+      if (!kInRegisters && started) kv_tile(p, coord, k_start, column, true).load(gradients.value, coord.thread);
       if constexpr (kDropout) {
         gradients.value = cutlass::multiplies<typename GradV::Mma::FragmentC>()(p.scores.keep_scale, gradients.value);
       }
-      store<GradV>(place, shared.gradV_epilogue_final(), gradients.value, d_value + column, place.v_stride, keys,
+      store<GradV>(coord, shared.gradV_epilogue_final(), gradients.value, d_value + column, coord.v_stride, keys,
                    p.value_dim - column);
       __syncthreads();
     }
     for (int column = 0; column < (kMaxDim <= kColumnsKV ? 1 : p.head_dim); column += kColumnsKV) {
-      if (!kInRegisters && started) kv_tile(p, place, k_start, column, false).load(gradients.key, place.thread);
-      store<GradK>(place, shared.gradK_epilogue_final(), gradients.key, d_key + column, place.k_stride, keys,
+      if (!kInRegisters && started) kv_tile(p, coord, k_start, column, false).load(gradients.key, coord.thread);
+      store<GradK>(coord, shared.gradK_epilogue_final(), gradients.key, d_key + column, coord.k_stride, keys,
                    p.head_dim - column);
       __syncthreads();
     }
@@ -548,42 +548,42 @@ struct CutlassBackward {
   static __device__ void query_block(const Params& p) {
     extern __shared__ __align__(128) char memory[];
     Storage& storage = *reinterpret_cast<Storage*>(memory);
-    Place place = place_of(p);
-    use_head(p, place, blockIdx.y);
+    TileCoord coord = tile_coord_of(p);
+    use_head(p, coord, blockIdx.y);
     const int q_start = (gridDim.x - 1 - blockIdx.x) * kQueries;
     const int queries = clipped(q_start, p.scores.q_length, kQueries);
-    const int2 range = HeadScores(p.scores, place.batch, place.head).keys_for(q_start, q_start + queries, kKeys);
+    const int2 range = HeadScores(p.scores, coord.batch, coord.head).keys_for(q_start, q_start + queries, kKeys);
     QueryGradient gradient;
     gradient.query.clear();
     if constexpr (kPreload) {
-      if (range.x < range.y) preload_logits<true>(p, place, storage, q_start, range.x);
+      if (range.x < range.y) preload_logits<true>(p, coord, storage, q_start, range.x);
     }
     for (int k_start = range.x; k_start < range.y; k_start += kKeys) {
-      tile<Pass::kQueries>(p, place, storage, gradient, q_start, k_start, k_start > range.x, [&] {
-        if (k_start + kKeys < range.y) preload_logits<true>(p, place, storage, q_start, k_start + kKeys);
+      tile<Pass::kQueries>(p, coord, storage, gradient, q_start, k_start, k_start > range.x, [&] {
+        if (k_start + kKeys < range.y) preload_logits<true>(p, coord, storage, q_start, k_start + kKeys);
       });
     }
-    store_query(p, place, storage, gradient, q_start, queries, !kQueriesInRegisters && range.x < range.y);
+    store_query(p, coord, storage, gradient, q_start, queries, !kQueriesInRegisters && range.x < range.y);
   }
 
   static __device__ void convert_block(const Params& p) {
     extern __shared__ __align__(128) char memory[];
     Storage& storage = *reinterpret_cast<Storage*>(memory);
-    Place place = place_of(p);
-    use_head(p, place, blockIdx.y);
+    TileCoord coord = tile_coord_of(p);
+    use_head(p, coord, blockIdx.y);
     const int q_start = blockIdx.x * kQueries;
     QueryGradient gradient;
-    store_query(p, place, storage, gradient, q_start, clipped(q_start, p.scores.q_length, kQueries), true);
+    store_query(p, coord, storage, gradient, q_start, clipped(q_start, p.scores.q_length, kQueries), true);
   }
 
-  static __device__ void store_query(const Params& p, const Place& place, Storage& storage, QueryGradient& gradient,
+  static __device__ void store_query(const Params& p, const TileCoord& coord, Storage& storage, QueryGradient& gradient,
                                      int q_start, int queries, bool load) {
-    const int64_t row = int64_t(place.batch) * p.scores.q_length + q_start;
-    Element* d_query = p.d_query + row * place.q_stride + place.head * p.head_dim;
+    const int64_t row = int64_t(coord.batch) * p.scores.q_length + q_start;
+    Element* d_query = p.d_query + row * coord.q_stride + coord.head * p.head_dim;
     __syncthreads();
     for (int column = 0; column < (kMaxDim <= kColumnsQ ? 1 : p.head_dim); column += kColumnsQ) {
-      if (load) q_tile(p, place, q_start, column).load(gradient.query, place.thread);
-      store<GradQ>(place, storage.products.gradQ_epilogue_lastIter(), gradient.query, d_query + column, place.q_stride,
+      if (load) q_tile(p, coord, q_start, column).load(gradient.query, coord.thread);
+      store<GradQ>(coord, storage.products.gradQ_epilogue_lastIter(), gradient.query, d_query + column, coord.q_stride,
                    queries, p.head_dim - column);
       __syncthreads();
     }

@@ -51,7 +51,7 @@ struct CutlassForward {
     return launch<cutlass_forward<CutlassForward>>(grid, dim3(32, kThreads / 32), sizeof(Storage), stream, p);
   }
 
-  struct Place {
+  struct TileCoord {
     int thread, warp, lane;
     int query_start, queries;  // the block's
     cutlass::MatrixCoord warp_tile;
@@ -59,28 +59,29 @@ struct CutlassForward {
 
   // One tile of logits in registers: scaled, modified and masked, in units of log 2.
   template <class Fragment>
-  static __device__ void modify(const Place& place, const HeadScores& head, int key_start, int keys, Fragment& logits) {
-    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+  static __device__ void modify(const TileCoord& coord, const HeadScores& head, int key_start, int keys,
+                                Fragment& logits) {
+    auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
     const bool plain = !kModified || head.plain();
     if (plain) logits = cutlass::multiplies<Fragment>()(head.scores.scale * kLog2e, logits);
-    const int key_end = key_start + keys, query_end = place.query_start + place.queries;
-    const bool whole = keys == kKeys && head.all_visible(place.query_start, query_end, key_start, key_end);
+    const int key_end = key_start + keys, query_end = coord.query_start + coord.queries;
+    const bool whole = keys == kKeys && head.all_visible(coord.query_start, query_end, key_start, key_end);
     if (plain && whole) return;
     Logits::iterateRows(
         offset, [](int) {},
         [&](int m, int n, int i) {
-          const int query = place.query_start + m, key = key_start + n;
+          const int query = coord.query_start + m, key = key_start + n;
           if (n >= keys) {
             logits[i] = -INFINITY;
-          } else if (m < place.queries) {  // the rows beyond are not stored, and have no bias or segment
+          } else if (m < coord.queries) {  // the rows beyond are not stored, and have no bias or segment
             if (!plain) logits[i] = head.logit(logits[i], query, key);
-            bool seen;
+            bool is_visible;
             if constexpr (kModified) {
-              seen = whole || head.visible(query, key);
+              is_visible = whole || head.visible(query, key);
             } else {
-              seen = key - query >= head.scores.lowest && key - query <= head.scores.highest;
+              is_visible = key - query >= head.scores.lowest && key - query <= head.scores.highest;
             }
-            if (!seen) logits[i] = -INFINITY;
+            if (!is_visible) logits[i] = -INFINITY;
           }
         },
         [](int) {});
@@ -88,27 +89,27 @@ struct CutlassForward {
 
   // The greatest logit of each row so far, in `mi`; what the output so far is to be multiplied by, in `out_rescale`.
   template <class Fragment>
-  static __device__ void update_greatest(const Place& place, const Fragment& logits, Storage& shared) {
-    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
-    float greatest;
+  static __device__ void update_row_max(const TileCoord& coord, const Fragment& logits, Storage& shared) {
+    auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
+    float row_max;
     Logits::iterateRows(
-        offset, [&](int) { greatest = -INFINITY; }, [&](int, int, int i) { greatest = fmaxf(greatest, logits[i]); },
+        offset, [&](int) { row_max = -INFINITY; }, [&](int, int, int i) { row_max = fmaxf(row_max, logits[i]); },
         [&](int m) {
           auto greater = [](float a, float b) { return fmaxf(a, b); };
-          if (Logits::reduceSameRow(place.lane, greatest, greater)) {
-            shared.addition_storage[m + kQueries * place.warp_tile.column()] = greatest;
+          if (Logits::reduceSameRow(coord.lane, row_max, greater)) {
+            shared.addition_storage[m + kQueries * coord.warp_tile.column()] = row_max;
           }
         });
     __syncthreads();
-    if (place.thread < kQueries) {
-      const float before = shared.mi[place.thread];
+    if (coord.thread < kQueries) {
+      const float before = shared.mi[coord.thread];
       float now = before;
 #pragma unroll
-      for (int i = 0; i < kRowWarps; ++i) now = fmaxf(now, shared.addition_storage[place.thread + kQueries * i]);
+      for (int i = 0; i < kRowWarps; ++i) now = fmaxf(now, shared.addition_storage[coord.thread + kQueries * i]);
       const float rescale = now == -INFINITY ? 1.0f : exp2f(before - now);
-      shared.mi[place.thread] = now;
-      shared.out_rescale[place.thread] = rescale;
-      shared.s_prime[place.thread] *= rescale;
+      shared.mi[coord.thread] = now;
+      shared.out_rescale[coord.thread] = rescale;
+      shared.s_prime[coord.thread] *= rescale;
     }
     __syncthreads();
   }
@@ -116,48 +117,49 @@ struct CutlassForward {
   // Turns logits into probabilities short of their normalisation; their sums go to `addition_storage`.
   template <class Fragment>
   static __device__ void exponentiate(
-      const Place& place, const HeadScores& head, int key_start, Fragment& logits, Storage& shared) {
-    auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+      const TileCoord& coord, const HeadScores& head, int key_start, Fragment& logits, Storage& shared) {
+    auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
     const bool drops = kDropout && head.drops();
     KeepPair keep(drops ? head.dropout_key() : uint2{}, head.scores.keep_threshold);
-    float greatest, total;
+    float row_max, total;
     Logits::iterateRows(
         offset,
         [&](int m) {
-          greatest = shared.mi[m];
-          if (greatest == -INFINITY) greatest = 0;  // no key so far: all of these are -inf
+          row_max = shared.mi[m];
+          if (row_max == -INFINITY) row_max = 0;  // no key so far: all of these are -inf
           total = 0;
         },
         [&](int m, int n, int i) {
-          logits[i] = exp2f(logits[i] - greatest);
+          logits[i] = exp2f(logits[i] - row_max);
           total += logits[i];
-          if (drops && !keep(place.query_start + m, key_start + n)) logits[i] = 0;
+          if (drops && !keep(coord.query_start + m, key_start + n)) logits[i] = 0;
         },
         [&](int m) {
-          if (Logits::reduceSameRow(place.lane, total, [](float a, float b) { return a + b; })) {
-            shared.addition_storage[m + kQueries * place.warp_tile.column()] = total;
+          if (Logits::reduceSameRow(coord.lane, total, [](float a, float b) { return a + b; })) {
+            shared.addition_storage[m + kQueries * coord.warp_tile.column()] = total;
           }
         });
   }
 
   // Adds the sums of a tile up; after the last one also stores lse, and leaves in `s_prime` what to divide by.
-  static __device__ void update_sums(const Params& p, const Place& place, float* lse, bool last, Storage& shared) {
-    if (place.thread >= kQueries) return;
-    float total = shared.s_prime[place.thread];
+  static __device__ void update_sums(const Params& p, const TileCoord& coord, float* lse, bool last, Storage& shared) {
+    if (coord.thread >= kQueries) return;
+    float total = shared.s_prime[coord.thread];
 #pragma unroll
-    for (int i = 0; i < kRowWarps; ++i) total += shared.addition_storage[place.thread + kQueries * i];
-    shared.s_prime[place.thread] = last ? finish_row(p, place, lse, total, shared) : total;
+    for (int i = 0; i < kRowWarps; ++i) total += shared.addition_storage[coord.thread + kQueries * i];
+    shared.s_prime[coord.thread] = last ? finish_row(p, coord, lse, total, shared) : total;
   }
 
-  static __device__ float finish_row(const Params& p, const Place& place, float* lse, float total, Storage& shared) {
-    if (place.thread < place.queries) {
-      lse[place.thread] = total > 0 ? shared.mi[place.thread] * kLn2 + logf(total) : -INFINITY;
+  static __device__ float finish_row(const Params& p, const TileCoord& coord, float* lse, float total,
+                                     Storage& shared) {
+    if (coord.thread < coord.queries) {
+      lse[coord.thread] = total > 0 ? shared.mi[coord.thread] * kLn2 + logf(total) : -INFINITY;
     }
     return (total > 0 ? total : 1.0f) / (kDropout ? p.scores.keep_scale : 1.0f);
   }
 
   template <bool kFirst, bool kLast>
-  static __device__ void store(const Place& place, const Params& p, Element* out, float* sums, int column,
+  static __device__ void store(const TileCoord& coord, const Params& p, Element* out, float* sums, int column,
                                typename MM1::Mma::FragmentC const& accumulated, Storage& shared) {
     using Default = typename MM1::DefaultEpilogue;
     using Operation = typename MM1::DefaultConfig::EpilogueOutputOp;
@@ -172,12 +174,12 @@ struct CutlassForward {
         typename Default::SharedLoadIterator, Normalise, typename Default::Padding, Default::kFragmentsPerIteration,
         true, Source>;
     const int32_t stride = p.heads * p.value_dim;
-    const cutlass::MatrixCoord extent{place.queries, p.value_dim}, origin{0, column};
-    Source source(typename Source::Params{stride}, sums, extent, place.thread, origin);
+    const cutlass::MatrixCoord extent{coord.queries, p.value_dim}, origin{0, column};
+    Source source(typename Source::Params{stride}, sums, extent, coord.thread, origin);
     Normalise normalise(shared.s_prime, shared.out_rescale);
-    Epilogue epilogue(shared.epilogue_shared_storage(), place.thread, place.warp, place.lane);
+    Epilogue epilogue(shared.epilogue_shared_storage(), coord.thread, coord.warp, coord.lane);
     if constexpr (kLast) {
-      Target target(typename Target::Params{stride}, out, extent, place.thread, origin);
+      Target target(typename Target::Params{stride}, out, extent, coord.thread, origin);
       epilogue(normalise, target, accumulated, source);
     } else {
       epilogue(normalise, source, accumulated, source);
@@ -187,30 +189,30 @@ struct CutlassForward {
   static __device__ void block(const Params& p) {
     extern __shared__ __align__(128) char memory[];
     Storage& shared = *reinterpret_cast<Storage*>(memory);
-    Place place;
-    place.lane = threadIdx.x;
-    place.warp = warp_uniform(int(threadIdx.y));
-    place.thread = threadIdx.x + 32 * threadIdx.y;
-    place.query_start = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest rows of a causal mask first
-    place.queries = min(kQueries, p.scores.q_length - place.query_start);
-    place.warp_tile = {place.warp % MM0::Mma::WarpCount::kM, place.warp / MM0::Mma::WarpCount::kM};
+    TileCoord coord;
+    coord.lane = threadIdx.x;
+    coord.warp = warp_uniform(int(threadIdx.y));
+    coord.thread = threadIdx.x + 32 * threadIdx.y;
+    coord.query_start = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest rows of a causal mask first
+    coord.queries = min(kQueries, p.scores.q_length - coord.query_start);
+    coord.warp_tile = {coord.warp % MM0::Mma::WarpCount::kM, coord.warp / MM0::Mma::WarpCount::kM};
     const int head_index = blockIdx.y, batch = blockIdx.z;
     const HeadScores head(p.scores, batch, head_index);
     const int32_t q_stride = p.heads * p.head_dim, k_stride = p.kv_heads * p.head_dim;
     const int32_t v_stride = p.kv_heads * p.value_dim, kv_head = head_index / p.scores.group;
-    const int64_t first_row = int64_t(batch) * p.scores.q_length + place.query_start;
+    const int64_t first_row = int64_t(batch) * p.scores.q_length + coord.query_start;
     const Element* query = p.query + first_row * q_stride + head_index * p.head_dim;
     const Element* all_keys = p.key + int64_t(batch) * p.scores.kv_length * k_stride + kv_head * p.head_dim;
     const Element* all_values = p.value + int64_t(batch) * p.scores.kv_length * v_stride + kv_head * p.value_dim;
     const int64_t out_offset = (first_row * p.heads + head_index) * p.value_dim;
-    float* lse = p.lse + (int64_t(batch) * p.heads + head_index) * p.scores.q_length + place.query_start;
-    const int2 range = head.keys_for(place.query_start, place.query_start + place.queries, kKeys);
+    float* lse = p.lse + (int64_t(batch) * p.heads + head_index) * p.scores.q_length + coord.query_start;
+    const int2 range = head.keys_for(coord.query_start, coord.query_start + coord.queries, kKeys);
 
-    if (place.thread < kQueries) {
+    if (coord.thread < kQueries) {
       const bool sink = p.sinks != nullptr;
-      shared.mi[place.thread] = sink ? p.sinks[head_index] * kLog2e : -INFINITY;
-      shared.s_prime[place.thread] = sink ? 1.0f : 0.0f;
-      shared.out_rescale[place.thread] = 1.0f;
+      shared.mi[coord.thread] = sink ? p.sinks[head_index] * kLog2e : -INFINITY;
+      shared.s_prime[coord.thread] = sink ? 1.0f : 0.0f;
+      shared.out_rescale[coord.thread] = 1.0f;
     }
     typename MM1::Mma::FragmentC accumulated;
     accumulated.clear();
@@ -222,24 +224,24 @@ struct CutlassForward {
       auto values = [&](int column) {
         return typename MM1::Mma::IteratorB(
             typename MM1::IteratorB::Params{typename MM1::LayoutB(v_stride)}, const_cast<Element*>(value),
-            {keys, p.value_dim}, place.thread, cutlass::MatrixCoord{0, column});
+            {keys, p.value_dim}, coord.thread, cutlass::MatrixCoord{0, column});
       };
       auto preload_values = [&](int column) {
         auto iterator = values(column);
-        MM1::Mma::prologue(shared.after_mm0.mm1, iterator, place.thread, keys);
+        MM1::Mma::prologue(shared.after_mm0.mm1, iterator, coord.thread, keys);
       };
       __syncthreads();  // the statistics are there, and the last tile's products have been read
       typename MM0::IteratorA queries(
           typename MM0::IteratorA::Params(typename MM0::MmaCore::LayoutA(q_stride)), const_cast<Element*>(query),
-          {place.queries, p.head_dim}, place.thread, cutlass::MatrixCoord{0, 0});
+          {coord.queries, p.head_dim}, coord.thread, cutlass::MatrixCoord{0, 0});
       typename MM0::IteratorB keys_iterator(
           typename MM0::IteratorB::Params(typename MM0::MmaCore::LayoutB(k_stride)),
-          const_cast<Element*>(all_keys + int64_t(key_start) * k_stride), {p.head_dim, keys}, place.thread,
+          const_cast<Element*>(all_keys + int64_t(key_start) * k_stride), {p.head_dim, keys}, coord.thread,
           cutlass::MatrixCoord{0, 0});
       typename MM0::Mma::FragmentC logits;
       logits.clear();
       {
-        typename MM0::Mma product(shared.mm0, place.thread, place.warp, place.lane);
+        typename MM0::Mma product(shared.mm0, coord.thread, coord.warp, coord.lane);
         const int steps = (p.head_dim + MM0::Mma::Shape::kK - 1) / MM0::Mma::Shape::kK;
         product(steps, logits, queries, keys_iterator, logits);
       }
@@ -249,27 +251,27 @@ struct CutlassForward {
       } else {
         MM1::Mma::drain_cp_asyncs();
       }
-      modify(place, head, key_start, keys, logits);
-      update_greatest(place, logits, shared);
+      modify(coord, head, key_start, keys, logits);
+      update_row_max(coord, logits, shared);
       if (kInRegisters && !first) {
-        auto offset = Logits::get_lane_offset(place.lane, place.warp, place.warp_tile);
+        auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
         float rescale;
         Logits::iterateRows(
             offset, [&](int m) { rescale = shared.out_rescale[m]; },
             [&](int, int, int i) { accumulated[i] *= rescale; }, [](int) {});
       }
-      exponentiate(place, head, key_start, logits, shared);
-      MM0::B2bGemm::accumToSmem(shared.after_mm0.si, logits, place.lane, place.warp_tile);
+      exponentiate(coord, head, key_start, logits, shared);
+      MM0::B2bGemm::accumToSmem(shared.after_mm0.si, logits, coord.lane, coord.warp_tile);
       __syncthreads();
-      update_sums(p, place, lse, last, shared);
+      update_sums(p, coord, lse, last, shared);
 
       const int columns = kInRegisters ? 1 : (p.value_dim + MM1::ThreadblockShape::kN - 1) / MM1::ThreadblockShape::kN;
       for (int block_column = 0; block_column < columns; ++block_column) {
         const int column = block_column * MM1::Mma::Shape::kN;
         if (!kPreloadValues) __syncthreads();  // the last store used the same shared memory
         auto iterator = values(column);
-        typename MM1::Mma product(shared.after_mm0.si.accum_ref(), shared.after_mm0.mm1.operand_B_ref(), place.thread,
-                                  place.warp, place.lane);
+        typename MM1::Mma product(shared.after_mm0.si.accum_ref(), shared.after_mm0.mm1.operand_B_ref(), coord.thread,
+                                  coord.warp, coord.lane);
         product.set_prologue_done(kPreloadValues);
         if (!kInRegisters) accumulated.clear();
         const int steps = (keys + MM1::Mma::Shape::kK - 1) / MM1::Mma::Shape::kK;
@@ -281,13 +283,13 @@ struct CutlassForward {
           Element* out = p.out + out_offset;
           float* sums = p.sums + out_offset;
           if (first && last) {
-            store<true, true>(place, p, out, sums, column, accumulated, shared);
+            store<true, true>(coord, p, out, sums, column, accumulated, shared);
           } else if (first) {
-            store<true, false>(place, p, out, sums, column, accumulated, shared);
+            store<true, false>(coord, p, out, sums, column, accumulated, shared);
           } else if (last) {
-            store<false, true>(place, p, out, sums, column, accumulated, shared);
+            store<false, true>(coord, p, out, sums, column, accumulated, shared);
           } else {
-            store<false, false>(place, p, out, sums, column, accumulated, shared);
+            store<false, false>(coord, p, out, sums, column, accumulated, shared);
           }
           __syncthreads();
         }
@@ -296,20 +298,20 @@ struct CutlassForward {
     }
 
     if (range.x >= range.y) {  // nothing is visible
-      if (place.thread < kQueries) {
-        shared.s_prime[place.thread] = finish_row(p, place, lse, shared.s_prime[place.thread], shared);
+      if (coord.thread < kQueries) {
+        shared.s_prime[coord.thread] = finish_row(p, coord, lse, shared.s_prime[coord.thread], shared);
       }
       if constexpr (!kInRegisters) {
-        for (int row = place.warp; row < place.queries; row += kThreads / 32) {
+        for (int row = coord.warp; row < coord.queries; row += kThreads / 32) {
           Element* out = p.out + out_offset + int64_t(row) * p.heads * p.value_dim;
-          for (int column = place.lane; column < p.value_dim; column += 32) out[column] = Element(0);
+          for (int column = coord.lane; column < p.value_dim; column += 32) out[column] = Element(0);
         }
       }
       __syncthreads();
     }
     if constexpr (kInRegisters) {
       MM1::Mma::drain_cp_asyncs();
-      store<true, true>(place, p, p.out + out_offset, p.sums + out_offset, 0, accumulated, shared);
+      store<true, true>(coord, p, p.out + out_offset, p.sums + out_offset, 0, accumulated, shared);
     }
   }
 };

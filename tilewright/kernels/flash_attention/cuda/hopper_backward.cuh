@@ -56,10 +56,10 @@ struct BackwardMask {
       const uint32_t width = uint32_t(get<6>(shape)) - uint32_t(get<5>(shape));  // at most 2^31
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(logits); ++i) {
-        const auto place = places(i);
-        const int key = get<0>(place);
+        const auto coord = places(i);
+        const int key = get<0>(coord);
         const uint32_t start = key < get<3>(shape) ? uint32_t(get<6>(shape) - key) : 0x80000001u;
-        if (start + uint32_t(get<1>(place)) > width) logits(i) = -INFINITY;
+        if (start + uint32_t(get<1>(coord)) > width) logits(i) = -INFINITY;
       }
     }
   }
@@ -76,7 +76,7 @@ struct Rows {
 // exponential of a logit less lse and must get 0 for rows that see nothing; and zeros for dQ to be added to.
 template <class Element, int kLanes>  // threads for each row, with 8 elements each
 __global__ void prepare_rows(Rows p, const Element* out, const Element* d_out, const float* lse, const float* d_lse,
-                             float* row_sums, float* row_lse, float* d_query) {
+                             float* delta, float* row_lse, float* d_query) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int row = int(thread / kLanes), column = int(thread % kLanes) * 8;
   const bool there = row < p.rows;  // every thread stays for the sum over its warp's
@@ -102,7 +102,7 @@ __global__ void prepare_rows(Rows p, const Element* out, const Element* d_out, c
   const float value = lse[at];
   const bool sees = value != -INFINITY;
   row_lse[plane * p.stride + query] = sees ? value : INFINITY;
-  row_sums[plane * p.stride + query] = !sees ? 0 : d_lse == nullptr ? sum : sum - d_lse[at];
+  delta[plane * p.stride + query] = !sees ? 0 : d_lse == nullptr ? sum : sum - d_lse[at];
 }
 
 // Rounds float32 [batch, head, row, head_dim] to [batch, row, head, head_dim].
@@ -111,10 +111,10 @@ __global__ void round_sums(Rows p, const float* sums, Element* to) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int row = int(thread / kLanes), column = int(thread % kLanes) * 8;
   if (row >= p.rows || column >= p.head_dim) return;
-  int token, head, batch, place;
+  int token, head, batch, coord;
   p.heads(token, head, row);
-  p.length(batch, place, token);
-  const int64_t from = (int64_t(batch) * p.heads.divisor + head) * p.length.divisor + place;
+  p.length(batch, coord, token);
+  const int64_t from = (int64_t(batch) * p.heads.divisor + head) * p.length.divisor + coord;
   const float4* source = reinterpret_cast<const float4*>(sums + from * p.head_dim + column);
   const float4 low = source[0], high = source[1];
   const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -167,13 +167,13 @@ struct HopperBackward {
 
   // Where in the workspace what stands, in floats.
   struct Places {
-    int64_t row_sums, row_lse, d_query, d_key, d_value, end;
+    int64_t delta, row_lse, d_query, d_key, d_value, end;
 
     explicit Places(const Problem& problem) {
       auto whole = [](int64_t size) { return (size + 63) / 64 * 64; };
       const int64_t heads = problem.batch * problem.heads;
       const int64_t keys = kGrouped ? problem.batch * problem.kv_heads * problem.kv_length * problem.head_dim : 0;
-      row_sums = 0;
+      delta = 0;
       row_lse = whole(heads * row_stride(problem));
       d_query = 2 * row_lse;
       d_key = d_query + whole(heads * problem.q_length * problem.head_dim);
@@ -204,7 +204,7 @@ struct HopperBackward {
     TILEWRIGHT_RETURN_IF_ERROR((launch<prepare_rows<Element, kLanes>>(
         row_blocks(rows), dim3(kRowThreads), 0, stream, rows, input<Element>(arguments, 3),
         input<Element>(arguments, 5), input<float>(arguments, 4), input<float>(arguments, 6),
-        workspace + places.row_sums, workspace + places.row_lse, workspace + places.d_query)));
+        workspace + places.delta, workspace + places.row_lse, workspace + places.d_query)));
     if constexpr (kGrouped) {
       const int64_t bytes = (places.end - places.d_key) * int64_t(sizeof(float));
       TILEWRIGHT_RETURN_IF_ERROR(check(cudaMemsetAsync(workspace + places.d_key, 0, bytes, stream), "cudaMemsetAsync"));
@@ -270,18 +270,18 @@ struct HopperBackward {
       return make_tma_copy(SM90_TMA_LOAD{}, make_tensor(data, layout), typename Mainloop::SmemLayoutLSE{}(_, _0{}));
     };
     p->mainloop.tma_load_lse = of_rows(workspace + places.row_lse);
-    p->mainloop.tma_load_odo = of_rows(workspace + places.row_sums);
+    p->mainloop.tma_load_odo = of_rows(workspace + places.delta);
     const int64_t plane = int64_t(q_length) * head_dim;
     p->mainloop.tma_red_dq = make_tma_copy(
         SM90_TMA_REDUCE_ADD{},
         make_tensor(static_cast<const float*>(workspace + places.d_query), make_shape(q_length, head_dim, batch, heads),
                     make_stride(int64_t(head_dim), _1{}, heads * plane, plane)),
         typename Mainloop::SmemLayoutDQ{}(_, _, _0{}));
-    auto gradient = [&](size_t index, int64_t place) {
+    auto gradient = [&](size_t index, int64_t coord) {
       const OutElement* data;
       Strides strides = strides_of(kv_length, kv_heads, head_dim);
       if constexpr (kGrouped) {
-        data = workspace + place;
+        data = workspace + coord;
         const int64_t head = int64_t(kv_length) * head_dim;
         strides = {head_dim, _1{}, {kv_heads * head, head}};
       } else {
@@ -333,11 +333,11 @@ struct HopperBackward {
     Order order(storage.order, order_params);
     __syncthreads();
 
-    const auto place = p.order(blockIdx.x);
-    const Shape7 shape = Mask::cut(place.tile, TileShape{}, p.shape);
-    const auto block = make_coord(_0{}, place.tile, make_coord(place.batch, place.head));
+    const auto coord = p.order(blockIdx.x);
+    const Shape7 shape = Mask::cut(coord.tile, TileShape{}, p.shape);
+    const auto block = make_coord(_0{}, coord.tile, make_coord(coord.batch, coord.head));
     int kv_head, unused;
-    p.group(kv_head, unused, place.head);
+    p.group(kv_head, unused, coord.head);
 
     if (group == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Registers<kGroups>::kCopying>();
@@ -351,10 +351,10 @@ struct HopperBackward {
       typename Mainloop::PipelineStateQ outer_state;
       outer_state.advance(rank * Mainloop::kOuterLoads);
       auto sums_state = cutlass::make_producer_start_state<SumsPipeline>();
-      const auto rows = make_coord(_0{}, place.tile * kGroups + rank, make_coord(place.batch, place.head));
+      const auto rows = make_coord(_0{}, coord.tile * kGroups + rank, make_coord(coord.batch, coord.head));
       auto result = Mainloop{}.compute(block, rows, p.mainloop, shape, inner, inner_state, outer, outer_state, sums,
                                        sums_state, storage.tensors, order);
-      store(p, storage, get<0>(result), get<1>(result), rank, get<1>(rows), place.batch, kv_head);
+      store(p, storage, get<0>(result), get<1>(result), rank, get<1>(rows), coord.batch, kv_head);
     }
 #endif
   }

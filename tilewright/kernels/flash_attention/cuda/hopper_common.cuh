@@ -99,7 +99,7 @@ struct Registers {
 // Which tile of which head a block works on. Heads are walked in sections whose keys and values stay in the L2 cache,
 // inside a section tile by tile, and where later tiles have more to do the last ones come first.
 struct TileOrder {
-  struct Place {
+  struct TileCoord {
     int tile, batch, head;
   };
 
@@ -124,7 +124,7 @@ struct TileOrder {
     return order;
   }
 
-  CUTLASS_DEVICE Place operator()(int index) const {
+  CUTLASS_DEVICE TileCoord operator()(int index) const {
     int rest, in_section, which, tile, batch, head;
     section(rest, in_section, index);
     tiles(which, tile, rest);

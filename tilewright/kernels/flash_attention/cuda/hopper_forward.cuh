@@ -68,8 +68,8 @@ struct ForwardMask {
     if constexpr (kBand != Band::kFull) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(logits); ++i) {
-        const auto place = places(i);
-        const int query = get<0>(place), key = get<1>(place);
+        const auto coord = places(i);
+        const int query = get<0>(coord), key = get<1>(coord);
         bool visible = key < keys_of(query, shape);
         if constexpr (kBand == Band::kWindow) visible = visible && key >= query + get<5>(shape);
         if (!visible) logits(i) = -INFINITY;
@@ -225,12 +225,12 @@ struct HopperForward {
     const auto key_unit = stride<0>(p.mainloop.tma_load_k.get_tma_tensor(shape).layout());
     const auto value_unit = stride<1>(p.mainloop.tma_load_v.get_tma_tensor(select<1, 0, 2>(shape)).layout());
 
-    const auto place = p.order(blockIdx.x);
+    const auto coord = p.order(blockIdx.x);
     int kv_head, unused;
-    p.group(kv_head, unused, place.head);
-    const auto q_block = make_coord(place.tile, _0{}, make_coord(place.batch, place.head));
-    const auto kv_block = make_coord(place.tile, _0{}, make_coord(place.batch, kv_head));
-    const int first_key = Mask::first_key(place.tile, TileShape{}, p.shape);
+    p.group(kv_head, unused, coord.head);
+    const auto q_block = make_coord(coord.tile, _0{}, make_coord(coord.batch, coord.head));
+    const auto kv_block = make_coord(coord.tile, _0{}, make_coord(coord.batch, kv_head));
+    const int first_key = Mask::first_key(coord.tile, TileShape{}, p.shape);
     const int tiles = Mask{}.get_trip_count(q_block, TileShape{}, Mask::shift(p.shape, first_key));
 
     using QK = typename Mainloop::TileShapeQK;
@@ -265,20 +265,20 @@ struct HopperForward {
     typename Mainloop::PipelineStateQ query_state;
     query_state.advance(group);
     int no_reducer = 0;
-    const auto place = p.order(blockIdx.x);
-    const auto head = make_coord(place.batch, place.head);
-    const auto block = make_coord(place.tile, _0{}, head);
-    const auto rows = make_coord(place.tile * kGroups + group, _0{}, head);
-    const int first_key = Mask::first_key(place.tile, TileShape{}, p.shape);
+    const auto coord = p.order(blockIdx.x);
+    const auto head = make_coord(coord.batch, coord.head);
+    const auto block = make_coord(coord.tile, _0{}, head);
+    const auto rows = make_coord(coord.tile * kGroups + group, _0{}, head);
+    const int first_key = Mask::first_key(coord.tile, TileShape{}, p.shape);
     auto result = Mainloop{}.compute(block, rows, p.mainloop, Mask::shift(p.shape, first_key), keys, key_state,
                                      queries, query_state, no_reducer, no_reducer, storage.tensors, order);
-    store(p, get<0>(result), get<1>(result), storage, group, get<0>(rows), place);
+    store(p, get<0>(result), get<1>(result), storage, group, get<0>(rows), coord);
   }
 
   // The output goes through the shared memory of the warpgroup's own queries.
   template <class Out, class Lse>
   static CUTLASS_DEVICE void store(const Params& p, const Out& out, const Lse& lse, SharedStorage& storage, int group,
-                                   int row_tile, const TileOrder::Place& place) {
+                                   int row_tile, const TileOrder::TileCoord& coord) {
     using Mma = typename Mainloop::TiledMmaPV;
     const int thread = threadIdx.x % kWarpgroup;
     const int q_length = get<2>(p.shape), heads = get<1>(p.shape);
@@ -287,7 +287,7 @@ struct HopperForward {
     Tensor rows = make_tensor(places.data(), cutlass::fmha::collective::layout_acc_mn(Mma{}, places.layout()));
     Tensor outs = make_tensor(out.data(), cutlass::fmha::collective::layout_acc_mn(Mma{}, out.layout()));
     if (get<1>(rows(0, 0)) == 0) {
-      float* to = p.lse + (int64_t(place.batch) * heads + place.head) * q_length;
+      float* to = p.lse + (int64_t(coord.batch) * heads + coord.head) * q_length;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size<0>(rows); ++i) {
         const int query = row_tile * 64 + get<0>(rows(i, 0));
@@ -301,8 +301,8 @@ struct HopperForward {
     stage_tile<Element, Mma>(out, staged, thread);
     sync_warpgroup(group);
     if (thread / 32 == 0 && cute::elect_one_sync()) {
-      send_tile(p.out, staged, Tile{}, q_length, get<4>(p.shape), get<0>(p.shape), heads, row_tile, place.batch,
-                place.head);
+      send_tile(p.out, staged, Tile{}, q_length, get<4>(p.shape), get<0>(p.shape), heads, row_tile, coord.batch,
+                coord.head);
       tma_store_wait<0>();
     }
   }

@@ -98,11 +98,11 @@ struct HopperWideForward {
   }
 
   // What a block works on. Both of a cluster walk over the same tiles of keys, [first, last).
-  struct Place {
+  struct TileCoord {
     int row_tile, batch, head, first, last;
   };
 
-  static CUTLASS_DEVICE Place place_of(const Params& p) {
+  static CUTLASS_DEVICE TileCoord tile_coord_of(const Params& p) {
     const auto found = p.order(int(blockIdx.x) / kCluster);
     const int start = found.tile * kCluster * kQueries;
     const int end = min(start + kCluster * kQueries, get<2>(p.shape));
@@ -132,13 +132,13 @@ struct HopperWideForward {
     }
     cute::cluster_arrive();
     cute::cluster_wait();
-    const Place place = place_of(p);
+    const TileCoord coord = tile_coord_of(p);
     if (group == 2) {
       cutlass::arch::warpgroup_reg_dealloc<Registers<2>::kCopying>();
-      if (copies) copy(p, storage, place);
+      if (copies) copy(p, storage, coord);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Registers<2>::kComputing>();
-      compute(p, storage, place, group);
+      compute(p, storage, coord, group);
     }
     // The other block may still write into this one's memory.
     cute::cluster_arrive();
@@ -147,22 +147,22 @@ struct HopperWideForward {
   }
 
   // What the one thread that copies does.
-  static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, const Place& place) {
+  static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, const TileCoord& coord) {
     const int q_length = get<2>(p.shape), kv_length = get<3>(p.shape), head_dim = get<4>(p.shape);
     const int batches = get<0>(p.shape), heads = get<1>(p.shape);
     int kv_head, unused;
-    p.group(kv_head, unused, place.head);
+    p.group(kv_head, unused, coord.head);
     auto tiles_of = [&](const auto& tma, int length, int of_heads, int head) {
       Tensor all = tma.get_tma_tensor(make_shape(length, head_dim, make_shape(batches, of_heads)));
-      return local_tile(all(_, _, make_coord(place.batch, head)), Tile{}, make_coord(_, _));  // (.., .., tile, half)
+      return local_tile(all(_, _, make_coord(coord.batch, head)), Tile{}, make_coord(_, _));  // (.., .., tile, half)
     };
     constexpr uint32_t kBytes = kTileSize * sizeof(Element);
-    const auto queries = tiles_of(p.query, q_length, heads, place.head);
+    const auto queries = tiles_of(p.query, q_length, heads, coord.head);
     const auto query_slice = p.query.get_slice(_0{});
     for (int half = 0; half < 2; ++half) {
       Full::arrive_and_expect_tx(&storage.query_full[half], kBytes);
       Tensor to = make_tensor(make_smem_ptr(storage.query[half]), Layout{});
-      cute::copy(p.query.with(storage.query_full[half]), query_slice.partition_S(queries(_, _, place.row_tile, half)),
+      cute::copy(p.query.with(storage.query_full[half]), query_slice.partition_S(queries(_, _, coord.row_tile, half)),
                  query_slice.partition_D(to));
     }
 
@@ -184,22 +184,22 @@ struct HopperWideForward {
       ++count;
     };
     // In the order in which they are waited for.
-    load(p.key, keys, place.first);
+    load(p.key, keys, coord.first);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = place.first + 1; tile < place.last; ++tile) {
+    for (int tile = coord.first + 1; tile < coord.last; ++tile) {
       load(p.key, keys, tile);
       load(p.value, values, tile - 1);
     }
-    load(p.value, values, place.last - 1);
+    load(p.value, values, coord.last - 1);
   }
 
   // Barriers of both warpgroups that compute, beside those of one.
   static constexpr uint32_t kWritten = 2, kRead = 3;
 
-  static CUTLASS_DEVICE void compute(const Params& p, SharedStorage& storage, const Place& place, int half) {
+  static CUTLASS_DEVICE void compute(const Params& p, SharedStorage& storage, const TileCoord& coord, int half) {
     const int thread = threadIdx.x % kWarpgroup;
     const int warp = thread / 32, lane = thread % 32;
-    const int first_row = place.row_tile * kQueries + 16 * warp + lane / 4;  // the thread's other row is 8 below
+    const int first_row = coord.row_tile * kQueries + 16 * warp + lane / 4;  // the thread's other row is 8 below
     const float scale2 = p.scale * kLog2e;
 
     int count = 0;  // tiles taken from the ring
@@ -223,7 +223,7 @@ struct HopperWideForward {
     Tensor weights = make_tensor<Element>(partition_shape_A(mma_pv, cute::Shape<_64, _64>{}));
     static_assert(decltype(size(logits))::value == kLogits && decltype(size(weights))::value == kLogits);
     clear(out);
-    float greatest[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
+    float row_max[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
 
     // Starts the product of the next tile in the ring.
     auto start_logits = [&] {
@@ -271,7 +271,7 @@ struct HopperWideForward {
 
     // Masks a tile's logits and turns them into weights; `shrink` is what sums so far are to be multiplied with.
     auto softmax = [&](int tile) {
-      const int start = tile * kKeys, row = place.row_tile * kQueries;
+      const int start = tile * kKeys, row = coord.row_tile * kQueries;
       const int kv_length = get<3>(p.shape), lowest = get<5>(p.shape), highest = get<6>(p.shape);
       if (start + kKeys > kv_length || start + kKeys - 1 - row > highest || start - (row + kQueries - 1) < lowest) {
         CUTLASS_PRAGMA_UNROLL
@@ -282,14 +282,14 @@ struct HopperWideForward {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float most = greatest[r];
+        float most = row_max[r];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kLogits; i += 4) most = fmaxf(most, fmaxf(logits(i + 2 * r), logits(i + 2 * r + 1)));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
         const float subtracted = most == -INFINITY ? 0.0f : most * scale2;
-        shrink[r] = exp2f(greatest[r] * scale2 - subtracted);
-        greatest[r] = most;
+        shrink[r] = exp2f(row_max[r] * scale2 - subtracted);
+        row_max[r] = most;
         float sum = 0;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kLogits; i += 4) {
@@ -314,18 +314,18 @@ struct HopperWideForward {
     warpgroup_fence_operand(logits);
     release(0);
     exchange(false);
-    if (place.first + 1 < place.last) say_read();
-    softmax(place.first);
+    if (coord.first + 1 < coord.last) say_read();
+    softmax(coord.first);
     narrow();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = place.first + 1; tile < place.last; ++tile) {
+    for (int tile = coord.first + 1; tile < coord.last; ++tile) {
       start_logits();
       start_out();
       warpgroup_wait<1>();
       warpgroup_fence_operand(logits);
       release(count - 2);
       exchange(true);
-      if (tile + 1 < place.last) say_read();
+      if (tile + 1 < coord.last) say_read();
       softmax(tile);
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
@@ -341,10 +341,10 @@ struct HopperWideForward {
     for (int r = 0; r < 2; ++r) {
       total[r] += __shfl_xor_sync(~0u, total[r], 1);
       total[r] += __shfl_xor_sync(~0u, total[r], 2);
-      const float subtracted = greatest[r] == -INFINITY ? 0.0f : greatest[r] * p.scale;
+      const float subtracted = row_max[r] == -INFINITY ? 0.0f : row_max[r] * p.scale;
       const int query = first_row + 8 * r;
       if (half == 0 && lane % 4 == 0 && query < get<2>(p.shape)) {
-        const int64_t head = int64_t(place.batch) * get<1>(p.shape) + place.head;
+        const int64_t head = int64_t(coord.batch) * get<1>(p.shape) + coord.head;
         p.lse[head * get<2>(p.shape) + query] = total[r] == 0 ? -INFINITY : subtracted + logf(total[r]);
       }
       shrink[r] = total[r] == 0 ? 0.0f : 1 / total[r];
@@ -355,7 +355,7 @@ struct HopperWideForward {
     if (warp == 0 && cute::elect_one_sync()) {
       Tensor all = p.out.get_tma_tensor(
           make_shape(get<2>(p.shape), get<4>(p.shape), make_shape(get<0>(p.shape), get<1>(p.shape))));
-      Tensor to = local_tile(all(_, _, make_coord(place.batch, place.head)), Tile{}, make_coord(place.row_tile, half));
+      Tensor to = local_tile(all(_, _, make_coord(coord.batch, coord.head)), Tile{}, make_coord(coord.row_tile, half));
       const auto slice = p.out.get_slice(_0{});
       cute::copy(p.out, slice.partition_S(shared_q), slice.partition_D(to));
       tma_store_arrive();

@@ -17,7 +17,7 @@ from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
     bias_gradient,
     by_row,
-    least_lengths,
+    min_lengths,
     over_batch,
     pad_last_dim,
     with_fully_masked_rows,
@@ -32,13 +32,13 @@ from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
-LEAST_VERSION = 91002
+MIN_VERSION = 91002
 """cuDNN 9.10.2: the two releases before it are known to be wrong, and older ones serve less, each its own share."""
 
-LEAST_VERSIONS = {(10, 3): 91100}
+MIN_VERSIONS = {(10, 3): 91100}
 """On a compute capability that wants a later one, as JAX has it."""
 
-LEAST_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -float(1 << 15)}
+MIN_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -float(1 << 15)}
 """What stands for a bias of −∞, as in JAX: cuDNN subtracts it from itself in a row without any other."""
 
 VECTOR = 8
@@ -113,8 +113,8 @@ class CudnnMask:
         """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
         if not self.parts.lengths:
             return None
-        queries = least_lengths([part.q_lengths for part in self.parts.lengths], batch, q_length)
-        return queries, least_lengths([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
+        queries = min_lengths([part.q_lengths for part in self.parts.lengths], batch, q_length)
+        return queries, min_lengths([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
 
 
 def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
@@ -137,7 +137,7 @@ class CudnnFlashAttention(
         if device.kind != "gpu" or device.capability is None or device.capability < (8, 0):
             return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.name} ({device.capability=})"]
         reasons, options = _version_reasons(device.capability), problem.options
-        if problem.dtype not in LEAST_LOGIT:
+        if problem.dtype not in MIN_LOGIT:
             reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
         if options.logits_soft_cap is not None:
             reasons.append("has no soft cap")
@@ -212,7 +212,7 @@ class CudnnFlashAttention(
 
 
 def _version_reasons(capability: tuple[int, int]) -> list[str]:
-    version, least = jax_calls.cudnn_version(), LEAST_VERSIONS.get(capability, LEAST_VERSION)
+    version, least = jax_calls.cudnn_version(), MIN_VERSIONS.get(capability, MIN_VERSION)
     if version is None:
         return ["JAX finds no cuDNN here"]
     if version < least:
@@ -285,7 +285,7 @@ class _Call:
         bias = self.inputs.bias
         if bias is None:
             return None
-        least = jnp.asarray(LEAST_LOGIT[self.problem.dtype], bias.dtype)
+        least = jnp.asarray(MIN_LOGIT[self.problem.dtype], bias.dtype)
         lead = self.problem.score_shape[:2] if apart else bias.shape[:2]
         return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), least, bias), (*lead, *self.problem.score_shape[2:]))
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
 
-LEAST_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
+MIN_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 """The first that were tried: from one beta to the next the kernels take other arguments."""
 
 KERNELS = {
@@ -48,7 +48,7 @@ type Lengths = tuple[jax.Array | None, jax.Array | None]
 def missing_packages() -> tuple[str, ...]:
     """Why the packages cannot be used, as far as their versions say."""
     reasons = []
-    for name, least in LEAST_VERSIONS.items():
+    for name, least in MIN_VERSIONS.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def _loaded() -> _Kernels:
         {np.dtype(np.float16): cutlass.Float16, np.dtype(jnp.bfloat16): cutlass.BFloat16},
         cutlass.Float32,
         bridge.cutlass_call,
-        tuple(importlib.metadata.version(name) for name in LEAST_VERSIONS),
+        tuple(importlib.metadata.version(name) for name in MIN_VERSIONS),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
-    least_lengths,
+    min_lengths,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
@@ -166,8 +166,8 @@ class Fa4Mask:
         queries = [part.q_lengths for part in given if part.q_lengths is not None]
         keys = [part.kv_lengths for part in given if part.kv_lengths is not None]
         return (
-            least_lengths(queries, batch, q_length) if queries else None,
-            least_lengths(keys, batch, kv_length) if keys else None,
+            min_lengths(queries, batch, q_length) if queries else None,
+            min_lengths(keys, batch, kv_length) if keys else None,
         )
 
 

@@ -29,7 +29,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, ForwardPlan, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
+from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import prepare_scores
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
@@ -265,7 +265,7 @@ class PallasGpuFlashAttention(
         dims = padded_dim(head_dim), padded_dim(value_dim)
         plan_of(params, *dims, inputs.query.dtype)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)
-        walk, tables = plan_walk(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+        schedule, tables = plan_schedule(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
         options, arrays = prepare_scores(
             inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
         )
@@ -277,7 +277,7 @@ class PallasGpuFlashAttention(
             tables,
             arrays,
             options=options,
-            walk=walk,
+            schedule=schedule,
             params=params,
             num_sms=num_sms(current_device()),
         )
@@ -320,9 +320,9 @@ class PallasGpuFlashAttention(
             zeros, counters = row_sums_kernel(out, d_out, statistics, shape)
             sums_ref = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
-        walk, tables = plan_walk(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+        schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
-        queue = visits(walk) * group
+        queue = row_steps(schedule) * group
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
         # Only unlike rows of tiles gain by being sorted over several heads; a group's heads are walked one by one.
@@ -343,7 +343,7 @@ class PallasGpuFlashAttention(
         else:
             kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
         d_key, d_value, *converted = kernel(
-            call, walk, tables, d_query=sums_ref, d_bias=bias_ref, bias_gradient=bias_gradient
+            call, schedule, tables, d_query=sums_ref, d_bias=bias_ref, bias_gradient=bias_gradient
         )
         if sums_ref is not None:
             d_query = convert_kernel(
@@ -374,8 +374,8 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
         assert isinstance(params, WideBackwardParams)
         query_rows, block_k = params.query_rows, params.block_k
     extent = Extent(q_length, kv_length, query_rows, block_k)
-    walk, tables = plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
-    queue = visits(walk)
+    schedule, tables = plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
+    queue = row_steps(schedule)
     at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
     order = program_order(queue, batch * heads, at_once)
     kernel: Any
@@ -384,7 +384,7 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
         kernel = functools.partial(query_kernel, lists=lists, block_k=block_k)
     else:
         kernel = functools.partial(wide_query_kernel, order=jnp.asarray(order))
-    return kernel(call, walk, tables)
+    return kernel(call, schedule, tables)
 
 
 def _tiles(length: int, block: int, matrices: int) -> int:

@@ -33,7 +33,7 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
 )
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     biased_and_capped,
@@ -51,7 +51,7 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 def key_value_kernel(
     call: BackwardCall[HopperBackwardParams],
-    walk: Walk,
+    schedule: TileSchedule,
     tables: Tables | tuple[()],
     *,
     lists: tuple[np.ndarray, np.ndarray],
@@ -77,7 +77,7 @@ def key_value_kernel(
     group = heads // kv_heads
     dtype, block_q, block_k = query.dtype, params.block_q, params.block_k
     plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
-    kv_tiles = walk.extent.row_tiles
+    kv_tiles = schedule.extent.row_tiles
     fused = d_query is not None
     shape, part = (ROWS, block_q), (ROWS, ROWS)
     of_columns = tile_layout().reduce(0)
@@ -113,7 +113,7 @@ def key_value_kernel(
             def of_head(member: Scalar, state: Any) -> Any:
                 first, carry = state
                 head = kv_head * group + member
-                steps = walk.steps(table_refs, b, head, kv_tile)
+                steps = schedule.steps(table_refs, b, head, kv_tile)
 
                 def visit(number: Scalar, carry: Any) -> Any:
                     more = number + 1 < steps.total
@@ -126,14 +126,14 @@ def key_value_kernel(
             state = first, carry
             return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
 
-        def gradients(turn: Scalar, item: Scalar, first: Scalar) -> Any:
+        def gradients(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             own = pl.ds(warpgroup * ROWS, ROWS)
             kv_start = kv_tile * block_k + warpgroup * ROWS
 
             def accumulate(dk: Ref, dv: Ref) -> tuple[Any, Any, Any]:
-                k_ring.load_from_shared(turn)
-                v_ring.load_from_shared(turn)
+                k_ring.load_from_shared(item_index)
+                v_ring.load_from_shared(item_index)
 
                 def statistic(step: Scalar, row: int, begin: int, size: int) -> Any:
                     values = plgpu.load(
@@ -189,8 +189,8 @@ def key_value_kernel(
                         # A branch that is never taken where nothing is masked: without one ptxas puts the exponentials
                         # off until after the next product has its registers, which then are too few.
                         p = lax.cond(
-                            masked if walk.may_mask else zero != 0,
-                            functools.partial(exponentials, hidden=True) if walk.may_mask else (lambda x: x * 0.0),
+                            masked if schedule.may_mask else zero != 0,
+                            functools.partial(exponentials, hidden=True) if schedule.may_mask else (lambda x: x * 0.0),
                             functools.partial(exponentials, hidden=False),
                             logits,
                         )
@@ -268,8 +268,8 @@ def key_value_kernel(
                 if ahead:
                     scores = pl.run_scoped(functools.partial(scores_alone, step=first), plgpu.ACC(shape, jnp.float32))
                 last = over_steps(item, first, one, scores)
-                k_ring.release(turn)
-                v_ring.release(turn)
+                k_ring.release(item_index)
+                v_ring.release(item_index)
                 return dk[...], dv[...], last
 
             dk, dv, last = pl.run_scoped(
@@ -297,20 +297,20 @@ def key_value_kernel(
             sums = sums_of(dq_ref, b, head, rows, block_q, head_dim, piece)
             store_unoptimised(target, (sums * options.scale).astype(dtype))
 
-        def d_queries(turn: Scalar, item: Scalar, first: Scalar) -> Any:
+        def d_queries(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, _ = decode_tile_index(item, kv_tiles, kv_heads)
             pieces: Any = 0
             if early is not None:
-                task = task_refs[0][list_refs[0][lax.axis_index("program")] + turn]
+                task = task_refs[0][list_refs[0][lax.axis_index("program")] + item_index]
                 asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
                 other, other_head, _ = decode_tile_index(asked, kv_tiles, kv_heads)
                 # Through shared memory: all threads must see one value, whatever other programs add meanwhile.
-                count_ring.load_from_dram(turn, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
-            k_ring.load_from_shared(turn)
+                count_ring.load_from_dram(item_index, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
+            k_ring.load_from_shared(item_index)
             if early is not None:
-                count_ring.load_from_shared(turn)
+                count_ring.load_from_shared(item_index)
                 complete = count_ring.smem[0, 0] == kv_tiles
-                count_ring.release(turn)
+                count_ring.release(item_index)
                 converted_refs[1][asked] = complete.astype(jnp.int32)
                 pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
 
@@ -340,7 +340,7 @@ def key_value_kernel(
                     pl.when(step - first < pieces)(lambda: convert(asked, step - first))
 
             last = over_steps(item, first, one)
-            k_ring.release(turn)
+            k_ring.release(item_index)
             if early is not None:
                 lax.fori_loop(last - first, pieces, lambda number, _: convert(asked, number), None)
                 plgpu.wait_smem_to_gmem(0)  # the sums, not only what they are read from: now they may be counted
@@ -350,7 +350,7 @@ def key_value_kernel(
                 plgpu.copy_smem_to_gmem(ones.reshape(COUNTER), task_refs[1].at[b, kv_head], reduction_op="add")
             return last
 
-        def load(turn: Scalar, item: Scalar, first: Scalar) -> Any:
+        def load(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             rows = pl.ds(kv_tile * block_k, block_k)
 
@@ -360,8 +360,8 @@ def key_value_kernel(
                 q_ring.load_from_dram(step, q_ref.at[b, rows, head])
                 do_ring.load_from_dram(step, do_ref.at[b, rows, head])
 
-            k_ring.load_from_dram(turn, k_ref.at[b, rows, kv_head])
-            v_ring.load_from_dram(turn, v_ref.at[b, rows, kv_head])
+            k_ring.load_from_dram(item_index, k_ref.at[b, rows, kv_head])
+            v_ring.load_from_dram(item_index, v_ref.at[b, rows, kv_head])
             return over_steps(item, first, one)
 
         run = functools.partial(run_warpgroup, list_refs)

@@ -19,7 +19,7 @@ from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Tables, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     transposed,
@@ -43,7 +43,7 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 
 def wide_key_value_kernel(
     call: BackwardCall[WideBackwardParams],
-    walk: Walk,
+    schedule: TileSchedule,
     tables: Tables | tuple[()],
     *,
     order: jax.Array,
@@ -71,7 +71,7 @@ def wide_key_value_kernel(
     # Where it may be, an operand made on the way is one in registers, which the shared memory need not feed.
     in_registers = not fused and not apart
     split = plan.d_query_split
-    kv_tiles = walk.extent.row_tiles
+    kv_tiles = schedule.extent.row_tiles
     of_columns = tile_layout().reduce(0)
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
     operands = (*call.operands, call.statistics, d_query, d_bias, order, tables, arrays)
@@ -100,7 +100,7 @@ def wide_key_value_kernel(
             """
             b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
             nothing = opaque_zero(jnp.int32(0) + item)
-            visits = QueryVisits.of(walk, table_refs, b, kv_head * group, group, kv_tile, nothing)
+            visits = QueryVisits.of(schedule, table_refs, b, kv_head * group, group, kv_tile, nothing)
             return b, kv_head, kv_tile * BLOCK, visits
 
         def row_statistic(ring: Ring, step: Scalar) -> Any:
@@ -144,7 +144,7 @@ def wide_key_value_kernel(
                 shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
                 b, _, kv_start, visits = program(again(item, step))
                 place = TileCoord(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
-                masked = visits.masked(visit) if walk.may_mask else False
+                masked = visits.masked(visit) if schedule.may_mask else False
                 weights, factors = probabilities(scores, shift, options, array_refs, place, masked, dtype)
                 # Registers that are an operand must not be written while a product runs: see below.
                 return weights if in_registers else weights.astype(dtype), factors.astype(dtype)

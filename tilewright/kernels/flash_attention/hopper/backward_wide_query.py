@@ -14,7 +14,7 @@ from tilewright.kernels.flash_attention.hopper.call import BackwardCall
 from tilewright.kernels.flash_attention.hopper.delta import completed, statistic_of_rows, sums_of_products
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
 )
@@ -34,14 +34,14 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 def wide_query_kernel(
     call: BackwardCall[WideBackwardParams],
-    walk: Walk,
+    schedule: TileSchedule,
     tables: Tables | tuple[()],
     *,
     order: jax.Array,
 ) -> Any:
-    """``d_query`` by a walk over the keys, in a fixed order.
+    """``d_query`` by a schedule over the keys, in a fixed order.
 
-    Each of two warpgroups holds 64 rows of dQ. The walk has rows of ``query_rows`` and columns of ``block_k``.
+    Each of two warpgroups holds 64 rows of dQ. The schedule has rows of ``query_rows`` and columns of ``block_k``.
     """
     query, _, value, _ = call.operands
     params, options = call.params, call.options
@@ -50,7 +50,7 @@ def wide_query_kernel(
     group = heads // kv_heads
     dtype, block_q = query.dtype, params.query_rows
     plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
-    q_tiles = walk.extent.row_tiles
+    q_tiles = schedule.extent.row_tiles
     # What else is done to a tile takes the registers that a second tile in flight would need.
     light = options.plain and not options.dropout_prob
     accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
@@ -76,7 +76,7 @@ def wide_query_kernel(
         def program(item: Scalar) -> tuple[Any, Any, Any, Steps]:
             """Batch element, head, first query and visits."""
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            return b, h, q_tile * block_q, walk.steps(table_refs, b, h, q_tile)
+            return b, h, q_tile * block_q, schedule.steps(table_refs, b, h, q_tile)
 
         def consume() -> None:
             plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
@@ -84,7 +84,7 @@ def wide_query_kernel(
             steps = program(item)[-1]
 
             def needs_mask(step: Scalar) -> Any:
-                return step < program(again(item, step))[-1].masked if walk.may_mask else False
+                return step < program(again(item, step))[-1].masked if schedule.may_mask else False
 
             def statistic(row: int, item: Scalar) -> Any:
                 b, h, q_start, _ = program(item)
@@ -199,11 +199,11 @@ def wide_query_kernel(
                     lax.fori_loop(0, steps.total, lambda step, _: one(step, _, needs_mask(step)), None)
                     return dq[...]
                 begin: Any = jnp.int32(0)
-                if walk.may_mask:
+                if schedule.may_mask:
                     # One after another: overlapped, they would need more registers than there are.
                     begin = jnp.maximum(steps.masked - 1, 0)
                     lax.fori_loop(0, begin, functools.partial(one, masked=True), None)
-                ds = alone(begin, walk.may_mask)
+                ds = alone(begin, schedule.may_mask)
                 ds = lax.fori_loop(begin, steps.total - 1, one_ahead, ds)
                 issue_dq(steps.total - 1, ds)
                 plgpu.wgmma_wait(0)

@@ -1,8 +1,8 @@
 """Where the backward kernels on Hopper add dQ up in global memory, in float32, and the way from there to the result.
 
 A pass over the sums takes 3 to 12 % of the time of a backward pass. Programs that have the time therefore convert what
-is complete while they work on the rest. Nobody waits for another program: what was not complete when its turn came is
-left to the pass afterwards.
+is complete while they work on the rest. No program waits for another: rows that were not complete when a program
+looked at them are left to the pass afterwards.
 """
 
 import collections
@@ -93,15 +93,15 @@ class EarlyConversions:
     tiles: int
 
     @classmethod
-    def plan(cls, lists: tuple[np.ndarray, np.ndarray], visits: np.ndarray, whole: int) -> "EarlyConversions | None":
-        """From ``program_lists`` and the visits that they were made by; None if nothing is complete in time.
+    def plan(cls, lists: tuple[np.ndarray, np.ndarray], row_steps: np.ndarray, whole: int) -> "EarlyConversions | None":
+        """From ``program_lists`` and the ``row_steps`` that they were made by; None if nothing is complete in time.
 
         Args:
           whole: how many of a head's items stand for rows that all exist.
         """
         starts, items = lists
-        tiles = len(visits)
-        costs = (visits + ITEM_OVERHEAD)[items % tiles]
+        tiles = len(row_steps)
+        costs = (row_steps + ITEM_OVERHEAD)[items % tiles]
         ends = np.concatenate([np.cumsum(costs[a:b]) for a, b in itertools.pairwise(starts)])
         complete = np.zeros(items.max() // tiles + 1)
         np.maximum.at(complete, items // tiles, ends)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
-from tilewright.kernels.flash_attention.hopper.schedule import BandWalk, Tables, Walk, visits
+from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreArrays,
     ScoreOptions,
@@ -43,14 +43,14 @@ type RowState = tuple[jax.Array, jax.Array, jax.Array]
 """Probabilities of a tile, and the maximum and the sum of its rows."""
 
 
-def masked_visits(walk: Walk) -> tuple[bool | None, bool | None]:
+def masked_visits(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
     """Whether an item's first visit and whether the later ones need the mask; None where it depends on the visit.
 
     Causal tiles as wide as they are high need it in the first alone, and a loop without the branch is faster.
     """
-    if not isinstance(walk, BandWalk):
+    if not isinstance(schedule, BandSchedule):
         return None, None
-    most = int(walk.counts()[0].max())
+    most = int(schedule.counts()[0].max())
     return most > 0, None if most > 1 else False
 
 
@@ -70,7 +70,7 @@ def forward_kernel(
     arrays: ScoreArrays,
     *,
     options: ScoreOptions,
-    walk: Walk,
+    schedule: TileSchedule,
     params: HopperForwardParams,
     num_sms: int,
 ) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def forward_kernel(
 
     Args:
       sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
-      tables: of ``walk``.
+      tables: of ``schedule``.
       num_sms: multiprocessors of the device.
     """
     batch, q_length, heads, head_dim = query.shape
@@ -86,16 +86,16 @@ def forward_kernel(
     group = heads // kv_heads
     dtype, block_q, block_k, consumers = query.dtype, params.block_q, params.block_k, params.consumers
     plan = ForwardPlan(params, head_dim, value_dim, dtype)
-    q_tiles = walk.extent.row_tiles
+    q_tiles = schedule.extent.row_tiles
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
     ahead, own_output = plan.ahead, plan.own_output
-    first_masked, later_masked = masked_visits(walk)
-    guarded = walk.may_mask or options.has_bias  # a bias of −∞ hides, too
+    first_masked, later_masked = masked_visits(schedule)
+    guarded = schedule.may_mask or options.has_bias  # a bias of −∞ hides, too
     # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
     in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
-    queue = visits(walk), batch * heads, heads_at_once(kv_length, head_dim + value_dim, dtype, group)
+    queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, dtype, group)
     item_at: Any = None
     starts: Any = None
     order: Any = None
@@ -118,26 +118,26 @@ def forward_kernel(
 
         def work(item: Scalar) -> tuple[Any, Any, Any, Any]:
             b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            return b, h, q_tile, walk.steps(table_refs, b, h, q_tile)
+            return b, h, q_tile, schedule.steps(table_refs, b, h, q_tile)
 
         def over_items(one: Callable[..., Any], first: Callable[[Scalar], Any]) -> None:
-            """``carry = one(turn, item, next item or -1, carry)`` from ``first(item)`` over the program's items."""
+            """``carry = one(index, item, next item or -1, carry)``, from ``first(item)``, over the program's items."""
             if starts_ref is None:
                 item = item_at(program) if item_at else order_ref[program]
                 one(jnp.int32(0), item, jnp.int32(-1), first(item))
                 return
             start, stop = starts_ref[program], starts_ref[program + 1]
 
-            def turn(index: Scalar, carry: Any) -> Any:
+            def item_index(index: Scalar, carry: Any) -> Any:
                 item, rest = carry
                 after = index + 1
                 following = jnp.where(after < stop, order_ref[lax.min(after, stop - 1)], -1)
                 return following, one(index - start, item, following, rest)
 
             item = order_ref[start]
-            lax.fori_loop(start, stop, turn, (item, first(item)))
+            lax.fori_loop(start, stop, item_index, (item, first(item)))
 
-        def produce(turn: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
+        def produce(item_index: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
             b, h, q_tile, steps = work(item)
             kv_head = lax.div(h, jnp.int32(group))
 
@@ -152,7 +152,7 @@ def forward_kernel(
 
             # Not a constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
             load(k_ring, k_ref, program * 0)
-            q_ring.load_from_dram(turn, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
+            q_ring.load_from_dram(item_index, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
             lax.fori_loop(1, steps.total, load_both, None)
             load(v_ring, v_ref, program * 0 + (steps.total - 1))
             return first + steps.total
@@ -191,14 +191,14 @@ def forward_kernel(
         def scores_of(q_smem: Ref, step: Scalar, scores: Ref) -> None:
             plgpu.wgmma(scores, q_smem.at[my_rows], k_ring.get_mma_tile(step, transposed=True))
 
-        def first_scores(turn: Scalar, item: Scalar, step: Scalar) -> tuple[Any, Any, Any]:
+        def first_scores(item_index: Scalar, item: Scalar, step: Scalar) -> tuple[Any, Any, Any]:
             """Probabilities of an item's first tile, with no product of values to run beside."""
 
             def alone(scores: Ref) -> Any:
                 ping_pong_wait()
-                q_ring.load_from_shared(turn)
+                q_ring.load_from_shared(item_index)
                 k_ring.load_from_shared(step)
-                scores_of(q_ring.get_mma_tile(turn), step, scores)
+                scores_of(q_ring.get_mma_tile(item_index), step, scores)
                 ping_pong_arrive()
                 return scores[...]
 
@@ -211,9 +211,11 @@ def forward_kernel(
             v_ring.load_from_shared(step)
             plgpu.wgmma(acc, p, v_ring.get_mma_tile(step))
 
-        def visit_rest(acc: Ref, turn: Scalar, item: Scalar, first: Scalar, carry: RowState) -> tuple[Any, Any, Any]:
-            """All visits of an item but the first, whose probabilities ``carry`` has, and but the last product."""
-            q_smem = q_ring.get_mma_tile(turn)
+        def visit_rest(
+            acc: Ref, item_index: Scalar, item: Scalar, first: Scalar, carry: RowState
+        ) -> tuple[Any, Any, Any]:
+            """All steps of an item but the first, whose probabilities ``carry`` has, without the last PV product."""
+            q_smem = q_ring.get_mma_tile(item_index)
 
             def visit_one(visit: Scalar, carry: RowState) -> RowState:
                 p, m, total = carry
@@ -260,36 +262,36 @@ def forward_kernel(
             plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(q_start, ROWS), h])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, h, pl.ds(q_start, ROWS)])
 
-        def consume(turn: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
+        def consume(item_index: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
             after = first + work(item)[3].total
 
             def attend(acc: Ref) -> tuple[Any, Any, Any]:
-                p, m, total = visit_rest(acc, turn, item, first, first_scores(turn, item, first))
+                p, m, total = visit_rest(acc, item_index, item, first, first_scores(item_index, item, first))
                 if own_output:
-                    q_ring.release(turn)
+                    q_ring.release(item_index)
                 values_of(acc, p, after - 1)
                 out = acc[...]
                 v_ring.release(after - 1)
                 return out, m, total
 
             out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
-            store(item, out, m, total, own_smem if own_output else q_ring.get_mma_tile(turn))
+            store(item, out, m, total, own_smem if own_output else q_ring.get_mma_tile(item_index))
             if not own_output:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                q_ring.release(turn)
+                q_ring.release(item_index)
             return after
 
         def consume_ahead(acc: Ref) -> Any:
             """As ``consume``, but an item's first scores run beside the last product of the item before."""
 
-            def one(turn: Scalar, item: Scalar, following: jax.Array, carry: Any) -> Any:
+            def one(item_index: Scalar, item: Scalar, following: jax.Array, carry: Any) -> Any:
                 first, *rest = carry
-                p, m, total = visit_rest(acc, turn, item, first, tuple(rest))
-                q_ring.release(turn)
+                p, m, total = visit_rest(acc, item_index, item, first, tuple(rest))
+                q_ring.release(item_index)
                 after = first + work(item)[3].total
                 more = following >= 0
                 # Behind the last item run scores of what is in shared memory; they are thrown away.
-                next_turn, step = turn + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
+                next_turn, step = item_index + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
                 next_item = lax.max(following, jnp.int32(0))
 
                 def overlapped(scores: Ref) -> Any:
@@ -333,7 +335,7 @@ def forward_kernel(
                 over_items(consume, lambda _: jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if params.ping_pong:
-                # What the last turn passed on.
+                # What the last item passed on.
                 @pl.when(warpgroup == 0)
                 def _() -> None:
                     plgpu.barrier_wait(turns.at[0])

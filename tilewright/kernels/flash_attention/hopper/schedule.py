@@ -1,8 +1,8 @@
-"""Which tiles of the score matrix a program of a Hopper kernel visits, and in which order.
+"""Tile schedules: the tiles of the score matrix that a work item of a Hopper kernel computes, and their order.
 
-A walk is seen from one side: its *rows* are the queries and its *columns* the keys in the forward pass and for dQ; for
-dK and dV it is the other way round. The order of tiles is free, so those that need a mask come first: a kernel tells by
-a visit's number whether it needs one, in a branch or in a loop for either kind.
+A schedule has *rows* and *columns*: queries and keys in the forward pass and for dQ, keys and queries for dK and dV.
+The order of tiles is free, so those that need a mask come first: a kernel tells by the number of a step whether its
+tile needs the mask, in a branch or in one loop for each kind.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
 
 type TableRefs = tuple[Ref, ...]
-"""Counts and entries of a ``TableWalk`` in a kernel; empty for a ``BandWalk``."""
+"""Counts and entries of a ``TableSchedule`` in a kernel; empty for a ``BandSchedule``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
-    """The visits of one program: the first ``masked`` of ``total`` (at least one) need the mask."""
+    """The steps of one work item: the first ``masked`` of ``total`` (at least one) need the mask."""
 
     masked: Scalar
     total: Scalar
@@ -35,7 +35,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The score matrix as a walk sees it, and its tiles."""
+    """The score matrix as a schedule sees it, and its tiles."""
 
     rows: int
     columns: int
@@ -52,8 +52,8 @@ class Extent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BandWalk:
-    """A walk that follows from static bands by arithmetic.
+class BandSchedule:
+    """A schedule that follows from static bands by arithmetic.
 
     ``masked_columns`` and ``masked_rows`` say whether the ragged last tile of a side counts as masked; ``staggered``
     makes rows of tiles that are worked on at once meet different columns.
@@ -86,7 +86,7 @@ class BandWalk:
         return Steps(masked, high - low, tile)
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Masked and all visits of each row of tiles, ``[row_tiles]``."""
+        """Masked steps and all steps of each row of tiles, ``[row_tiles]``."""
         low, full_low, full_high, high = (
             np.broadcast_to(bound, (self.extent.row_tiles,))
             for bound in self._bounds(np.arange(self.extent.row_tiles, dtype=np.int64), np)
@@ -123,7 +123,7 @@ class BandWalk:
         if self.masked_rows and extent.rows % extent.block_rows:
             ragged = row_tile == extent.row_tiles - 1
             full_high = np.where(ragged, 0, full_high) if xp is np else jnp.where(ragged, 0, full_high)
-        # A row of tiles that sees nothing visits one tile, whose mask hides all of it.
+        # A fully masked row of tiles has one step, whose tile is masked as a whole.
         high = _greatest(high, low + 1, xp)
         full_low = _least(_greatest(full_low, low, xp), high, xp)
         full_high = _least(_greatest(full_high, full_low, xp), high, xp)
@@ -153,10 +153,10 @@ def _greatest(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) ->
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TableWalk:
-    """A walk that arrays decide: tiles listed by a small XLA program before the kernel, masked ones first.
+class TableSchedule:
+    """A schedule that arrays decide: tiles listed by a small XLA program before the kernel, masked ones first.
 
-    ``band`` is what static bands leave, from the side of the walk: all that is known before the kernel runs.
+    ``band`` is what static bands leave, from the side of the schedule: all that is known before the kernel runs.
     """
 
     extent: Extent
@@ -183,14 +183,14 @@ class TableWalk:
         return Steps(masked, total, tile)
 
 
-type Walk = BandWalk | TableWalk
+type TileSchedule = BandSchedule | TableSchedule
 type Tables = tuple[Int[Array, "#batch #heads row_tiles 2"], Int[Array, "#batch #heads row_tiles column_tiles"]]
 
 
-def plan_walk(
+def plan_schedule(
     mask: Mask | None, extent: Extent, *, transposed: bool, masked_rows: bool, masked_columns: bool
-) -> tuple[Walk, Tables | tuple[()]]:
-    """The walk of one kernel, and its tables (none for static bands).
+) -> tuple[TileSchedule, Tables | tuple[()]]:
+    """The schedule of one kernel, and its tables (none for static bands).
 
     Args:
       transposed: rows are keys.
@@ -199,7 +199,7 @@ def plan_walk(
     band, rest = split_mask(mask)
     band = band.transposed if transposed else band
     if rest is None:
-        return BandWalk(extent, band, masked_rows, masked_columns, transposed), ()
+        return BandSchedule(extent, band, masked_rows, masked_columns, transposed), ()
     if transposed:
         grid = TileGrid(extent.columns, extent.rows, extent.block_columns, extent.block_rows)
     else:
@@ -216,11 +216,11 @@ def plan_walk(
     masked = jnp.sum(classes == TileClass.PARTIAL, axis=-1, dtype=jnp.int32)
     total = masked + jnp.sum(classes == TileClass.FULL, axis=-1, dtype=jnp.int32)
     counts = jnp.stack([jnp.where(total == 0, 1, masked), jnp.maximum(total, 1)], axis=-1)
-    return TableWalk(extent, band, classes.shape[0], classes.shape[1], transposed), (counts, entries)
+    return TableSchedule(extent, band, classes.shape[0], classes.shape[1], transposed), (counts, entries)
 
 
-def visits(walk: Walk) -> np.ndarray:
+def row_steps(schedule: TileSchedule) -> np.ndarray:
     """Visits of each row of tiles as far as static bands tell, ``[row_tiles]``: what longest-first order goes by."""
-    if isinstance(walk, TableWalk):
-        walk = BandWalk(walk.extent, walk.band, True, True)
-    return walk.counts()[1]
+    if isinstance(schedule, TableSchedule):
+        schedule = BandSchedule(schedule.extent, schedule.band, True, True)
+    return schedule.counts()[1]

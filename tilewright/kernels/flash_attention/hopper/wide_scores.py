@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
-from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, Walk
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreArrays,
     ScoreOptions,
@@ -31,7 +31,7 @@ class QueryVisits:
     A visit is a pair (member of the group, its number among that head's visits).
     """
 
-    walk: Walk
+    schedule: TileSchedule
     tables: TableRefs
     batch: Scalar
     first_head: Scalar
@@ -43,7 +43,7 @@ class QueryVisits:
     @classmethod
     def of(
         cls,
-        walk: Walk,
+        schedule: TileSchedule,
         tables: TableRefs,
         batch: Scalar,
         first_head: Scalar,
@@ -52,14 +52,14 @@ class QueryVisits:
         nothing: Scalar,
     ) -> "QueryVisits":
         alike = group == 1 or not tables or tables[0].shape[1] == 1
-        shared = walk.steps(tables, batch, first_head, row_tile) if alike else None
-        return cls(walk, tables, batch, first_head, group, row_tile, shared, nothing)
+        shared = schedule.steps(tables, batch, first_head, row_tile) if alike else None
+        return cls(schedule, tables, batch, first_head, group, row_tile, shared, nothing)
 
     def steps(self, member: Scalar) -> Steps:
         """The visits of one head."""
         if self.shared is not None:
             return self.shared
-        return self.walk.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
+        return self.schedule.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
 
     @property
     def total(self) -> Scalar:

@@ -38,7 +38,7 @@ WIDEST = 256
 """Head dim; beyond it an accumulator does not fit the registers."""
 
 
-LEAST_SHARED_BYTES = 99 << 10
+MIN_SHARED_BYTES = 99 << 10
 """That a block may have on any compute capability from 8.0 on."""
 
 
@@ -99,7 +99,7 @@ class TritonFlashAttention(
                 wanted["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
             elif tiles.tma:  # tiles of dQ in float32, which are added from there
                 wanted["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
-        most = max_shared_bytes(device, LEAST_SHARED_BYTES)
+        most = max_shared_bytes(device, MIN_SHARED_BYTES)
         return [
             f"{getattr(params, name)} takes about {size} bytes of shared memory at head dims of {dims} together; "
             f"a block has {most}"

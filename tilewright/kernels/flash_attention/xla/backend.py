@@ -44,7 +44,7 @@ bfloat16) a forward pass takes 17.2 ms with tiles of 512 and 6.8 ms with tiles o
 (benchmarks/results/nvidia-h100-80gb-hbm3/xla_tiles.json).
 """
 
-LEAST_ACCELERATOR_BLOCK = 256
+MIN_ACCELERATOR_BLOCK = 256
 
 SYMBOLIC_BLOCK = 128
 """Side of a tile where the batch size or a length is a symbolic dimension: few scores of a short row are wasted."""
@@ -146,8 +146,8 @@ def _accelerator_blocks(q_length: int, kv_length: int, matrices: int) -> tuple[i
     if min(q_length, kv_length, matrices) == 0:
         return 1, 1
     side = 1 << max(math.isqrt(max(ACCELERATOR_SCORES // matrices, 1)).bit_length() - 1, 0)
-    side = max(side, LEAST_ACCELERATOR_BLOCK)
-    q_half, kv_half = (max(math.ceil(length / 2), LEAST_ACCELERATOR_BLOCK) for length in (q_length, kv_length))
+    side = max(side, MIN_ACCELERATOR_BLOCK)
+    q_half, kv_half = (max(math.ceil(length / 2), MIN_ACCELERATOR_BLOCK) for length in (q_length, kv_length))
     return _balanced(q_length, min(side, q_half)), _balanced(kv_length, min(side, kv_half))
 
 

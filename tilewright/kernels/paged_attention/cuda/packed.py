@@ -35,7 +35,7 @@ FIELDS = (
 )  # fmt: skip
 """What describes a call: ``columns`` of the page table, ``dtype`` an index into ``DTYPES``."""
 
-MOST_SEQUENCES = 4096
+MAX_SEQUENCES = 4096
 """As many as one block of threads sorts."""
 
 COUNT_LIMIT = 1 << 31
@@ -74,7 +74,7 @@ class PackedVariant(Variant):
         return (
             Compare(Field("dtype"), "==", DTYPES.index(self.dtype)),
             Compare(Field("head_dim"), "==", self.head_dim),
-            Compare(Field("sequences"), "<=", MOST_SEQUENCES),
+            Compare(Field("sequences"), "<=", MAX_SEQUENCES),
             Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
         )
 
@@ -123,7 +123,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[CudaPackedParams]:
         return [CudaPackedParams()]
 
-    def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
+    def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
         return is_for_others(problem, device)
 
     def footprints(

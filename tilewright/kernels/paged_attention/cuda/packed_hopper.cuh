@@ -109,11 +109,11 @@ CUTLASS_DEVICE void fetch_first(const int* cum, const int* lengths, const PlanSi
     }
   }
   if (__reduce_add_sync(~0u, before) * p.kv_heads >= p.blocks) return;
-  const Seen seen = Seen::of(length - count, count, min(length, p.capacity), p.left, p.right);
+  const VisibleKeys visible_keys = VisibleKeys::of(length - count, count, min(length, p.capacity), p.left, p.right);
   const int piece = min(1 << pages.page_bits, kTokens);
   for (int i = lane; i < 2 * kTokens / piece; i += 32) {
-    const int token = seen.low / kTokens * kTokens + i / 2 * piece;
-    if (token >= seen.high) return;
+    const int token = visible_keys.low / kTokens * kTokens + i / 2 * piece;
+    if (token >= visible_keys.high) return;
     const int page = pages.table[int64_t(sequence) * pages.columns + (token >> pages.page_bits)];
     if (unsigned(page) >= unsigned(pages.num_pages)) continue;
     const int64_t row = (int64_t(page) << pages.page_bits) + (token & ((1 << pages.page_bits) - 1));
@@ -144,7 +144,7 @@ struct PackedHopper {
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
   static constexpr int kCopyRegisters = 32, kDecodeRegisters = 64, kChunkRegisters = 208;  // of a thread
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
-  enum NamedBarrier { kStep = 3, kVote, kTurns };  // of decoded tokens; of chunks, one for each warpgroup
+  enum NamedBarrier { kStep = 3, kVote, kPingPong };  // of decoded tokens; of chunks, one for each warpgroup
 
   template <int kSize, int kDims, int kCount>
   using RowLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
@@ -268,7 +268,7 @@ struct PackedHopper {
   // What a part of the keys gives: sums of values and of weights, less than these by their greatest logit.
   struct Partial {
     float out[4 * kHalves][kWarpgroup];
-    float greatest[kColumns], total[kColumns];
+    float row_max[kColumns], total[kColumns];
   };
 
   struct SharedStorage {
@@ -448,8 +448,8 @@ struct PackedHopper {
       for (int row = from + lane / 8; row < to; row += 4) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
-          const int place = ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf + lane % 8 * 8;
-          *reinterpret_cast<uint4*>(s.unit[unit % Side::kUnits] + place) = make_uint4(0, 0, 0, 0);
+          const int coord = ((row / kGroup * kHalves + half) * kGroup + row % kGroup) * kHalf + lane % 8 * 8;
+          *reinterpret_cast<uint4*>(s.unit[unit % Side::kUnits] + coord) = make_uint4(0, 0, 0, 0);
         }
       }
     };
@@ -489,19 +489,19 @@ struct PackedHopper {
         }
         const Segment segment = sorted[low];
         // Tiles of a chunk that read the same keys come one behind the other, of which the last tokens see most.
-        const int place = number - segment.first_item;
-        const int nth = kQueue == kChunks ? place % segment.items : place / p.kv_heads;
+        const int coord = number - segment.first_item;
+        const int nth = kQueue == kChunks ? coord % segment.items : coord / p.kv_heads;
         const int offset = kQueue == kChunks ? (segment.items - 1 - nth) * p.each[kChunks] : 0;
         item.sequence = segment.sequence;
-        item.head = kQueue == kChunks ? place / segment.items : place % p.kv_heads;
+        item.head = kQueue == kChunks ? coord / segment.items : coord % p.kv_heads;
         item.token = segment.token + offset;
         item.count = min(segment.count - offset, p.each[kQueue]);
         item.position = segment.position + offset;
         item.length = segment.length;
         auto within = [&](int key) { return min(max(key, 0), segment.length); };
-        const Seen seen = Seen::of(item.position, item.count, item.length, p.left, p.right);
-        item.low = seen.low;
-        item.high = seen.high;
+        const VisibleKeys visible_keys = VisibleKeys::of(item.position, item.count, item.length, p.left, p.right);
+        item.low = visible_keys.low;
+        item.high = visible_keys.high;
         item.all_low = within(item.position + item.count - (p.left + 1));
         item.all_high = within(item.position + p.right + 1);
         item.first = item.low / Side::kKeys;
@@ -570,7 +570,7 @@ struct PackedHopper {
       const int blocks = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
       // Pages that no row sees are not read.
       const int columns = min(p.columns, (item.high + (1 << p.page_bits) - 1) >> p.page_bits);
-      auto place_of = [&](int block) { return (first + block) * Side::kKeys + part; };
+      auto tile_coord_of = [&](int block) { return (first + block) * Side::kKeys + part; };
       auto load = [&](const CUtensorMap& map, int block, int page) {
         const int unit = number % Side::kUnits;
         Empty::wait(&s.empty[unit], Side::phase_of(number) ^ 1);
@@ -583,7 +583,7 @@ struct PackedHopper {
         __syncwarp();
         if (lane < copies) {
           SM90_TMA_LOAD_5D::copy(&map, &s.full[unit], kHint, s.unit[unit] + part * kHeadDim, 0, 0, 0,
-                                 group_of(p, page, place_of(block)), head);
+                                 group_of(p, page, tile_coord_of(block)), head);
         }
       };
       auto load_values = [&](int block, int page) {
@@ -594,21 +594,21 @@ struct PackedHopper {
       };
       int page = 0, page_after = 0;
       if (blocks > 0) {
-        page = page_of(p, sequence, place_of(0), columns);
-        page_after = page_of(p, sequence, place_of(1), columns);
+        page = page_of(p, sequence, tile_coord_of(0), columns);
+        page_after = page_of(p, sequence, tile_coord_of(1), columns);
         load(p.key, 0, page);
       }
-      const int place = count % Side::kQueries;
-      Empty::wait(&s.query_empty[place], (count / Side::kQueries + 1) % 2);
+      const int coord = count % Side::kQueries;
+      Empty::wait(&s.query_empty[coord], (count / Side::kQueries + 1) % 2);
       if (lane == 0) {
         if (blocks > 0) {
-          Full::arrive_and_expect_tx(&s.query_full[place], p.each[kQueue] * p.group * kHeadDim * sizeof(Element));
+          Full::arrive_and_expect_tx(&s.query_full[coord], p.each[kQueue] * p.group * kHeadDim * sizeof(Element));
           for (int i = 0; i < kHalves; ++i) {
-            SM90_TMA_LOAD_3D::copy(&p.queries[kQueue], &s.query_full[place], kHint,
-                                   s.query[place] + i * Side::kRows * kHalf, i * kHalf, head * p.group, item.token);
+            SM90_TMA_LOAD_3D::copy(&p.queries[kQueue], &s.query_full[coord], kHint,
+                                   s.query[coord] + i * Side::kRows * kHalf, i * kHalf, head * p.group, item.token);
           }
         } else {
-          Empty::arrive(&s.query_full[place]);
+          Empty::arrive(&s.query_full[coord]);
         }
         if (0 <= blocks && blocks <= kAhead) Empty::arrive(&s.wanted);
       }
@@ -619,7 +619,7 @@ struct PackedHopper {
       for (int block = 1; block < blocks; ++block) {
         const int page_before = page;
         page = page_after;
-        page_after = page_of(p, sequence, place_of(block + 1), columns);
+        page_after = page_of(p, sequence, tile_coord_of(block + 1), columns);
         if constexpr (Side::kLate) load(p.key, block, page);
         load_values(block - 1, page_before);
         if constexpr (!Side::kLate) load(p.key, block, page);
@@ -630,20 +630,20 @@ struct PackedHopper {
   }
 
   // What is subtracted from logits in the units of `scale`: the greatest one, if any is seen.
-  static CUTLASS_DEVICE float subtrahend(float greatest, float scale) {
-    return greatest == -INFINITY ? 0.0f : greatest * scale;
+  static CUTLASS_DEVICE float subtrahend(float row_max, float scale) {
+    return row_max == -INFINITY ? 0.0f : row_max * scale;
   }
 
   // What earlier sums of a row or column are multiplied with when another logit becomes the greatest.
-  static CUTLASS_DEVICE float raise(float& greatest, float most, float scale2) {
+  static CUTLASS_DEVICE float raise(float& row_max, float most, float scale2) {
     // Exactly 1 where nothing changes, which a product and a difference in one rounding are not.
-    const float shrink = greatest == most ? 1.0f : power_of_two(greatest * scale2 - subtrahend(most, scale2));
-    greatest = most;
+    const float shrink = row_max == most ? 1.0f : power_of_two(row_max * scale2 - subtrahend(most, scale2));
+    row_max = most;
     return shrink;
   }
 
-  static CUTLASS_DEVICE float log_sum(float greatest, float total, float scale) {
-    return total == 0 ? -INFINITY : subtrahend(greatest, scale) + logf(total);
+  static CUTLASS_DEVICE float log_sum(float row_max, float total, float scale) {
+    return total == 0 ? -INFINITY : subtrahend(row_max, scale) + logf(total);
   }
 
   // Row r of an item is that of token r / group and head r % group.
@@ -685,11 +685,11 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == kLogits && decltype(size(weights))::value == kLogits);
     static_assert(decltype(size(out))::value == kOut);
     mma_pv.accumulate_ = GMMA::ScaleOut::One;
-    float greatest[2], subtracted[2], total[2], shrink[2];
+    float row_max[2], subtracted[2], total[2], shrink[2];
     int limit[2];  // the bits of what logits must not be beyond, or less than all if it is negative
     const int all_present = (1 << (kKeys >> p.piece_bits)) - 1;
     uint32_t taken = 0, clears = 0;  // units, and those that were cleared
-    if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurns);  // the other's turn comes first
+    if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kPingPong);  // the other's turn comes first
 
     for (int count = 0;; ++count) {
       s.wait_for_query(count);
@@ -752,10 +752,10 @@ struct PackedHopper {
             const int position = item.position + tokens[r] - start;
             const int low = max(position - p.left, -start);
             const int high = min(position + p.right + 1, item.length - start);
-            const uint32_t seen = there & bits_before(high) & ~bits_before(low);
+            const uint32_t visible_keys = there & bits_before(high) & ~bits_before(low);
             CUTLASS_PRAGMA_UNROLL
             for (int k = 0; k < kLogits / 2; ++k) {
-              if ((seen & (1u << k)) == 0) logits(k / 2 * 4 + 2 * r + k % 2) = -INFINITY;
+              if ((visible_keys & (1u << k)) == 0) logits(k / 2 * 4 + 2 * r + k % 2) = -INFINITY;
             }
           }
         }
@@ -782,12 +782,12 @@ struct PackedHopper {
             most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
             most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
           }
-          raised = __any_sync(~0u, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
+          raised = __any_sync(~0u, most[0] > row_max[0] + slack || most[1] > row_max[1] + slack);
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             // Each row for itself: rows that are no token's must not change what others get.
-            const float now = most[r] > greatest[r] + slack ? most[r] : greatest[r];
-            shrink[r] = raise(greatest[r], now, scale2);
+            const float now = most[r] > row_max[r] + slack ? most[r] : row_max[r];
+            shrink[r] = raise(row_max[r], now, scale2);
             subtracted[r] = subtrahend(now, scale2);
             limit[r] = now + slack >= 0 ? __float_as_int(now + slack) : INT_MIN;
             total[r] *= shrink[r];
@@ -809,7 +809,7 @@ struct PackedHopper {
       auto narrow = [&] { convert<Element, kLogits>(logits.data(), weights.data()); };
 
       clear(out);
-      greatest[0] = greatest[1] = -INFINITY;
+      row_max[0] = row_max[1] = -INFINITY;
       subtracted[0] = subtracted[1] = total[0] = total[1] = 0;
       limit[0] = limit[1] = INT_MIN;
       const bool both = item.count * p.group > 64;
@@ -829,11 +829,11 @@ struct PackedHopper {
           const uint32_t of_keys = ++taken, of_values = ++taken;
           present = s.wait_for_keys(of_keys);
           // The warpgroups take turns: the products of one come beside the weights of the other.
-          if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kTurns + half));
+          if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kPingPong + half));
           start_logits(of_keys);
           start_out(block - 1, of_values);
           warpgroup_wait<1>();
-          if (both) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, uint32_t(kTurns + 1 - half));
+          if (both) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, uint32_t(kPingPong + 1 - half));
           warpgroup_fence_operand(logits);
           s.release(of_keys);
           if (block + 1 == blocks) s.release_query(count);
@@ -892,14 +892,14 @@ struct PackedHopper {
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (lane % 4 != 0 || first_row + 8 * r >= rows) continue;
-        p.lse[base + places[r]] = log_sum(greatest[r], total[r], p.scale);
+        p.lse[base + places[r]] = log_sum(row_max[r], total[r], p.scale);
       }
     }
   }
 
   // Results of decoded tokens, as the threads of a warpgroup have them.
   template <class Out>
-  static CUTLASS_DEVICE void store_part(Partial& part, const Out& out, const float (&greatest)[2],
+  static CUTLASS_DEVICE void store_part(Partial& part, const Out& out, const float (&row_max)[2],
                                         const float (&total)[2]) {
     const int thread = threadIdx.x % kWarpgroup;
     CUTLASS_PRAGMA_UNROLL
@@ -907,27 +907,27 @@ struct PackedHopper {
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < 2; ++c) {
       if (thread >= 4) continue;
-      part.greatest[2 * thread + c] = greatest[c];
+      part.row_max[2 * thread + c] = row_max[c];
       part.total[2 * thread + c] = total[c];
     }
   }
 
   template <class Out>
-  static CUTLASS_DEVICE void add_part(const Partial& part, Out& out, float (&greatest)[2], float (&total)[2],
+  static CUTLASS_DEVICE void add_part(const Partial& part, Out& out, float (&row_max)[2], float (&total)[2],
                                       float scale2) {
     const int thread = threadIdx.x % kWarpgroup;
     float most[2], of_part[2], more[4 * kHalves];  // loaded beside each other
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < 2; ++c) {
-      most[c] = __ldcg(&part.greatest[thread % 4 * 2 + c]);
+      most[c] = __ldcg(&part.row_max[thread % 4 * 2 + c]);
       of_part[c] = __ldcg(&part.total[thread % 4 * 2 + c]);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kHalves; ++i) more[i] = __ldcg(&part.out[i][thread]);
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < 2; ++c) {
-      const float shrink = raise(greatest[c], fmaxf(greatest[c], most[c]), scale2);
-      const float weight = raise(most[c], greatest[c], scale2);
+      const float shrink = raise(row_max[c], fmaxf(row_max[c], most[c]), scale2);
+      const float weight = raise(most[c], row_max[c], scale2);
       total[c] = total[c] * shrink + of_part[c] * weight;
       CUTLASS_PRAGMA_UNROLL
       for (int i = c; i < 4 * kHalves; i += 2) out(i) = out(i) * shrink + more[i] * weight;
@@ -959,7 +959,7 @@ struct PackedHopper {
     Tensor out = partition_fragment_C(mma_vp, cute::Shape<Int<kHeadDim>, Int<kColumns>>{});
     static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
     mma_vp.accumulate_ = GMMA::ScaleOut::One;
-    float greatest[2], total[2], shrink[2];
+    float row_max[2], total[2], shrink[2];
     uint32_t taken = 0, clears = 0;  // units, and those that were cleared
 
     for (int count = 0;; ++count) {
@@ -1015,7 +1015,7 @@ struct PackedHopper {
         auto write = [&](float (&found)[4]) {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 4; ++i) {
-            found[i] = power_of_two(fmaf(logits(i), scale2, -subtrahend(greatest[i % 2], scale2)));
+            found[i] = power_of_two(fmaf(logits(i), scale2, -subtrahend(row_max[i % 2], scale2)));
           }
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
@@ -1031,7 +1031,7 @@ struct PackedHopper {
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) most[c] = fmaxf(logits(c), logits(2 + c));
         write(found);
-        const bool raised = any_of_warpgroup(kVote, most[0] > greatest[0] + slack || most[1] > greatest[1] + slack);
+        const bool raised = any_of_warpgroup(kVote, most[0] > row_max[0] + slack || most[1] > row_max[1] + slack);
         if (raised) {
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < 2; ++c) {
@@ -1046,7 +1046,7 @@ struct PackedHopper {
           for (int c = 0; c < 2; ++c) {
             CUTLASS_PRAGMA_UNROLL
             for (int w = 0; w < kWarps; ++w) most[c] = fmaxf(most[c], storage.most[w][column + c]);
-            shrink[c] = raise(greatest[c], most[c] > greatest[c] + slack ? most[c] : greatest[c], scale2);
+            shrink[c] = raise(row_max[c], most[c] > row_max[c] + slack ? most[c] : row_max[c], scale2);
             total[c] *= shrink[c];
           }
           write(found);
@@ -1058,7 +1058,7 @@ struct PackedHopper {
       };
 
       clear(out);
-      greatest[0] = greatest[1] = -INFINITY;
+      row_max[0] = row_max[1] = -INFINITY;
       total[0] = total[1] = 0;
       // What has been read makes room at once: with products of two blocks under way, less would be.
       if (blocks == 0) s.release_query(count);
@@ -1105,7 +1105,7 @@ struct PackedHopper {
 
       if (item.parts > 1) {
         Partial* const all = p.partials + item.slot;
-        store_part(all[item.part], out, greatest, total);
+        store_part(all[item.part], out, row_max, total);
         __threadfence();
         sync_warpgroup(kStep);
         if (thread == 0) storage.last = atomicAdd(p.arrived + item.slot, 1) == item.parts - 1;
@@ -1114,10 +1114,10 @@ struct PackedHopper {
         // All are there: put together by the last one to come, in an order that is always the same.
         __threadfence();
         clear(out);
-        greatest[0] = greatest[1] = -INFINITY;
+        row_max[0] = row_max[1] = -INFINITY;
         total[0] = total[1] = 0;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int part = 0; part < item.parts; ++part) add_part(all[part], out, greatest, total, scale2);
+        for (int part = 0; part < item.parts; ++part) add_part(all[part], out, row_max, total, scale2);
       }
 
       const int64_t base = first_row_of(p, item);
@@ -1125,7 +1125,7 @@ struct PackedHopper {
       for (int c = 0; c < 2; ++c) {
         if (column + c >= item.count * p.group) continue;
         const int64_t to = row_of(p, base, column + c);
-        if (thread < 4) p.lse[to] = log_sum(greatest[c], total[c], p.scale);
+        if (thread < 4) p.lse[to] = log_sum(row_max[c], total[c], p.scale);
         const float weight = total[c] == 0 ? 0.0f : 1 / total[c];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2 * kHalves; ++i) {

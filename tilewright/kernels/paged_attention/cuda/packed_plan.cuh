@@ -31,22 +31,22 @@ struct Plan {
 enum Queue { kChunks, kDecoded };
 
 constexpr int kPlanThreads = 1024;
-// Multiprocessors that work is shared out among: more than any device of this capability has.
-constexpr int kMostBlocks = 144;
-constexpr int kMostParts = 64, kLeastPart = 8;  // of a decoded token's keys; blocks of these that one has at least
+// Most SMs that work is shared out among: more than any device of this capability has.
+constexpr int kMaxBlocks = 144;
+constexpr int kMaxParts = 64, kMinPart = 8;  // of a decoded token's keys; blocks of these that one has at least
 
 // What comes one behind the other in the workspace.
 struct PlanMemory {
   int64_t arrived, partials, bytes;
 
   // A part has at least three quarters of a multiprocessor's share of the keys that are left (see `parts_of`). So there
-  // are at most 4/3 · multiprocessors times the sum of what each segment has of those that are left at its turn, a sum
+  // are at most 4/3 · SMs times the sum of what each segment has of those that are left at its turn, a sum
   // that is at most 1 + the logarithm of how many blocks of keys there are.
   static PlanMemory of(int64_t sequences, int64_t kv_heads, int64_t capacity, int64_t block_keys,
                        int64_t partial_bytes) {
     const int64_t blocks = std::max<int64_t>(1, sequences * ((capacity + block_keys - 1) / block_keys));
-    const int64_t bound = int64_t(std::ceil(4.0 / 3 * kMostBlocks * (1 + std::log(double(blocks)))));
-    const int64_t slots = std::min(bound, sequences * kv_heads * kMostParts);
+    const int64_t bound = int64_t(std::ceil(4.0 / 3 * kMaxBlocks * (1 + std::log(double(blocks)))));
+    const int64_t slots = std::min(bound, sequences * kv_heads * kMaxParts);
     PlanMemory m;
     m.arrived = int64_t(sizeof(Plan)) + 2 * (sequences + 2) * int64_t(sizeof(Segment));
     m.partials = (m.arrived + slots * int64_t(sizeof(int)) + 127) / 128 * 128;
@@ -106,24 +106,24 @@ static __device__ void scan(int* values, int size, int* of_warps, const Combine&
 }
 
 // The keys that some of a segment's tokens see.
-struct Seen {
+struct VisibleKeys {
   int low, high;
 
-  static __device__ Seen of(int position, int count, int length, int left, int right) {
+  static __device__ VisibleKeys of(int position, int count, int length, int left, int right) {
     const int low = min(max(position - left, 0), length), high = min(max(position + count + right, 0), length);
-    return high <= low ? Seen{0, 0} : Seen{low, high};
+    return high <= low ? VisibleKeys{0, 0} : VisibleKeys{low, high};
   }
 };
 
 // How many parts a segment's keys are cut to, so that one is about a multiprocessor's share of what is `left`, this
 // segment's with it (Polychronopoulos and Kuck, "Guided self-scheduling", 1987): large ones first, smaller ones to fill
 // up what these leave. Where there are several segments for each multiprocessor anyway, a part may have as many shares,
-// up to three. Of the last segment there are no more parts than multiprocessors, or some would have two.
+// up to three. Of the last segment there are no more parts than SMs, or some would have two.
 static __device__ int parts_of(int blocks, int left, int segments, const PlanSizes& p) {
-  const float processors = float(min(p.blocks, kMostBlocks)), heads = __fdividef(float(p.kv_heads), processors);
+  const float num_sms = float(min(p.blocks, kMaxBlocks)), heads = __fdividef(float(p.kv_heads), num_sms);
   const float shares = min(max(float(segments) * heads, 1.0f), 3.0f);
-  const float most = max(float(kLeastPart), shares * (float(left) * heads));
-  const int limit = min(kMostParts, int(__fdividef(processors, float(p.kv_heads))));
+  const float most = max(float(kMinPart), shares * (float(left) * heads));
+  const int limit = min(kMaxParts, int(__fdividef(num_sms, float(p.kv_heads))));
   const int parts = min(limit, int(__fdividef(float(blocks), most) + 0.5f));
   if (parts <= 1) return 1;
   const int each = (blocks + parts - 1) / parts;
@@ -160,9 +160,10 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
   for (int i = first; i < padded; i += threads) {
     const int count = i < segments ? bounds[i + 1] - bounds[i] : 0, length = keys[i];
     const Queue queue = count <= p.most_decoded ? kDecoded : kChunks;
-    const Seen seen = Seen::of(length - count, count, min(length, p.capacity), p.left, p.right);
+    const VisibleKeys visible_keys = VisibleKeys::of(length - count, count, min(length, p.capacity), p.left, p.right);
     // At most so many that their sum is no overflow.
-    const int blocks = min((seen.high + p.block_keys - 1) / p.block_keys - seen.low / p.block_keys, INT_MAX / segments);
+    const int ends = (visible_keys.high + p.block_keys - 1) / p.block_keys;
+    const int blocks = min(ends - visible_keys.low / p.block_keys, INT_MAX / segments);
     keys[i] = count == 0 ? -1 : 2 * length + queue;
     if (count > 0) atomicAdd(&counts[queue], 1);
     work[i] = count == 0 ? 0 : queue == kChunks ? (count + p.each - 1) / p.each : blocks;

@@ -26,10 +26,10 @@ ITEM_OVERHEAD = 4
 COMBINE_OVERHEAD = 6
 """What the launch that combines splits takes, in tiles."""
 
-LEAST_TILES = 2
+MIN_TILES = 2
 """Tiles that a split should have, for its partial results are written and read again."""
 
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 
 
 @stable_id(
@@ -51,8 +51,8 @@ class HopperLatentParams:
     def __post_init__(self) -> None:
         if type(self.prefetched) is not int or not 0 <= self.prefetched <= 16:
             raise ValueError(f"0 to 16 tiles are prefetched, got {self.prefetched=}")
-        if type(self.num_key_splits) is not int or not 1 <= self.num_key_splits <= MOST_SPLITS:
-            raise ValueError(f"there are 1 to {MOST_SPLITS} splits, got {self.num_key_splits=}")
+        if type(self.num_key_splits) is not int or not 1 <= self.num_key_splits <= MAX_SPLITS:
+            raise ValueError(f"there are 1 to {MAX_SPLITS} splits, got {self.num_key_splits=}")
 
 
 class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, HopperLatentParams]):
@@ -93,7 +93,7 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
             rounds = -(-items * splits // cores)
             return rounds * (-(-tiles // splits) + ITEM_OVERHEAD) + (splits > 1) * COMBINE_OVERHEAD
 
-        most = max(min(tiles // LEAST_TILES, MOST_SPLITS), 1)
+        most = max(min(tiles // MIN_TILES, MAX_SPLITS), 1)
         numbers = sorted(range(1, most + 1), key=lambda splits: (cost(splits), splits))
         others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
         chosen = [*numbers[:3], *(number for number in others if number <= most)]

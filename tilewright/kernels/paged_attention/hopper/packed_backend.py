@@ -12,7 +12,7 @@ from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, Chu
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
-from tilewright.kernels.paged_attention.token_layout import boundaries, most_tiles, packed_tiles, packed_tokens
+from tilewright.kernels.paged_attention.token_layout import boundaries, max_tiles, packed_tiles, packed_tokens
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -66,7 +66,7 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
 
-    def comes_last(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
+    def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
         return is_for_others(problem, device)
 
     def footprints(
@@ -97,7 +97,7 @@ def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:
         left=problem.options.left,
         right=problem.options.right,
     )
-    tiles = most_tiles(problem.tokens, problem.sequences + 2, CONSUMERS * call.tokens)
+    tiles = max_tiles(problem.tokens, problem.sequences + 2, CONSUMERS * call.tokens)
     return dataclasses.replace(call, tiles=tiles)
 
 

@@ -159,7 +159,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         stored = problem.key_pages.dtype.itemsize
         return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
 
-    def least_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Nothing, where all tokens are dropped and the pages are donated."""
         return Cost(0.0, 0.0)
 

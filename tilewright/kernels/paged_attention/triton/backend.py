@@ -26,10 +26,10 @@ rounds of them level out that some end earlier."""
 ENOUGH_PER_CORE = 3.5
 """Programs for each multiprocessor that are not split: combining costs more than waiting for the last of them."""
 
-LEAST_BLOCKS = 4
+MIN_BLOCKS = 4
 """Blocks of keys that a split should have, for its partial results are written and read again."""
 
-MOST_SPLITS = 256
+MAX_SPLITS = 256
 
 LARGEST_SHARED_BYTES = 227 << 10
 """Of a block, where the device's own limit is not known."""
@@ -102,7 +102,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
             for warps, stages in ((1, 3), (2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3)):
                 if (block_n == 16) != (warps == 1 and problem.longest_q == 1):
                     continue  # one warp needs no other to reduce a row of few keys, and more have little to do
-                for number in (splits, max(splits // 2, 1), min(2 * splits, MOST_SPLITS)):
+                for number in (splits, max(splits // 2, 1), min(2 * splits, MAX_SPLITS)):
                     made.append(
                         FwdParams(
                             q_blocksize=best.q_blocksize, kv_blocksize=block_n, num_key_splits=number,
@@ -292,4 +292,4 @@ def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, w
     enough = programs * min(warps, 2) >= 2 * ENOUGH_PER_CORE * cores
     wanted = 1 if enough else PROGRAMS_PER_CORE * cores // max(programs, 1)
     blocks = -(-problem.visible // block_n)
-    return max(min(wanted, blocks // LEAST_BLOCKS, MOST_SPLITS), 1)
+    return max(min(wanted, blocks // MIN_BLOCKS, MAX_SPLITS), 1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tilewright.kernels.flash_attention.hopper.forward import masked_visits
-from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_walk, visits
+from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.hopper.schedule import (
     ITEM_OVERHEAD,
     group_sizes,
@@ -16,9 +16,9 @@ from tilewright.kernels.hopper.schedule import (
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
 
 
-def walk_of(mask, rows, columns, block_rows=128, block_columns=128):
+def schedule_of(mask, rows, columns, block_rows=128, block_columns=128):
     extent = Extent(rows, columns, block_rows, block_columns)
-    return plan_walk(mask, extent, transposed=False, masked_rows=False, masked_columns=True)[0]
+    return plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)[0]
 
 
 @pytest.mark.parametrize(("matrices", "at_once"), [(1, 5), (16, 3), (64, 12), (7, 3), (31, 4), (12, 12)])
@@ -32,7 +32,7 @@ def test_groups_are_even(matrices, at_once):
 @pytest.mark.parametrize("mask", [None, CausalMask(0), CausalMask(1300), WindowMask(200, 100, 0)])
 @pytest.mark.parametrize(("matrices", "at_once"), [(16, 3), (7, 3)])
 def test_order(mask, matrices, at_once):
-    counts = visits(walk_of(mask, 2048, 1900))
+    counts = row_steps(schedule_of(mask, 2048, 1900))
     order = program_order(counts, matrices, at_once)
     assert np.array_equal(np.sort(order), np.arange(matrices * len(counts)))
     first = group_sizes(matrices, at_once)[0] * len(counts)
@@ -44,13 +44,13 @@ def test_order(mask, matrices, at_once):
 
 def test_causal_and_full_orders_follow_by_arithmetic():
     for mask in (None, CausalMask(0)):
-        assert item_by_arithmetic(visits(walk_of(mask, 4096, 4096)), 64, 12) is not None
-    assert item_by_arithmetic(visits(walk_of(WindowMask(300, 300, 0), 4096, 4096)), 64, 12) is None
+        assert item_by_arithmetic(row_steps(schedule_of(mask, 4096, 4096)), 64, 12) is not None
+    assert item_by_arithmetic(row_steps(schedule_of(WindowMask(300, 300, 0), 4096, 4096)), 64, 12) is None
 
 
 @pytest.mark.parametrize(("rows", "matrices", "at_once"), [(4096, 64, 12), (16384, 16, 3), (1024, 256, 48)])
 def test_lists_are_balanced(rows, matrices, at_once):
-    programs, counts = 132, visits(walk_of(CausalMask(0), rows, rows))
+    programs, counts = 132, row_steps(schedule_of(CausalMask(0), rows, rows))
     order = program_order(counts, matrices, at_once)
     starts, items = program_lists(order, counts, programs)
     assert starts[0] == 0
@@ -80,4 +80,4 @@ def test_more_programs_than_items_leave_none_without():
     ],
 )
 def test_visits_that_need_the_mask(mask, rows, columns, block_rows, expected):
-    assert masked_visits(walk_of(mask, rows, columns, block_rows)) == expected
+    assert masked_visits(schedule_of(mask, rows, columns, block_rows)) == expected

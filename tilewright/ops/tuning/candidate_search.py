@@ -17,20 +17,20 @@ from tilewright.ops.tuning.events import (
     CandidateStarted,
     TuningEvent,
 )
-from tilewright.ops.tuning.limits import Gate, Limits, OpenGate, Outlook
+from tilewright.ops.tuning.limits import Gate, Limits, OpenGate, Prediction
 
 # A candidate this many times slower than the best so far is not measured a second time.
 HOPELESS = 1.5
 # Tiles of one implementation have been seen to make a difference of three times; an implementation this many times
 # slower than another, by what it takes itself or the best that was tried, is given up.
-LOST = 6.0
+PRUNING_RATIO = 6.0
 # Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
 EARLY_NOISE = 0.06
 # Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
 PLAUSIBLE = 0.9
 
 
-class Race:
+class CandidateSearch:
     """Every candidate once, then the promising ones in turn, then all that may be the best against each other.
 
     The first candidate is the heuristic: it is measured whatever the limits say, and keeps its place unless another is
@@ -40,12 +40,12 @@ class Race:
     After the first ones, each implementation's best guess comes before anyone's second, and then the candidates of the
     implementation that is the fastest so far. One that must be built is started when it is; what is open then goes on.
 
-    A candidate is not started, and recorded as dropped, if its outlook is that it cannot run, or that it takes longer
-    than another has taken: by more than clocks may be above their rating and a first sample may be too short. Nor is
-    one of an implementation that is slower than another by more than tiles have been seen to change.
+    A candidate is not started, and is recorded as dropped, if it is predicted not to run, or to take longer than
+    another candidate took, by more than clocks exceed their rating (``PLAUSIBLE``). Nor is a candidate started whose
+    implementation is slower than another by more than ``PRUNING_RATIO``.
 
     Args:
-      outlooks: of each candidate; that of the heuristic counts for nothing.
+      predictions: of each candidate; that of the heuristic counts for nothing.
       known: candidates that an earlier tuning measured or saw fail; they are started when they are needed.
       emit: is called with events.
       record: is called with every candidate that is new or was found wrong.
@@ -64,7 +64,7 @@ class Race:
         configs: Sequence[Any],
         limits: Limits,
         *,
-        outlooks: Sequence[Outlook],
+        predictions: Sequence[Prediction],
         known: Mapping[int, Candidate],
         emit: Callable[[TuningEvent], None],
         record: Callable[[Candidate], None],
@@ -72,7 +72,7 @@ class Race:
         gate: Gate | None = None,
     ):
         self._bench, self._configs, self._limits, self._known = bench, configs, limits, known
-        self._outlooks = outlooks
+        self._predictions = predictions
         self._emit, self._record = emit, record
         self._first, self._gate = first, gate or OpenGate()
         self._found: dict[int, Candidate] = {}
@@ -143,12 +143,12 @@ class Race:
         def place(index: int) -> tuple[float, int]:
             if index < self._first:
                 return -1.0, index
-            return families.get(self._outlooks[index].family, 0.0), index
+            return families.get(self._predictions[index].family, 0.0), index
 
         ordered = sorted(indices, key=place)
         guesses, seen = [], set(families)
         for index in ordered:
-            family = self._outlooks[index].family
+            family = self._predictions[index].family
             if index < self._first or family not in seen:
                 guesses.append(index)
             seen.add(family)
@@ -193,24 +193,26 @@ class Race:
         """The least time of each family so far."""
         best: dict[str, float] = {}
         for i in self._eligible():
-            family = self._outlooks[i].family
+            family = self._predictions[i].family
             best[family] = min(self._time(i), best.get(family, math.inf))
         return best
 
     def _hopeless(self, index: int, families: Mapping[str, float]) -> str:
         """Why a candidate need not be started, by the best of each family; empty if it must be."""
-        outlook, best = self._outlooks[index], min(families.values(), default=math.inf)
+        prediction, best = self._predictions[index], min(families.values(), default=math.inf)
         if index == 0:
             return ""
-        if outlook.refusal:
-            return f"it cannot run: {outlook.refusal}"
-        if PLAUSIBLE * outlook.least_ms <= (1 + EARLY_NOISE) * best:
-            mine = families.get(outlook.family, 0.0) if outlook.family else 0.0
-            if mine <= LOST * best:
+        if prediction.refusal:
+            return f"it cannot run: {prediction.refusal}"
+        if PLAUSIBLE * prediction.min_ms <= (1 + EARLY_NOISE) * best:
+            mine = families.get(prediction.family, 0.0) if prediction.family else 0.0
+            if mine <= PRUNING_RATIO * best:
                 return ""
-            return f"the best of {outlook.family} so far took {mine:.4g} ms, and another implementation {best:.4g} ms"
+            return (
+                f"the best of {prediction.family} so far took {mine:.4g} ms, and another implementation {best:.4g} ms"
+            )
         return (
-            f"it takes {outlook.least_ms:.4g} ms at the least at the device's peak rates, and another took "
+            f"it takes {prediction.min_ms:.4g} ms at the least at the device's peak rates, and another took "
             f"{best:.4g} ms"
         )
 

@@ -12,9 +12,9 @@ from tilewright.ops.config.results import TunedCall
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
+from tilewright.ops.tuning.candidate_search import CandidateSearch
 from tilewright.ops.tuning.events import CandidateDropped, CandidateFailed, CandidateStarted
-from tilewright.ops.tuning.limits import Limits, Outlook
-from tilewright.ops.tuning.race import Race
+from tilewright.ops.tuning.limits import Limits, Prediction
 from tilewright.ops.tuning.replay import replay
 
 LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
@@ -73,14 +73,14 @@ def race(
     count: int,
     limits: Limits = LIMITS,
     known: dict[int, Candidate] | None = None,
-    outlooks: dict[int, Outlook] | None = None,
+    predictions: dict[int, Prediction] | None = None,
 ) -> Any:
     events: list[Any] = []
-    run = Race(
+    run = CandidateSearch(
         bench,
         range(count),
         limits,
-        outlooks=[(outlooks or {}).get(i, Outlook()) for i in range(count)],
+        predictions=[(predictions or {}).get(i, Prediction()) for i in range(count)],
         known=known or {},
         emit=events.append,
         record=lambda _: None,
@@ -125,7 +125,9 @@ class EndsEarly(Said):
 @pytest.mark.parametrize("after", [3, 4, 1000])
 def test_nothing_measured_is_lost_when_the_time_ends(after: int):
     bench = EndsEarly([2.0, 1.0, 3.0], after)
-    run = Race(bench, range(3), LIMITS, outlooks=[Outlook()] * 3, known={}, emit=lambda _: None, record=lambda _: None)
+    run = CandidateSearch(
+        bench, range(3), LIMITS, predictions=[Prediction()] * 3, known={}, emit=lambda _: None, record=lambda _: None
+    )
     assert run.run() == 1
     assert run.cut_short
     assert [candidate.check for candidate in run.found] == ["passed"] * 3
@@ -247,7 +249,7 @@ class TestDropping:
 
     def test_what_cannot_run_is_recorded_and_not_started(self):
         bench = Said([1.0, 0.1, 0.5])
-        chosen, found, events = race(bench, 3, outlooks={1: Outlook("no room for it")})
+        chosen, found, events = race(bench, 3, predictions={1: Prediction("no room for it")})
         assert chosen == 2
         assert bench.started == [0, 2]
         assert (found[1].check, found[1].error, found[1].dropped, found[1].failed) == (
@@ -258,28 +260,28 @@ class TestDropping:
 
     def test_what_cannot_be_the_fastest_is_not_started(self):
         bench = Said([1.0, 2.0, 0.9])
-        outlooks = {1: Outlook("", 1.5), 2: Outlook("", 0.8)}
-        assert race(bench, 3, outlooks=outlooks)[0] == 2
+        predictions = {1: Prediction("", 1.5), 2: Prediction("", 0.8)}
+        assert race(bench, 3, predictions=predictions)[0] == 2
         assert bench.started == [0, 2]
 
     def test_only_what_was_measured_before_counts(self):
         bench = Said([3.0, 2.0, 1.0, 2.0])
-        found = race(bench, 4, outlooks={1: Outlook("", 1.5), 3: Outlook("", 1.5)})[1]
+        found = race(bench, 4, predictions={1: Prediction("", 1.5), 3: Prediction("", 1.5)})[1]
         assert bench.started == [0, 1, 2]
         assert found[3].error == "it takes 1.5 ms at the least at the device's peak rates, and another took 1 ms"
 
     def test_a_bound_within_what_clocks_and_first_samples_may_be_off_drops_nobody(self):
         bench = Said([1.0, 0.99])
-        race(bench, 2, outlooks={1: Outlook("", 1.17)})
+        race(bench, 2, predictions={1: Prediction("", 1.17)})
         assert bench.started == [0, 1]
         bench = Said([1.0, 0.99])
-        race(bench, 2, outlooks={1: Outlook("", 1.18)})
+        race(bench, 2, predictions={1: Prediction("", 1.18)})
         assert bench.started == [0]
 
     def test_an_implementation_far_behind_is_given_up(self):
-        families = {i: Outlook(family="fast" if i in (0, 3) else "slow") for i in range(5)}
+        families = {i: Prediction(family="fast" if i in (0, 3) else "slow") for i in range(5)}
         bench = Said([1.0, 9.0, 1.0, 0.9, 0.1])
-        chosen, found, _ = race(bench, 5, outlooks=families)
+        chosen, found, _ = race(bench, 5, predictions=families)
         assert (chosen, bench.started) == (3, [0, 1, 3])
         assert found[2].error == "the best of slow so far took 9 ms, and another implementation 0.9 ms"
         assert found[2].dropped
@@ -287,15 +289,19 @@ class TestDropping:
     def test_an_implementation_that_tiles_may_bring_to_the_front_is_not(self):
         bench = Said([1.0, 5.9, 0.5])
         assert (
-            race(bench, 3, outlooks={0: Outlook(family="one"), 1: Outlook(family="two"), 2: Outlook(family="two")})[0]
+            race(
+                bench,
+                3,
+                predictions={0: Prediction(family="one"), 1: Prediction(family="two"), 2: Prediction(family="two")},
+            )[0]
             == 2
         )
         # Nor one of which nothing could be measured, or what has no name.
         bench = Said([1.0, iter(["gone"]), 9.0, 0.5])
-        assert race(bench, 4, outlooks={1: Outlook(family="two"), 3: Outlook(family="two")})[0] == 3
+        assert race(bench, 4, predictions={1: Prediction(family="two"), 3: Prediction(family="two")})[0] == 3
 
     def test_the_heuristic_is_measured_whatever_is_said_of_it(self):
-        chosen, found, _ = race(Said([1.0, 2.0]), 2, outlooks={0: Outlook("no room for it", 9.0)})
+        chosen, found, _ = race(Said([1.0, 2.0]), 2, predictions={0: Prediction("no room for it", 9.0)})
         assert chosen == 0
         assert found[0].check == "passed"
 
@@ -305,9 +311,9 @@ class TestDropping:
         for _ in range(50):
             times = generator.uniform(0.5, 3.0, 30)
             bounds = times * generator.uniform(0.0, 1.0, 30)
-            outlooks = {i: Outlook("", float(bound)) for i, bound in enumerate(bounds)}
+            predictions = {i: Prediction("", float(bound)) for i, bound in enumerate(bounds)}
             bench = Said([noisy(generator, t) for t in times])
-            chosen, found, _ = race(bench, 30, outlooks=outlooks)
+            chosen, found, _ = race(bench, 30, predictions=predictions)
             assert not found[int(np.argmin(times))].dropped
             assert chosen == 0 or times[chosen] <= 1.05 * times.min()
 
@@ -342,14 +348,14 @@ def test_what_was_compiled_beside_others_is_measured_though_nothing_more_may_be_
     bench = Said([1.0, 0.5, 0.4, 0.1])
     bench.ahead = 3
     limits = dataclasses.replace(LIMITS, may_start=lambda: False)
-    outlooks = {i: Outlook(family=str(i)) for i in range(4)}
-    chosen, found, _ = race(bench, 4, limits, outlooks=outlooks)
+    predictions = {i: Prediction(family=str(i)) for i in range(4)}
+    chosen, found, _ = race(bench, 4, limits, predictions=predictions)
     assert (chosen, bench.started) == (2, [0, 1, 2])
     assert found[3].left_out
 
 
 def test_each_implementations_best_guess_comes_first_and_then_the_fastest_ones_others():
     bench = Said([3.0, 2.5, 1.0, 2.0, 1.5, 0.9])
-    families = {i: Outlook(family=family) for i, family in enumerate("aabbca")}
-    assert race(bench, 6, outlooks=families)[0] == 5
+    families = {i: Prediction(family=family) for i, family in enumerate("aabbca")}
+    assert race(bench, 6, predictions=families)[0] == 5
     assert bench.started == [0, 2, 4, 3, 1, 5]
