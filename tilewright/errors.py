@@ -1,4 +1,4 @@
-"""The exceptions that are ours; a user's mistake is a plain ``ValueError`` or ``TypeError``."""
+"""Exceptions of this package; a wrong argument is a plain ``ValueError`` or ``TypeError``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ class UnsupportedError(TilewrightError):
 
 
 class NoConfigError(TilewrightError):
-    """The caches hold no config for a call and the policy forbids finding one."""
+    """The caches hold no config for a call, and the policy or a lock file forbids choosing one."""
 
 
 class LockError(TilewrightError):
@@ -32,11 +32,11 @@ class LockError(TilewrightError):
 
 
 class TargetDeviceError(TilewrightError, RuntimeError):
-    """Something was to run on, or to be compiled for, the device of ``target_device``, and cannot be here."""
+    """Code cannot run on, or be compiled for, the device of ``target_device`` on this machine."""
 
 
 class BuildError(TilewrightError):
-    """CUDA sources could not be compiled or what was compiled may not be used.
+    """CUDA sources could not be compiled, or a compiled object may not be used.
 
     ``output`` is what the compiler printed; empty where it was not the compiler that failed.
     """

@@ -1,4 +1,4 @@
-"""The commands of ``tilewright`` and how they end: what went wrong is one line on stderr."""
+"""The commands of ``tilewright`` and their exit codes; an error is one line on stderr."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What ``tilewright bench`` does once its arguments are read."""
+"""The work of ``tilewright bench`` after its arguments are parsed."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 WARMUP = 2
 
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TilewrightError)
-"""What compiling or running one implementation may raise where the others can go on."""
+"""Exceptions from compiling or running one implementation, after which the others go on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
 def _measurements(
     target: str, options: CallOptions, iters: int
 ) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
-    """What there is to measure, in words and as something to call."""
+    """The targets to measure, as text and as something to call."""
     if is_function(target):
         for call in named_calls(target, options):
             yield call.name, functools.partial(measure_function, call, iters=iters)
@@ -123,7 +123,7 @@ def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
 
 
 def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of its arrays alone; what else it takes stays as it is, a Python number too."""
+    """A call as a function of its arrays alone; other arguments stay as they are, Python numbers too."""
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 

@@ -1,4 +1,4 @@
-"""Words that must be one of a few: what they stand for, and what to say of one that is not."""
+"""Words from a fixed list: their meanings, and the message about a word that is not in it."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -7,19 +7,19 @@ from types import MappingProxyType
 import typer
 
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
-"""Of queries, and of whatever has no dtype of its own."""
+"""Dtypes of queries, and of arrays without a dtype of their own."""
 
 STORED_DTYPES: tuple[str, ...] = (*DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
-"""Of what a cache of keys and values holds."""
+"""Dtypes of the keys and values in a cache."""
 
 ARRAY_DTYPES: tuple[str, ...] = (
     *STORED_DTYPES, "bool", "int4", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64",
     "complex64", "complex128",
 )  # fmt: skip
-"""Of arrays that a user's function takes."""
+"""Dtypes of arrays that a user's function takes."""
 
 ISOLATIONS: tuple[str, ...] = ("auto", "process", "none")
-"""Where `tune` may run candidates."""
+"""Places where `tune` may run candidates."""
 
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,7 +34,7 @@ DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
         "c64": "complex64", "c128": "complex128",
     }
 )  # fmt: skip
-"""How else people write dtypes; the short ones are those of JAX's jaxprs, hence of our own tables."""
+"""Other spellings of dtypes; the short ones are those of JAX's jaxprs, and of our own tables."""
 
 
 def dtype_name(text: str, choices: Iterable[str], hint: str) -> str:
@@ -66,7 +66,7 @@ def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None
 
 
 def meant(word: str, choices: Iterable[str]) -> str:
-    """``did you mean ...? `` with the nearest choice; nothing where none is near."""
+    """``did you mean ...? `` with the nearest choice; empty if none is near."""
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f"did you mean {by_lower[close[0]]}? " if close else ""

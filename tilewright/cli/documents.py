@@ -1,4 +1,4 @@
-"""The JSON files that the commands write, told apart by what is in them."""
+"""The JSON files that the commands write, told apart by their contents."""
 
 import enum
 import json
@@ -13,7 +13,7 @@ from tilewright.ops.utils.folders import read_file
 
 
 class Kind(enum.Enum):
-    """What wrote a file; the values say it to people, and who reads such a file."""
+    """The command that wrote a file; the values describe it, and name the command that reads it."""
 
     TUNING = "a result of 'tilewright tune --json', which 'tilewright report' reads"
     EXPORT = "what 'tilewright cache export' wrote, which 'tilewright cache import' and 'tilewright report' read"
@@ -40,7 +40,7 @@ def document_of(file: Path) -> dict[str, Any]:
 
 
 def kind_of(document: dict[str, Any]) -> Kind | None:
-    """What a document is, as far as its outermost fields say; ``None`` if none of these commands writes such."""
+    """The kind of a document by its outermost fields; ``None`` if no command writes such a file."""
     if {"op", "environment", "measurements"} <= document.keys():
         return Kind.BENCH
     if {"decisions", "sha256"} <= document.keys():

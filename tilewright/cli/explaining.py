@@ -1,4 +1,4 @@
-"""What ``tilewright explain`` does once its arguments are read."""
+"""The work of ``tilewright explain`` after its arguments are parsed."""
 
 from typing import TYPE_CHECKING
 

@@ -108,7 +108,7 @@ def import_function(target: str) -> Callable[..., Any]:
 
 
 def _no_such(target: str) -> typer.BadParameter:
-    """What is to be said of a name that a module does not have."""
+    """The message about a name that a module does not have."""
     module_name, _, path = target.rpartition(":")
     module = sys.modules.get(module_name) or _imported(module_name)
     names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
@@ -117,7 +117,7 @@ def _no_such(target: str) -> typer.BadParameter:
 
 
 def import_named(target: str, what: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names, ``None`` if it has no such.
+    """The object that ``module:name`` or ``file.py:name`` names; ``None`` if there is none.
 
     Modules in the working directory are found.
     """

@@ -1,4 +1,4 @@
-"""From exceptions to the one line that the command line says of them."""
+"""Turns exceptions into the one line that the command prints."""
 
 import os
 import sysconfig
@@ -23,7 +23,7 @@ def user_mistakes(place: str = "") -> Iterator[None]:
 
 @contextmanager
 def user_code(place: str) -> Iterator[None]:
-    """Turns whatever code of the user's raises into one line: a usage error or, if it is not about values, a failure.
+    """Turns an exception in the user's code into one line: a usage error, or a failure if it is not about values.
 
     The line says where it was raised, for there is no traceback.
     """

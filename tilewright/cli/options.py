@@ -1,4 +1,4 @@
-"""The options that say which call is meant, written once for all commands."""
+"""The options that name a call, shared by all commands."""
 
 import ast
 import dataclasses
@@ -62,7 +62,7 @@ Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What the options above said; ``None`` where an option was not given."""
+    """The values of the options above; ``None`` if an option was not given."""
 
     shape: str | None = None
     cases: tuple[str, ...] = ()

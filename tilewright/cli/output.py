@@ -1,4 +1,4 @@
-"""What the commands print and how: results on stdout, progress and complaints on stderr."""
+"""Output of the commands: results on stdout, progress and errors on stderr."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 class Failure(typer.TyperException):
-    """What was asked for was asked rightly and could not be done: one line on stderr, exit code 1."""
+    """A correct command could not be carried out: one line on stderr, exit code 1."""
 
     exit_code = FAILED
 
@@ -38,13 +38,13 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def stdout() -> "Console":
-    """Where results go; as wide as they need when a program reads them, for a cut table cannot be read."""
+    """The console for results; wide enough for whole tables when a program reads them."""
     console = _console(stderr=False)
     return console if console.is_terminal else _console(stderr=False, width=200)
 
 
 def stderr() -> "Console":
-    """Where progress goes."""
+    """The console for progress."""
     return _console(stderr=True)
 
 

@@ -1,4 +1,4 @@
-"""A tuning's result as a table, and the progress of what is no tuning."""
+"""The table of a tuning's result, and the progress of work other than tuning."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def result_table(result: AutotuningResult, title: str = "tuned calls") -> "Table":
-    """One row for each call: what was chosen, how it compares with the heuristic, and where that is known from."""
+    """One row for each call: the chosen config, its time beside the heuristic's, and the source of that."""
     figures = ("time", "heuristic", "speedup", "tried")
     made = table(title, "call, and what it will run with", *figures, "from", right=figures)
     for call in result:

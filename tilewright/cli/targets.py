@@ -1,4 +1,4 @@
-"""From what the command line names to functions and arrays: an op with a shape or a case, or a user's function."""
+"""Functions and arrays from words of the command line: an op with a shape or a case, or a user's function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,12 +35,12 @@ class NamedCall:
 
 
 def is_function(target: str) -> bool:
-    """Whether a target names a function of the user's rather than an op."""
+    """True if a target names a user's function rather than an op."""
     return ":" in target
 
 
 def named_calls(target: str, options: CallOptions, known: "KnownDevice | None" = None) -> list[NamedCall]:
-    """What a command shall work on.
+    """The functions and arrays that a command works on.
 
     Args:
       known: the device that it is for, whose cases are meant by "all"; this process's by default.

@@ -1,4 +1,4 @@
-"""What ``tilewright tune`` does once its arguments are read."""
+"""The work of ``tilewright tune`` after its arguments are parsed."""
 
 import datetime
 import math
@@ -37,7 +37,7 @@ from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 
 def tuner_of(isolation: str, timeout_s: float) -> Tuner:
-    """How to measure.
+    """The tuner that the options describe.
 
     Raises:
       typer.BadParameter: an option is out of its range.
@@ -90,7 +90,7 @@ def tune_and_report(
 def _tune_all(
     target: str, options: CallOptions, tuner: Tuner, *, began: float, again: bool, **limits: float | None
 ) -> tuple[AutotuningResult, bool]:
-    """What was found, and whether an interrupt ended it."""
+    """The result of a tuning, and whether an interrupt ended it."""
     calls = named_calls(target, options)
     invocations: list[Invocation[Any, Any]] = []
     try:
@@ -168,7 +168,7 @@ def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, 
 
 
 def _report_left_out(result: AutotuningResult) -> None:
-    """Says what there was no time for."""
+    """Prints the candidates that there was no time for."""
     for call in result.left_out:
         complain(f"not tuned, for the budget had ended: {call}")
     for entry in result:
@@ -177,7 +177,7 @@ def _report_left_out(result: AutotuningResult) -> None:
 
 
 def _kept(measured: int, lost: int, json_file: Path | None) -> str:
-    """What an interrupt leaves."""
+    """The message after an interrupt, about what is kept."""
     if not measured:
         return "nothing was measured to its end; a next tuning goes on where this one was"
     if lost:

@@ -33,7 +33,7 @@ def dot_product_attention(
     *,
     platform: PlatformLike | Sequence[PlatformLike] | None = None,
 ) -> jax.Array:
-    """Flax's ``dot_product_attention``, of Linen and of NNX, computed by ``flash_attention``.
+    """Computes Flax's ``dot_product_attention``, of Linen and of NNX, by ``flash_attention``.
 
     For ``nn.MultiHeadDotProductAttention(attention_fn=...)`` and ``nnx.MultiHeadAttention(attention_fn=...)``. Two
     results differ from Flax's: a query that attends to nothing gives zeros, where Flax averages all values; and dropout

@@ -22,10 +22,10 @@ from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 __all__ = ["DEFAULT_MASK_VALUE", "PagedAttention", "RaggedPagedAttention", "paged_attention", "ragged_paged_attention"]
 
 DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""JAX's; here a masked key has no weight at all."""
+"""JAX's default; here the probability of a masked key is exactly zero."""
 
 WEAKEST_MASK_VALUE = -1e4
-"""A greater mask value may leave masked keys some weight in JAX's kernel."""
+"""A larger mask value may leave masked keys some probability in JAX's kernel."""
 
 
 class RaggedPagedAttention(PagedAttentionKernel):
@@ -252,7 +252,7 @@ class PagedAttention(PagedAttentionKernel):
 _PAGED_ATTENTION = PagedAttention()
 
 MAX_INT8 = 127.5
-"""JAX's: what its quantised tensors' scales are divided by."""
+"""JAX's constant by which the scales of its quantised tensors are divided."""
 
 
 def paged_attention(
@@ -318,7 +318,7 @@ def _decoding(q: jax.Array, *arrays: Any, cfg: Any, **static: Any) -> Any:
 
 
 def _tensor(name: str, pages: ArrayLike | tuple[ArrayLike, ArrayLike]) -> tuple[Any, Any]:
-    """The array of pages, and what its elements are multiplied by if it is quantised."""
+    """The array of pages, and its scale if it is quantised."""
     if not isinstance(pages, tuple):
         return as_array(name, pages), None
     if len(pages) != 2:
@@ -357,7 +357,7 @@ def _decoding_arrays(
 
 @contextlib.contextmanager
 def _named(function: str) -> Iterator[None]:
-    """Puts a function's name in front of what is said about its arguments."""
+    """Puts a function's name in front of messages about its arguments."""
     try:
         yield
     except (TypeError, ValueError) as error:

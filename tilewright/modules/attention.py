@@ -33,7 +33,7 @@ def dot_product_attention(
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """``jax.nn.dot_product_attention``, computed by ``flash_attention``; see there for shapes.
+    """Computes ``jax.nn.dot_product_attention`` by ``flash_attention``; see there for shapes.
 
     One result differs: a query that attends to nothing gives zeros and a residual of −inf, where JAX averages all
     values. Arrays of integers go to JAX, which rounds the probabilities to integers.
@@ -80,7 +80,7 @@ def dot_product_attention(
 
 
 def _window_and_mask(window: Any, mask: Any, q_length: int, kv_length: int) -> tuple[Any, Any]:
-    """A window and a mask that say what a window with negative sides and the mask say."""
+    """An equivalent window without negative sides, and the mask that takes their place."""
     sides = window if isinstance(window, tuple | list) else (window, window)
     negative = [isinstance(side, int | np.integer) and side < 0 for side in sides]
     if len(sides) != 2 or not any(negative):

@@ -1,4 +1,4 @@
-"""Configuration that all ops share, and which platform an op runs on."""
+"""Configuration that all ops share, and the platform that an op runs on."""
 
 import warnings
 from typing import Any, Literal

@@ -41,4 +41,4 @@ __all__ = [
 ]
 
 flash_mla = mla_decode
-"""``mla_decode`` by the name of DeepSeek's kernel."""
+"""Another name of ``mla_decode``, that of DeepSeek's kernel."""

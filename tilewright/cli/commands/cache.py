@@ -137,7 +137,7 @@ def _clear_lowered(yes: bool, path: Path | None) -> None:
 
 
 def _confirmed(question: str) -> bool:
-    """Whether the user says yes; an answer that cannot be given is a usage error."""
+    """Asks the user; the end of the input without an answer is a usage error."""
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer:

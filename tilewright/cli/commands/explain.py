@@ -16,7 +16,7 @@ def explain(
     backward: options.Backward = True,
     device: options.Device = None,
 ) -> None:
-    """Say which config every kernel call would run with, whence, and why no other. Measures nothing."""
+    """Print which config every kernel call would run with, where it comes from, and why no other. Measures nothing."""
     wanted = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )

@@ -1,4 +1,4 @@
-"""What ``tilewright build`` does once its arguments are read."""
+"""The work of ``tilewright build`` after its arguments are parsed."""
 
 import contextlib
 import signal
@@ -164,7 +164,7 @@ class BuildProgress:
         return {*self.done, *self.failed}
 
     def expect(self, total: int) -> None:
-        """Says of how many groups it is from now on."""
+        """Sets the number of groups."""
         self._total = total
         self.bar.update(self._task, total=total)
 
@@ -174,7 +174,7 @@ class BuildProgress:
             print(f"{what} ({ended} of {self._total})", file=sys.stderr, flush=True)
 
     def report_failures(self) -> None:
-        """Says of each group that could not be built why, with what the compiler printed, once for equal reasons."""
+        """Prints why each failed group could not be built, with the compiler's output, equal reasons once."""
         outputs = dict.fromkeys(error.output for error in self.failed.values() if error.output)
         for output in outputs:
             print(output, file=sys.stderr)
@@ -183,7 +183,7 @@ class BuildProgress:
 
 
 def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> int:
-    """Builds, prints what was built, and returns the exit code: what fails does not keep the others from being built.
+    """Builds, prints what was built, and returns the exit code; a failure does not stop the other builds.
 
     Args:
       needs: what is to be built, as far as it can be told; asked again when all of that is built.
@@ -283,7 +283,7 @@ def size_of(file: Path) -> str:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Has SIGTERM end the build as Ctrl-C does, with its compilers, which are no children of a terminal."""
+    """Makes SIGTERM end the build and its compilers as Ctrl-C does; the compilers have no terminal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

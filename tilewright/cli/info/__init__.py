@@ -1,1 +1,1 @@
-"""What ``tilewright info`` does: the machine, and what each backend says of it."""
+"""The work of ``tilewright info``: the machine, and each backend's reasons on it."""

@@ -1,4 +1,4 @@
-"""What ``tilewright info`` shows."""
+"""The tables that ``tilewright info`` shows."""
 
 import platform
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which backends can be loaded, and which devices they could serve: by loading each and asking it."""
+"""Probing backends: each is loaded, and asked which devices it could serve."""
 
 import dataclasses
 import importlib
@@ -19,12 +19,12 @@ from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device
 
 STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
-"""Asked about where there is no GPU: what a backend lacks besides one can be installed before one is there."""
+"""The device to ask about on a machine without a GPU: packages can be installed before there is one."""
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot"}
 )
-"""Of ours by the package that they bring."""
+"""Extras of this package, by the package that they bring."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present:
 
 
 def common_reasons(loaded: Implementation, problems: Sequence[Any], device: Device) -> list[str]:
-    """What a backend says against every problem; nothing as soon as it serves one."""
+    """The reasons of a backend against every problem; none as soon as it serves one."""
     common: list[str] | None = None
     for problem in problems:
         reasons = loaded.not_supported_reasons(problem, device, "forward")
@@ -126,7 +126,7 @@ def _late_import_error(backend: Implementation) -> str:
 
 
 def said_of(error: Exception) -> str:
-    """Why something cannot be loaded, in one line, with what to install."""
+    """The reason why a backend cannot be loaded, in one line, with what to install."""
     package = (getattr(error, "name", None) or "").partition(".")[0]
     kind = "" if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: "
     hint = f"; pip install 'tilewright[{EXTRAS[package]}]'" if package in EXTRAS else ""

@@ -1,4 +1,4 @@
-"""What a report is about: tuned calls from result files and from the disk cache, and what is to be said of each."""
+"""Tuned calls for a report, from result files and from the disk cache, with the facts that it shows."""
 
 import contextlib
 import dataclasses
@@ -94,7 +94,7 @@ class ReportedCall:
 
     @property
     def regret_is_noise(self) -> bool:
-        """Whether the two medians differ by less than their noises together."""
+        """True if the two medians differ by less than the sum of their noises."""
         if self.fastest is None or self.regret_ms is None:
             return False
         return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
@@ -105,7 +105,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def merged(*parts: Iterable[ReportedCall]) -> list[ReportedCall]:
-    """All calls; where two parts know one, the later counts."""
+    """All calls; if two parts have the same call, the later counts."""
     return list({reported.call.key: reported for part in parts for reported in part}.values())
 
 
@@ -134,7 +134,7 @@ def calls_of_file(file: Path) -> tuple[list[ReportedCall], int]:
 
 
 def _calls_of_tuning(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
-    """Of ``tune --json``. Configs become words, for which nothing has to be loaded."""
+    """Calls from ``tune --json``. Configs become text, so that no kernel has to be loaded."""
     try:
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # of which from_json says more
             for entry in said["entries"]:
@@ -151,7 +151,7 @@ def _calls_of_tuning(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
 
 
 def _calls_of_export(file: Path) -> tuple[list[ReportedCall], int]:
-    """Of ``cache export``; entries of all devices."""
+    """Calls from ``cache export``; entries of all devices."""
     with tempfile.TemporaryDirectory() as folder:
         cache = open_cache(Path(folder))
         cache.import_(file)
@@ -162,7 +162,7 @@ def _calls_of_export(file: Path) -> tuple[list[ReportedCall], int]:
 
 
 def _calls_of_bench(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
-    """Of ``bench --json``: each case in each direction is a call, and each implementation a candidate."""
+    """Calls from ``bench --json``: each case in each direction is a call, each implementation a candidate."""
     try:
         environment, op = said["environment"], str(said["op"])
         fields: dict[tuple[str, str], list[Candidate]] = {}

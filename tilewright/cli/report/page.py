@@ -202,7 +202,7 @@ def _candidates_table(reported: ReportedCall, shown: Shown, groups: Sequence["_G
 
 
 def _left_out(reported: ReportedCall, shown: Shown) -> Markup:
-    """How many candidates have no row, and where they are."""
+    """A sentence about candidates without a row: how many, and where they are."""
     if shown.complete:
         return Markup()
     slower = sum(shown.left_out.values())
@@ -247,7 +247,7 @@ def _tags(reported: ReportedCall, candidate: Candidate) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """Candidates of a call of which the same is said.
+    """Candidates of a call with the same message.
 
     Attributes:
       kind: "failure", or "reason" why they were not measured.
@@ -310,7 +310,7 @@ def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> lis
 
 
 def _message(message: str, limit: int) -> Markup:
-    """What a compiler or a check said, as text; the middle of what is too long is left out, and that is said."""
+    """The message of a compiler or a check, as text; a long one is cut in the middle, with a note."""
     if len(message) <= limit:
         return element("pre", message, tabindex=0)
     tail = limit // 4

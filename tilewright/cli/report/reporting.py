@@ -1,4 +1,4 @@
-"""What ``tilewright report`` does once its arguments are read."""
+"""The work of ``tilewright report`` after its arguments are parsed."""
 
 import datetime
 import os
@@ -42,7 +42,7 @@ def _check_place(out: Path, files: Sequence[Path]) -> None:
 
 
 def _read(file: Path) -> list[ReportedCall]:
-    """What a file that a command wrote has measurements of."""
+    """The calls that a command's file has measurements of."""
     try:
         calls, left_out = calls_of_file(file)
     except ValueError as error:
@@ -59,7 +59,7 @@ def _complain_of(left_out: int, place: str) -> None:
 
 
 def _known_here() -> list[ReportedCall]:
-    """What the user's disk cache has measurements of on the present device."""
+    """The calls that the user's disk cache has measurements of on the present device."""
 
     cache, device = open_cache(), here().fingerprint
     calls, left_out = calls_of_cache(cache.entries(), device)

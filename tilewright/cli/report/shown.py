@@ -1,4 +1,4 @@
-"""What of a call a page shows, where all of its candidates would be more than anybody scrolls through."""
+"""The candidates of a call that a page shows, if all of them would be too many."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def implementation_of(candidate: Candidate) -> str:
 
 
 def of_each_implementation(calls: Sequence[ReportedCall]) -> int | None:
-    """How many candidates of each implementation of each call a page shows; ``None`` for all."""
+    """The number of candidates of each implementation that a page shows of a call; ``None`` for all."""
     if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
         return None
     fields = sum(len(set(map(implementation_of, reported.measured))) for reported in calls)
