@@ -1,6 +1,7 @@
 """Limits of compute capability 9.0 (CUDA C++ Programming Guide, PTX ISA), and those that Mosaic GPU adds."""
 
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tilewright.kernels.footprint import SHARED_KB
 
@@ -37,9 +38,16 @@ SWIZZLE_ROWS = 8
 TMA wants a whole number of them in global memory too, where shared memory is tiled by as many.
 """
 
-REGISTERS = MappingProxyType({2: (240, 24), 3: (160, 32)})
-"""Registers per thread of a consumer and of the producer, by the number of consumer warpgroups.
 
-A block starts with all the registers of a multiprocessor, shared out evenly in multiples of 8: together these must not
-be more.
+class RegisterSplit(NamedTuple):
+    """Registers per thread of a consumer and of the producer warpgroup, by ``setmaxnreg``."""
+
+    consumer: int
+    producer: int
+
+
+REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 32)})
+"""By the number of consumer warpgroups.
+
+A CTA starts with all the registers of an SM, shared out evenly in multiples of 8: together these must not be more.
 """
