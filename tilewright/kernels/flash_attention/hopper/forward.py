@@ -369,7 +369,7 @@ def store_item(
 
 
 def masked_steps(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
-    """Whether step 0 of an item and whether the later ones need the mask; None where that depends on the step.
+    """The need of a mask in step 0 of an item and in later steps: True, False, or None where it depends on the step.
 
     Causal tiles as wide as they are high need it in step 0 alone, and a loop without the branch is faster.
     """

@@ -186,6 +186,7 @@ def for_each_item[Carry](
 ) -> None:
     """Runs ``carry = body(queued, carry)`` over the work items of this CTA, from ``start(first item)`` on."""
     starts, order = ctx.operands.item_starts, ctx.operands.item_order
+    # A kernel that is not persistent: one item, and no loop around it.
     if starts is None:
         item = _single_item(ctx)
         body(QueuedItem(jnp.int32(0), item, jnp.int32(-1)), start(item))
@@ -196,6 +197,7 @@ def for_each_item[Carry](
     def one_item(position: Scalar, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         item, carry = state
         after = position + 1
+        # Clamped to the last item, behind which the list of another program begins.
         next_item = jnp.where(after < end, order[lax.min(after, end - 1)], -1)
         return next_item, body(QueuedItem(position - begin, item, next_item), carry)
 

@@ -67,7 +67,7 @@ class ForwardPlan:
 
     @property
     def ahead(self) -> bool:
-        """Whether Q of the next item is loaded, and its first step computed, before the output of an item is stored.
+        """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
 
         It takes two stages of Q and a buffer for the output, which must fit.
         """
@@ -75,7 +75,7 @@ class ForwardPlan:
 
     @property
     def own_output(self) -> bool:
-        """Whether the output has a buffer of its own; else it reuses Q's, which has its shape."""
+        """True if the output has a buffer of its own; else it reuses Q's, which has its shape."""
         return self._bytes(1, True) <= SHARED_BYTES or self.head_dim != self.value_dim
 
     @property

@@ -226,16 +226,19 @@ def plan_schedule(
     ragged[-1] |= masked_rows and extent.rows % extent.block_rows != 0
     ragged[:, -1] |= masked_columns and extent.columns % extent.block_columns != 0
     classes = jnp.where(ragged, jnp.minimum(classes, TileClass.PARTIAL), classes)
+    # A stable sort: masked tiles, full ones, then those that are no steps, each in the order of their columns.
     order = jnp.where(classes == TileClass.PARTIAL, 0, jnp.where(classes == TileClass.FULL, 1, 2))
     entries = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
     masked = jnp.sum(classes == TileClass.PARTIAL, axis=-1, dtype=jnp.int32)
     total = masked + jnp.sum(classes == TileClass.FULL, axis=-1, dtype=jnp.int32)
+    # A fully masked row of tiles has one step, whose tile is masked as a whole.
     counts = jnp.stack([jnp.where(total == 0, 1, masked), jnp.maximum(total, 1)], axis=-1)
     return TableSchedule(extent, band, classes.shape[0], classes.shape[1], transposed), (counts, entries)
 
 
 def row_steps(schedule: TileSchedule) -> np.ndarray:
     """Steps of each row of tiles as far as static bands tell, ``[row_tiles]``: the costs of a longest-first order."""
+    # What arrays mask is known on the device only: their part of the mask counts as if it were not there.
     if isinstance(schedule, TableSchedule):
         schedule = BandSchedule(schedule.extent, schedule.band, True, True)
     return schedule.counts()[1]

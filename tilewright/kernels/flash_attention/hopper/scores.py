@@ -77,7 +77,7 @@ class ScoreOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
+        """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
 
         A masked logit is −∞, which times a scale that is not positive is no longer masked.
         """

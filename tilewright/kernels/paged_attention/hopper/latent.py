@@ -133,7 +133,7 @@ class LatentContext:
         return lax.rem(self.work.first + step, jnp.int32(self.call.blocks_per_page)) * BLOCK_K
 
     def exists(self, page: Scalar) -> Condition:
-        """Whether an entry of the page table is a page; others are masked."""
+        """True where an entry of the page table is a page; others are masked."""
         return (page >= 0) & (page < self.call.num_pages)
 
     def visible_end(self, step: Scalar, page: Scalar) -> jax.Array:
@@ -241,7 +241,8 @@ def left_step(
     def scores_beside_pv(scores: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
         issue_scores(ctx, scores, step)
         plgpu.wgmma(acc, p_tile(ctx, step - 1), left.get_mma_tile(step - 1))
-        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)  # S is complete, PV may still run
+        # wait_n=1: S is complete, PV may still run.
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
         right.release(step)
         tile = softmax_tile(ctx, s, step, page, m, row_sum)
         store_p_to_smem(ctx, step, tile)
@@ -285,7 +286,7 @@ def softmax_tile(
 
 
 def needs_mask(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
-    """Whether a step has keys that not all rows see."""
+    """True where a step has keys that not all rows see."""
     end = ctx.visible_end(step, page)
     return (end < BLOCK_K) | (ctx.work.full_end - (ctx.work.first + step) * BLOCK_K < BLOCK_K)
 
@@ -314,7 +315,8 @@ def store_p_to_smem(ctx: LatentContext, step: Scalar, tile: SoftmaxTile) -> None
     slot = scratch.right.slot(step)
     scratch.scales[slot, :] = tile.alpha
     p_tile(ctx, step)[...] = tile.p
-    plgpu.commit_smem()  # wgmma reads P through the async proxy
+    # wgmma reads P through the async proxy, which needs a fence.
+    plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.ready.at[slot])
 
 

@@ -154,14 +154,14 @@ def _combined(out: jax.Array, lse: jax.Array, sinks: jax.Array, dtype: DTypeLike
     Args:
       sinks: of each row, or None: one more key, without a value.
     """
-    largest = lse.max(axis=0)
+    max_lse = lse.max(axis=0)
     if sinks is not None:
-        largest = jnp.maximum(largest, sinks)
-    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    weights = jnp.exp(lse - shift)
-    total = weights.sum(axis=0)
+        max_lse = jnp.maximum(max_lse, sinks)
+    shift = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)
+    scale = jnp.exp(lse - shift)
+    total = scale.sum(axis=0)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    combined = (out * weights[..., None]).sum(axis=0).astype(dtype)
+    scale = scale / jnp.where(total == 0.0, 1.0, total)
+    combined = (out * scale[..., None]).sum(axis=0).astype(dtype)
     return combined, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

@@ -168,7 +168,7 @@ class ChunkContext:
         return self.refs.bits[self.first_bits + lax.min(step, self.steps - 1)]
 
     def is_full(self, step: Scalar, bits: jax.Array) -> jax.Array:
-        """Whether every row sees all keys of a step."""
+        """True where every row sees all keys of a step."""
         return (step >= self.full_from) & (step < self.full_until) & (bits == self.call.all_pages)
 
 
@@ -273,7 +273,8 @@ def attend_step(
         issue_qk(ctx, scores, step)
         wait_values(ctx, step - 1, bits_before)
         plgpu.wgmma(acc, state.p, v_ring.get_mma_tile(step - 1))
-        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)  # QKᵀ is complete, PV may still run
+        # wait_n=1: QKᵀ is complete, PV may still run.
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
         k_ring.release(step)
         tile = softmax_tile(ctx, s, step, bits, state.m, state.row_sum)
         plgpu.wgmma_wait(0)
@@ -388,7 +389,8 @@ def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> Non
         key = masked_absent(ctx, key, bits)
         some_row_sees = (key < visible_end(ctx, work, step, bits)) & (key >= work.low - ctx.first_key(work, step))
         chunk[...] = jnp.where(some_row_sees, values, jnp.zeros_like(values))
-    plgpu.commit_smem()  # wgmma reads V through the async proxy
+    # wgmma reads V through the async proxy, which needs a fence; it reads the other consumer's half, too.
+    plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.cleared)
     plgpu.barrier_wait(scratch.cleared)
 

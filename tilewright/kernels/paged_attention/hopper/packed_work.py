@@ -233,7 +233,8 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
         """``[tiles, tiles]``, True where the second tile comes before the first: a smaller key first."""
         return (key[None] < key[:, None]) | ((key[None] == key[:, None]) & (number[None] < number[:, None]))
 
-    # Ranks by comparing all tiles with all: sorting takes a GPU longer.
+    # Tiles of both kinds are ordered by the share of their kind's cost that is started before them; places without a
+    # tile are last. Ranks by comparing all tiles with all: sorting takes a GPU longer.
     short = plan.rows <= call.tokens
     same_kind = short[None] == short[:, None]
     started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
