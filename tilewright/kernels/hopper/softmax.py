@@ -29,6 +29,14 @@ def initial_statistics() -> tuple[jax.Array, jax.Array]:
     return row_constants(-jnp.inf), row_constants(0.0)
 
 
+class RowState(NamedTuple):
+    """State of a consumer between two steps: P of the later one, for its PV, and m and l up to it."""
+
+    p: jax.Array
+    m: jax.Array
+    row_sum: jax.Array
+
+
 class SoftmaxTile(NamedTuple):
     """The softmax of one tile of logits and the statistics of rows after it.
 
@@ -43,6 +51,11 @@ class SoftmaxTile(NamedTuple):
     alpha: jax.Array
     m: jax.Array
     row_sum: jax.Array
+
+    @property
+    def state(self) -> RowState:
+        """The state after the tile, without alpha."""
+        return RowState(self.p, self.m, self.row_sum)
 
 
 def online_softmax(

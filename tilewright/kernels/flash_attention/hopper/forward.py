@@ -35,7 +35,7 @@ beside the last PV of this one::
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -68,20 +68,12 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import item_by_arithmetic, program_lists, program_order
-from tilewright.kernels.hopper.softmax import LOG2E, SoftmaxTile, initial_statistics, online_softmax
+from tilewright.kernels.hopper.softmax import LOG2E, RowState, SoftmaxTile, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
-
-
-class RowState(NamedTuple):
-    """State of a consumer between two steps: P of the later one, for its PV, and m and l up to it."""
-
-    p: jax.Array
-    m: jax.Array
-    row_sum: jax.Array
 
 
 # The producer.
@@ -203,7 +195,7 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
     k_ring.release(step)
     tile = softmax_tile(ctx, scores, queued.item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
-    return RowState(tile.p, tile.m, tile.row_sum)
+    return tile.state
 
 
 def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Scalar, state: RowState) -> RowState:
@@ -233,7 +225,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             plgpu.wgmma_wait(0)
             v_ring.release(step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
-            return RowState(tile.p, tile.m, tile.row_sum)
+            return tile.state
 
         return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
 
@@ -327,7 +319,7 @@ def last_pv_beside_next_step(
         tile = softmax_tile(ctx, s, next_item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
         plgpu.wgmma_wait(0)
         v_ring.release(after - 1)
-        return RowState(tile.p, tile.m, tile.row_sum)
+        return tile.state
 
     return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.params.block_k), jnp.float32))
 

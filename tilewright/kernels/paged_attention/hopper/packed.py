@@ -34,7 +34,7 @@ by side.
 
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -46,6 +46,7 @@ from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
+    RowState,
     SoftmaxTile,
     initial_statistics,
     normaliser,
@@ -72,14 +73,6 @@ CHUNK = 64
 """Columns of V that are read and written at once where rows are cleared."""
 
 
-class RowState(NamedTuple):
-    """State of a consumer between two steps: P of the later one, for its PV, and m and l up to it."""
-
-    p: jax.Array
-    m: jax.Array
-    row_sum: jax.Array
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkRefs:
     """References to the operands and results of `chunk_kernel` in global memory."""
@@ -100,9 +93,9 @@ class ChunkContext:
 
     Attributes:
       warpgroup: index of the warpgroup: the consumers, then the producer.
-      place: of the tile in the order of ``refs.work``.
+      order_index: of the tile in the order of ``refs.work``.
       work: the tile, as it was read at the start.
-      has_work: whether the place has a tile at all.
+      has_work: whether there is a tile at that index.
       steps: blocks of keys, at least one.
       first_bits: index in ``refs.bits`` of step 0.
       full_from, full_until: in these steps every row sees all keys of a block whose pages are all there.
@@ -116,7 +109,7 @@ class ChunkContext:
     scratch: ChunkScratch
     warpgroup: jax.Array
     kv_head: jax.Array
-    place: jax.Array
+    order_index: jax.Array
     work: TileWork
     has_work: jax.Array
     steps: jax.Array
@@ -133,8 +126,10 @@ class ChunkContext:
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         within = lax.rem(program, jnp.int32(at_once * call.kv_heads))
         kv_head = lax.div(within, jnp.int32(at_once))
-        place = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(within, jnp.int32(at_once))
-        work = read_work(call, refs, place)
+        order_index = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(
+            within, jnp.int32(at_once)
+        )
+        work = read_work(call, refs, order_index)
         has_work = work.tokens > 0
         first, steps = work.first(block_k), work.total(block_k)
         return cls(
@@ -144,7 +139,7 @@ class ChunkContext:
             scratch=scratch,
             warpgroup=warpgroup,
             kv_head=kv_head,
-            place=place,
+            order_index=order_index,
             work=work,
             has_work=has_work,
             steps=steps,
@@ -157,7 +152,7 @@ class ChunkContext:
 
     def work_again(self) -> TileWork:
         """The tile, read anew: what only few blocks need would be kept in registers, and others spilled for it."""
-        return read_work(self.call, self.refs, self.place)
+        return read_work(self.call, self.refs, self.order_index)
 
     def first_key(self, work: TileWork, step: Scalar) -> jax.Array:
         """Position of the first key of a step."""
@@ -172,9 +167,9 @@ class ChunkContext:
         return (step >= self.full_from) & (step < self.full_until) & (bits == self.call.all_pages)
 
 
-def read_work(call: ChunkCall, refs: ChunkRefs, place: Scalar) -> TileWork:
-    """The tile at a place of the order, as scalars."""
-    return TileWork(*(refs.work[field * call.places + place] for field in range(FIELDS)))
+def read_work(call: ChunkCall, refs: ChunkRefs, order_index: Scalar) -> TileWork:
+    """The tile at an index of the order, as scalars."""
+    return TileWork(*(refs.work[field * call.order_length + order_index] for field in range(FIELDS)))
 
 
 def register_split(dim: int) -> RegisterSplit:
@@ -251,7 +246,7 @@ def attend(ctx: ChunkContext, acc: Ref) -> None:
     bits = ctx.page_bits(ctx.zero)
     tile = softmax_tile(ctx, scores, ctx.zero, bits, *initial_statistics())
     # Bits are loaded one step ahead: the softmax need not wait for them.
-    carry = RowState(tile.p, tile.m, tile.row_sum), ctx.page_bits(ctx.zero + 1)
+    carry = tile.state, ctx.page_bits(ctx.zero + 1)
     (p, m, row_sum), _ = lax.fori_loop(1, ctx.steps, functools.partial(attend_step, ctx, acc), carry)
     wait_values(ctx, ctx.steps - 1, ctx.page_bits(ctx.steps - 1))
     plgpu.wgmma(acc, p, v_ring.get_mma_tile(ctx.steps - 1))
@@ -280,7 +275,7 @@ def attend_step(
         plgpu.wgmma_wait(0)
         v_ring.release(step - 1)
         acc[...] = acc[...] * across(tile.alpha, ctx.plan.dim)
-        return RowState(tile.p, tile.m, tile.row_sum), bits_after
+        return tile.state, bits_after
 
     return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.block_k), jnp.float32))
 
@@ -468,6 +463,6 @@ def chunk_kernel(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
     )
-    programs = call.places * call.kv_heads
+    programs = call.order_length * call.kv_heads
     kernel = warpgroup_kernel(body, out_type, ChunkScratch.types(plan), programs, CONSUMERS + 1)
     return kernel(query, key, value, table, bits, work)

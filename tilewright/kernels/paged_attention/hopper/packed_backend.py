@@ -119,7 +119,7 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
 
     # XLA removes this if lse is unused.
     owners = packed_tokens(cum, tokens, sequences + 2, None)
-    half, place = jnp.divmod(owners.offset % each, call.tokens)
+    consumer, token = jnp.divmod(owners.offset % each, call.tokens)
     lse = lse[..., : call.group * call.tokens].reshape(call.tiles, call.kv_heads, CONSUMERS, call.group, call.tokens)
-    lse = lse[starts[owners.sequence] + owners.offset // each, :, half, :, place]
+    lse = lse[starts[owners.sequence] + owners.offset // each, :, consumer, :, token]
     return out, lse.reshape(tokens, problem.heads)

@@ -138,8 +138,8 @@ class ChunkCall:
         return min(TILES_AT_ONCE, self.tiles)
 
     @property
-    def places(self) -> int:
-        """Length of the order of tiles, a multiple of ``tiles_at_once``: the last places may have no tile."""
+    def order_length(self) -> int:
+        """Length of the order of tiles, a multiple of ``tiles_at_once``: the last indices may have no tile."""
         return -(-self.tiles // self.tiles_at_once) * self.tiles_at_once
 
     @property
@@ -177,7 +177,7 @@ class TileWork:
     Attributes:
       tile: index of the tile in the plan.
       token: first token, among the packed ones.
-      tokens: number of tokens, 0 for a place without a tile.
+      tokens: number of tokens, 0 where there is no tile.
       position: position of the first token in its sequence.
       low, high: some row sees keys from ``low`` on, and before ``high``.
       all_low, all_high: every row sees keys from ``all_low`` on, and before ``all_high``.
@@ -206,7 +206,7 @@ FIELDS = len(dataclasses.fields(TileWork))
 
 
 def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
-    """A `TileWork` of all places, flat, in the order in which tiles are started.
+    """A `TileWork` of ``order_length`` tiles, flat, in the order in which they are started.
 
     The costliest tiles come first. Those that fill one consumer and those that fill two are interleaved, so that at any
     time the same share of each kind's total cost has been started: the former are bound by memory bandwidth, the latter
@@ -233,16 +233,16 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
         """``[tiles, tiles]``, True where the second tile comes before the first: a smaller key first."""
         return (key[None] < key[:, None]) | ((key[None] == key[:, None]) & (number[None] < number[:, None]))
 
-    # Tiles of both kinds are ordered by the share of their kind's cost that is started before them; places without a
-    # tile are last. Ranks by comparing all tiles with all: sorting takes a GPU longer.
+    # Tiles of both kinds are ordered by the share of their kind's cost that starts before them; those without tokens
+    # are last. Ranks by comparing all tiles with all: sorting takes a GPU longer.
     short = plan.rows <= call.tokens
     same_kind = short[None] == short[:, None]
     started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
     share = jnp.where(plan.rows > 0, started / jnp.maximum(total, 1), 2.0)
-    place = before(share).sum(axis=1, dtype=jnp.int32)
+    rank = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
-    ordered = jnp.zeros((FIELDS, call.places), jnp.int32)
-    return ordered.at[:, place].set(fields, unique_indices=True).reshape(-1)
+    ordered = jnp.zeros((FIELDS, call.order_length), jnp.int32)
+    return ordered.at[:, rank].set(fields, unique_indices=True).reshape(-1)
 
 
 def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
