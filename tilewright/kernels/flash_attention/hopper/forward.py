@@ -35,7 +35,6 @@ beside the last PV of this one::
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -393,7 +392,7 @@ def forward_kernel(
     schedule: TileSchedule,
     params: HopperForwardParams,
     num_sms: int,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)``: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
 
     Args:
@@ -415,7 +414,7 @@ def forward_kernel(
     else:
         item_at = item_by_arithmetic(*queue)
         order = None if item_at else program_order(*queue)
-    operands = ForwardOperands[Any](query, key, value, sinks, starts, order, tables, arrays)
+    operands = ForwardOperands[jax.Array | np.ndarray](query, key, value, sinks, starts, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
     call = ForwardCall(
         options,
