@@ -26,12 +26,12 @@ from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS
 
 FORWARD_RESERVED = 2048
-"""Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
+"""Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The shared memory of one forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
+    """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
 
     params: HopperForwardParams
     head_dim: int
@@ -51,7 +51,7 @@ class ForwardPlan:
     @property
     def values(self) -> RingPlan:
         params = self.params
-        # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
+        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
         width = math.gcd(params.block_k, self.value_dim, 64)
         tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
         return RingPlan(tile, params.num_stages, params.consumers)
@@ -62,17 +62,20 @@ class ForwardPlan:
 
     @property
     def output(self) -> SharedTile:
-        """Where the output waits for its store, if not where the queries were."""
+        """Buffer of the output before its TMA store, if that does not reuse Q's."""
         return SharedTile((self.params.block_q, self.value_dim), self.dtype)
 
     @property
     def ahead(self) -> bool:
-        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
+        """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
+
+        It takes two stages of Q and a buffer for the output, which must fit.
+        """
         return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
 
     @property
     def own_output(self) -> bool:
-        """Whether the output has shared memory of its own; else it goes where the queries were."""
+        """True if the output has a buffer of its own; else it reuses Q's, which has its shape."""
         return self._bytes(1, True) <= SHARED_BYTES or self.head_dim != self.value_dim
 
     @property
