@@ -36,7 +36,8 @@ Step i, with ``block_q`` 64; time runs to the right, and what stands below each 
     dQ warpgroup    ... add dQ(i-2)     dQ(i-1) -> dq, add dQ(i-1)     dQ(i) -> dq, add dQ(i)  ...
 
 dS waits for dP alone, so it is computed beside the MMA for dV. Where registers do not suffice for S of the next step
-beside dK (``KeyValueContext.overlaps_next_s``), S is computed at the begin of its step, with nothing beside it.
+beside dK (``KeyValueContext.overlaps_next_s``), S is computed at the beginning of its step, with nothing beside it.
+With a bias or a soft cap −lse is added behind them instead; with dropout, −delta behind its scale.
 """
 
 import dataclasses
@@ -213,6 +214,22 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
     return dk[...], dv[...], after
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTiles:
+    """The tiles of a step that a consumer works on."""
+
+    keys: KeyTile
+    step: QueryStep
+    coord: TileCoord  # of S
+    zero: Scalar  # unknown to the compiler
+    q: Ref
+    d_out: Ref
+
+    @property
+    def ctx(self) -> KeyValueContext:
+        return self.keys.ctx
+
+
 def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, dv: Ref) -> jax.Array | None:
     """Adds a step's dV = P·dO and dK = dS·Q, and hands dS to the dQ warpgroup.
 
@@ -226,19 +243,18 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
     zero = opaque_zero(step.index + tile.item)
     coord = TileCoord(tile.batch, step.head, step.q_tile * ctx.block_q, tile.kv_start, ctx.s_shape, 1)
     q, d_out = rings.q.get_mma_tile(step.index), rings.d_out.get_mma_tile(step.index)
+    tiles = StepTiles(tile, step, coord, zero, q, d_out)
     if s is None:
         s = pl.run_scoped(functools.partial(compute_s, tile, step.index), plgpu.ACC(ctx.s_shape, jnp.float32))
-    p = softmax_tile(ctx, step, coord, zero, s)
+    p = softmax_tile(tiles, s)
     rings.d_out.load_from_shared(step.index)
     # dP and dS in sub-tiles of 64 queries: those of 128 queries would spill.
     ds = [
-        pl.run_scoped(
-            functools.partial(compute_ds, tile, step, coord, p, d_out, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32)
-        )
+        pl.run_scoped(functools.partial(compute_ds, tiles, p, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32))
         for begin in range(0, ctx.block_q, ROWS)
     ]
     rings.d_out.release(step.index)
-    finish = functools.partial(accumulate_dk, tile, step, q, ds, dk)
+    finish = functools.partial(accumulate_dk, tiles, ds, dk)
     return pl.run_scoped(finish, plgpu.ACC(ctx.s_shape, jnp.float32)) if ctx.overlaps_next_s else finish(None)
 
 
@@ -294,14 +310,9 @@ class ProbabilityTiles(NamedTuple):
     delta: jax.Array
 
 
-def softmax_tile(
-    ctx: KeyValueContext, step: QueryStep, coord: TileCoord, zero: Scalar, s: jax.Array
-) -> ProbabilityTiles:
-    """Computes P from S.
-
-    Args:
-      zero: a 0 that the compiler cannot know.
-    """
+def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
+    """Computes P from S."""
+    ctx, step, coord = tiles.ctx, tiles.step, tiles.coord
     options, arrays, may_mask = ctx.options, ctx.operands.arrays, ctx.schedule.may_mask
     tanh = None
     if not options.plain:
@@ -317,7 +328,7 @@ def softmax_tile(
     # Where nothing is masked the branch is never taken. Without one ptxas moves the exponentials behind the next MMA,
     # whose accumulator then leaves them too few registers.
     p = lax.cond(
-        step.masked if may_mask else zero != 0,
+        step.masked if may_mask else tiles.zero != 0,
         functools.partial(exponentials, masked=True) if may_mask else (lambda x: x * 0.0),
         functools.partial(exponentials, masked=False),
         s,
@@ -338,17 +349,15 @@ def softmax_tile(
     return ProbabilityTiles(p_dv, p_dp, rounded(p_slope))
 
 
-def compute_ds(
-    tile: KeyTile, step: QueryStep, coord: TileCoord, p: ProbabilityTiles, d_out: Ref, dv: Ref, begin: int, dp: Ref
-) -> jax.Array:
+def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: Ref) -> jax.Array:
     """Computes dS of 64 queries, ``begin`` and following, and adds their part of dV beside it."""
-    ctx = tile.ctx
+    ctx, step, d_out = tiles.ctx, tiles.step, tiles.d_out
     columns = pl.ds(begin, ROWS)
     if ctx.block_q != ROWS:
         p = ProbabilityTiles(*(each[:, begin : begin + ROWS] for each in p))
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
-    plgpu.wgmma(dp, tile.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
+    plgpu.wgmma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
     plgpu.wgmma(dv, p.dv, d_out.at[columns])
     dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
     ds = p.dp.astype(jnp.float32) * dp_tile
@@ -358,26 +367,24 @@ def compute_ds(
     if ctx.bias_gradient is not None:
         d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
         assert d_bias is not None
-        sub_tile = dataclasses.replace(coord, q_start=coord.q_start + begin)
+        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
         ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
     return ds.astype(ctx.plan.dtype)
 
 
-def accumulate_dk(
-    tile: KeyTile, step: QueryStep, q: Ref, ds: list[jax.Array], dk: Ref, next_s: Ref | None
-) -> jax.Array | None:
+def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | None) -> jax.Array | None:
     """Adds dK = dS·Q; stores dS to shared memory and, with an accumulator for it, computes the next S beside it."""
-    ctx, rings = tile.ctx, tile.ctx.scratch
+    ctx, rings, step = tiles.ctx, tiles.ctx.scratch, tiles.step
     if next_s is not None:
         # Behind the last step of an item nothing is loaded: S is then computed from a stale tile, and not used.
         pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
         initialize_s(ctx, step.index + 1, next_s)
     for sub_tile, ds_tile in enumerate(ds):
-        plgpu.wgmma(dk, ds_tile, q.at[pl.ds(sub_tile * ROWS, ROWS)])
+        plgpu.wgmma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
     if next_s is not None:
-        issue_s(tile, step.index + 1, next_s)
+        issue_s(tiles.keys, step.index + 1, next_s)
     if rings.ds is not None:
-        rings.ds.copy_to_shared(step.index, ds, rows=tile.own_rows)
+        rings.ds.copy_to_shared(step.index, ds, rows=tiles.keys.own_rows)
     else:
         plgpu.commit_smem()
     # Only behind an async-proxy fence, which both branches have: threads have read the statistics, and TMA writes the

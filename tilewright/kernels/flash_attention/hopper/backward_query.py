@@ -246,24 +246,21 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
         for row in (MINUS_LSE, MINUS_DELTA)
     )
     minus_delta = complete_delta(tile, minus_lse, d_lse)
-    minus_lse_tile, minus_delta_tile = (lax.broadcast_in_dim(row, ctx.s_shape, [0]) for row in (minus_lse, minus_delta))
+    statistics = StatisticTiles(*(lax.broadcast_in_dim(row, ctx.s_shape, [0]) for row in (minus_lse, minus_delta)))
     rings.q.load_from_shared(tile.item_index)
 
     def one(number: Scalar, _: None) -> None:
-        step = tile.first + number
+        k_step = tile.first + number
         v_step = ctx.v_ring_step(tile.item_index + 1, tile.first, number)
-        # Indexes Q and dO: else the compiler hoists wgmma's descriptors for them out of the loop, and spills.
-        zero = opaque_zero(step + tile.item)
+        zero = opaque_zero(k_step + tile.item)
         kv_start = tile.steps.tile(number) * ctx.plan.block_k
         coord = TileCoord(tile.batch, tile.head, tile.q_start, kv_start, ctx.s_shape, 0)
-        compute = functools.partial(
-            compute_ds, tile, number, step, v_step, zero, coord, minus_lse_tile, minus_delta_tile
-        )
+        compute = functools.partial(compute_ds, tile, KeyStep(number, k_step, v_step, zero, coord), statistics)
         accumulator = plgpu.ACC(ctx.s_shape, jnp.float32)
         ds = pl.run_scoped(compute, accumulator, accumulator)
-        plgpu.wgmma(dq, ds, rings.k.get_mma_tile(step))
+        plgpu.wgmma(dq, ds, rings.k.get_mma_tile(k_step))
         plgpu.wgmma_wait(0)
-        rings.k.release(step)
+        rings.k.release(k_step)
 
     lax.fori_loop(0, tile.steps.total, one, None)
     rings.q.release(tile.item_index)
@@ -271,46 +268,47 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
     return dq[...]
 
 
-def compute_ds(
-    tile: QueryTile,
-    number: Scalar,
-    step: Scalar,
-    v_step: Scalar,
-    zero: Scalar,
-    coord: TileCoord,
-    minus_lse: jax.Array,
-    minus_delta: jax.Array,
-    s: Ref,
-    dp: Ref,
-) -> jax.Array:
-    """Computes dS of a step, P beside the MMA for dP.
+class StatisticTiles(NamedTuple):
+    """The statistics of a consumer's rows as tiles ``[64, block_k]``."""
 
-    Args:
-      number: of the step within the item.
-      step, v_step: its indices in the rings of K and V.
-      zero: a 0 that the compiler cannot know.
-      minus_lse, minus_delta: tiles ``[64, block_k]``.
-      s, dp: accumulators.
-    """
+    minus_lse: jax.Array
+    minus_delta: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyStep:
+    """A step of a work item: one tile of keys."""
+
+    number: Scalar  # within the item
+    k_step: Scalar  # in the ring of K
+    v_step: Scalar  # in the ring of V
+    zero: Scalar  # unknown to the compiler
+    coord: TileCoord  # of S
+
+
+def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Ref, dp: Ref) -> jax.Array:
+    """Computes dS of a step, P beside the MMA for dP."""
     ctx, options, rings = tile.ctx, tile.ctx.options, tile.ctx.scratch
-    rings.k.load_from_shared(step)
-    plgpu.wgmma(s, rings.q.smem.at[zero, tile.own_rows], rings.k.get_mma_tile(step, transposed=True))
-    rings.v.load_from_shared(v_step)
-    plgpu.wgmma(dp, rings.d_out.smem.at[zero, tile.own_rows], rings.v.get_mma_tile(v_step, transposed=True))
+    # Indexed by an opaque zero: else the compiler hoists wgmma's descriptors for Q and dO out of the loop, and spills.
+    q, d_out = rings.q.smem.at[step.zero, tile.own_rows], rings.d_out.smem.at[step.zero, tile.own_rows]
+    rings.k.load_from_shared(step.k_step)
+    plgpu.wgmma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
+    rings.v.load_from_shared(step.v_step)
+    plgpu.wgmma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
     # Waits for S alone: P is computed while the MMA for dP is in flight.
     logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
     if not options.plain:
-        logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, coord)
-    logits = (logits + minus_lse) * options.multiplier
-    masked = number < tile.steps.masked if ctx.schedule.may_mask else False
-    logits = masked_logits(logits, masked, options, ctx.operands.arrays, coord)
+        logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord)
+    logits = (logits + statistics.minus_lse) * options.multiplier
+    masked = step.number < tile.steps.masked if ctx.schedule.may_mask else False
+    logits = masked_logits(logits, masked, options, ctx.operands.arrays, step.coord)
     p = jnp.exp2(logits)
     dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=0)
-    rings.v.release(v_step)
+    rings.v.release(step.v_step)
     if options.dropout_prob:
-        keep = kept(options, ctx.operands.arrays, coord)
+        keep = kept(options, ctx.operands.arrays, step.coord)
         dp_tile = jnp.where(keep, dp_tile * (1 / (1 - options.dropout_prob)), 0.0)
-    ds = p * (dp_tile + minus_delta)
+    ds = p * (dp_tile + statistics.minus_delta)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
     return ds.astype(ctx.plan.dtype)

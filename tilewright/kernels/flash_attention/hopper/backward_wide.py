@@ -34,18 +34,19 @@ Step i with two stages of dO; time runs to the right, and what stands below each
                    ALU           dS(i+1)                         dS(i+1) -> ds; dQ -> dq, add
 
 P(i+1) is computed beside the MMA for dV(i), dS(i+1) beside that for dK(i). With one stage of dO the dK warpgroup does
-one step after another, and the dV warpgroup releases dO before it computes P.
+one step after another, and the dV warpgroup releases dO before it computes P. With a bias or a soft cap −lse is added
+behind them instead; with dropout, −delta behind its scale.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
@@ -54,7 +55,7 @@ from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord, transposed
+from tilewright.kernels.flash_attention.hopper.scores import transposed
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     ProbabilityTiles,
     QueryIteration,
@@ -67,96 +68,11 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
-from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = range(CONSUMERS + 1)
 """Indices of the warpgroups."""
-
-
-class WideKeyValueOperands[Operand](NamedTuple):
-    """Operands of the kernel, as arrays or references.
-
-    Attributes:
-      statistics: as in ``BackwardCall``, complete.
-      dq_accumulator: None if deterministic.
-      d_bias: the array of a `BiasGradient`; None without one.
-      item_order: the work item of each CTA.
-      tables: of the tile schedule.
-      arrays: for tiles ``[keys, queries]``.
-    """
-
-    query: Operand
-    key: Operand
-    value: Operand
-    d_out: Operand
-    statistics: Operand
-    dq_accumulator: Operand | None
-    d_bias: Operand | None
-    item_order: Operand
-    tables: tuple[Operand, ...]
-    arrays: ScoreArrays
-
-
-class WideItem(NamedTuple):
-    """A decoded work item: a tile of 64 keys of a key head."""
-
-    batch: Scalar
-    kv_head: Scalar
-    kv_start: Scalar
-    iterations: QueryIterations
-
-    def coord(self, iteration: QueryIteration) -> TileCoord:
-        """Coordinates of the tile of S of a step."""
-        head, q_start = self.iterations.head(iteration), self.iterations.q_start(iteration)
-        return TileCoord(self.batch, head, q_start, self.kv_start, WIDE_TILE, 1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WideContext:
-    """All that the roles of the kernel share.
-
-    Attributes:
-      group: query heads of a key head.
-    """
-
-    plan: WideBackwardPlan
-    options: ScoreOptions
-    schedule: TileSchedule
-    kv_heads: int
-    group: int
-    operands: WideKeyValueOperands[Ref]
-    results: KeyValueResults[Ref]
-    scratch: WideKeyValueScratch[Ring, Ref]
-
-    @property
-    def overlaps_next_step(self) -> bool:
-        """Whether dP of the next step is computed beside dK, and S beside dV without waiting for the stage of dO."""
-        return self.plan.params.d_out_stages > 1
-
-    @property
-    def p_in_registers(self) -> bool:
-        """Whether operand A of dV stays in registers, so that shared memory need not feed it: where registers last."""
-        return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
-
-    @property
-    def s_accumulator(self) -> object:
-        """The type of the accumulator of S or dP."""
-        return plgpu.ACC(WIDE_TILE, jnp.float32)
-
-    def current_item(self) -> jax.Array:
-        """The work item of the CTA."""
-        return self.operands.item_order[lax.axis_index("program")]
-
-    def decode(self, item: Scalar) -> WideItem:
-        """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
-        b, kv_head, kv_tile = decode_tile_index(item, self.schedule.extent.row_tiles, self.kv_heads)
-        zero = opaque_zero(jnp.int32(0) + item)
-        iterations = QueryIterations.of(
-            self.schedule, self.operands.tables, b, kv_head * self.group, self.group, kv_tile, zero
-        )
-        return WideItem(b, kv_head, kv_tile * BLOCK, iterations)
 
 
 def wide_key_value_kernel(
@@ -307,7 +223,7 @@ class DvWarpgroup:
         """Sums dV over all steps; returns it without the scale of dropout."""
         self.ctx.scratch.k.load_from_shared(0)
         first = pl.run_scoped(functools.partial(self.first_p, iterations), self.ctx.s_accumulator)
-        p = self.hand_over_p(jnp.int32(0), first)
+        p = self.store_p_to_smem(jnp.int32(0), first)
         one = functools.partial(self.one_step, dv)
         last, p = lax.fori_loop(0, steps - 1, one, (iterations.first, p))
         self.issue_dv(steps - 1, p, dv)
@@ -328,7 +244,7 @@ class DvWarpgroup:
             self.ctx.scratch.d_out.release(step)
         # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made while one is in
         # flight (C7513).
-        p = self.hand_over_p(step + 1, next_p)
+        p = self.store_p_to_smem(step + 1, next_p)
         self.add_own_dq(step, iteration)
         return following, p
 
@@ -374,7 +290,7 @@ class DvWarpgroup:
         # Registers that are an operand must not be written while an MMA is in flight: `one_step` says why.
         return ProbabilityTiles(p.dv if ctx.p_in_registers else p.dv.astype(dtype), p.ds.astype(dtype))
 
-    def hand_over_p(self, step: Scalar, p: ProbabilityTiles) -> jax.Array:
+    def store_p_to_smem(self, step: Scalar, p: ProbabilityTiles) -> jax.Array:
         """Stores P to shared memory, for the dK warpgroup; returns what the loop carries to dV."""
         p_dv, p_ring, buffer = p.dv.astype(self.ctx.plan.dtype), self.ctx.scratch.p, self.ctx.scratch.p_dv
         if buffer is not None:
@@ -466,7 +382,7 @@ class DkWarpgroup:
             lax.fori_loop(0, steps, alone, (iterations.first, jnp.int32(0)))
             return dk[...]
         first = functools.partial(self.ds_alone, jnp.int32(0), iterations.first)
-        ds = self.hand_over_ds(jnp.int32(0), pl.run_scoped(first, self.ctx.s_accumulator), iterations.first)
+        ds = self.store_ds_to_smem(jnp.int32(0), pl.run_scoped(first, self.ctx.s_accumulator), iterations.first)
         one_ahead = functools.partial(self.one_step_ahead, dk)
         last, ds = lax.fori_loop(0, steps - 1, one_ahead, (iterations.first, ds))
         self.dq_and_dk(steps - 1, last, ds, dk)
@@ -484,7 +400,7 @@ class DkWarpgroup:
         self.ctx.scratch.q.release(step)
         dq = pl.run_scoped(functools.partial(self.dq_alone, step), self.dq_accumulator) if self.has_dq_columns else None
         following = self.after_for_bias(step, iteration)
-        ds = self.hand_over_ds(step + 1, next_ds, following)
+        ds = self.store_ds_to_smem(step + 1, next_ds, following)
         if dq is not None:
             self.add_own_dq(step, iteration, dq)
         return self.after(step, iteration), ds
@@ -503,7 +419,7 @@ class DkWarpgroup:
         """dP, then dQ and dK of one step."""
         iteration, _ = carry
         ds = pl.run_scoped(functools.partial(self.ds_alone, step, iteration), self.ctx.s_accumulator)
-        self.dq_and_dk(step, iteration, self.hand_over_ds(step, ds, iteration), dk)
+        self.dq_and_dk(step, iteration, self.store_ds_to_smem(step, ds, iteration), dk)
         self.ctx.scratch.q.release(step)
         return self.after(step, iteration), jnp.int32(0)
 
@@ -552,7 +468,7 @@ class DkWarpgroup:
         self.store_d_bias(step, iteration, ds)
         return ds.astype(self.ctx.plan.dtype)
 
-    def hand_over_ds(self, step: Scalar, ds: jax.Array, iteration: QueryIteration | None) -> jax.Array:
+    def store_ds_to_smem(self, step: Scalar, ds: jax.Array, iteration: QueryIteration | None) -> jax.Array:
         """Stores dS to shared memory, for both MMAs for dQ; returns what the loop carries to dK."""
         ds_ring = self.ctx.scratch.ds
         if ds_ring is None:

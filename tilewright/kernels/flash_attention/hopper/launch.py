@@ -10,16 +10,16 @@ from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.types import Ref
 
 
-def run_kernel(
-    body: Callable[[Any, Any, Any], None],
-    operands: Any,
-    results: Any,
-    scratch: Any,
+def run_kernel[Operands, Results, Scratch](
+    named_body: Callable[[Operands, Results, Scratch], None],
+    operands: object,
+    results: object,
+    scratch: object,
     *,
     num_ctas: int,
     warpgroups: int | None = None,
 ) -> Any:
-    """Runs ``body(operands, results, scratch)`` in every CTA; returns arrays in the places of ``results``.
+    """Runs ``named_body(operands, results, scratch)`` in every CTA; returns arrays in the places of ``results``.
 
     The three are pytrees, named tuples for instance, and the body gets trees of the same structure with references as
     leaves. Memory is allocated in the order of the leaves.
@@ -38,18 +38,18 @@ def run_kernel(
     )
     first_result, first_scratch = len(arrays), len(arrays) + len(out_types)
 
-    def flat_body(*refs: Ref) -> None:
+    def body(*refs: Ref) -> None:
         part_refs = jax.tree.unflatten(part_tree, refs[first_scratch:])
         bound = [
             part.bind(*each) if isinstance(part, RingPlan) else each
             for part, each in zip(parts, part_refs, strict=True)
         ]
-        body(
+        named_body(
             jax.tree.unflatten(operand_tree, refs[:first_result]),
             jax.tree.unflatten(result_tree, refs[first_result:first_scratch]),
             jax.tree.unflatten(scratch_tree, bound),
         )
 
     out_type = out_types[0] if len(out_types) == 1 else tuple(out_types)
-    kernel = warpgroup_kernel(flat_body, out_type, scratch_types, num_ctas, warpgroups)
+    kernel = warpgroup_kernel(body, out_type, scratch_types, num_ctas, warpgroups)
     return jax.tree.unflatten(result_tree, jax.tree.leaves(kernel(*arrays)))

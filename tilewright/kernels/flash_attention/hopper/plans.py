@@ -219,7 +219,7 @@ class BackwardPlan:
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        None if a gradient of the bias is added, which needs the memory: dK and dV are then stored from registers.
+        Empty if a gradient of the bias is added, which needs the memory: dK and dV are then stored from registers.
         """
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
