@@ -94,7 +94,7 @@ class KeyValueContext:
 
     @property
     def overlaps_next_s(self) -> bool:
-        """Whether S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
+        """True if S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
         return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -356,7 +356,7 @@ class DkWarpgroup:
 
     @property
     def has_dq_columns(self) -> bool:
-        """Whether any columns of dQ are left to this warpgroup."""
+        """True if any columns of dQ are left to this warpgroup."""
         return self.fuses_dq and self.ctx.plan.d_query_split < self.ctx.plan.head_dim
 
     @property

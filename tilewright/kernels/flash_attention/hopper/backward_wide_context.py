@@ -81,12 +81,12 @@ class WideContext:
 
     @property
     def overlaps_next_step(self) -> bool:
-        """Whether dP of the next step is computed beside dK, and S beside dV without waiting for the stage of dO."""
+        """True if dP of the next step is computed beside dK, and S beside dV without waiting for the stage of dO."""
         return self.plan.params.d_out_stages > 1
 
     @property
     def p_in_registers(self) -> bool:
-        """Whether operand A of dV stays in registers, so that shared memory need not feed it: where registers last."""
+        """True if operand A of dV stays in registers, so that shared memory need not feed it."""
         return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
 
     @property

@@ -10,8 +10,8 @@ symbol  meaning                                       shape                    w
 Q, dO   queries and gradient of the output            [64, ·_dim]              shared, ``q`` and ``d_out``: a stage for
                                                                                each consumer
 O       output, for delta                             [64, value_dim]          shared, stages of ``k`` or ``v``
-lse     log-sum-exp of the rows, negated              [64] float32             global; registers where they last
-delta   rowsum(dO ∘ O) − d_lse, negated               [64] float32             global; registers where they last
+lse     log-sum-exp of the rows, negated              [64] float32             global; registers if they suffice
+delta   rowsum(dO ∘ O) − d_lse, negated               [64] float32             global; registers if they suffice
 K, V    keys and values of a step                     [64, ·_dim]              shared, ``k``, ``v``
 S       QKᵀ                                           [64, 64] float32         registers, accumulator
 P       exp2(multiplier · (S − lse)), 0 where masked  [64, 64]                 registers
@@ -123,7 +123,7 @@ class WideQueryContext:
 
     @property
     def overlaps(self) -> bool:
-        """Whether S and dP are in flight together: bias, soft cap and dropout take the registers of a second tile."""
+        """True if S and dP are in flight together: bias, soft cap and dropout take the registers of a second tile."""
         return self.options.plain and not self.options.dropout_prob
 
     @property
@@ -307,7 +307,7 @@ class DqWarpgroup:
         return next_ds.astype(self.ctx.plan.dtype)
 
     def needs_mask(self, step: Scalar) -> Condition:
-        """Whether a step's tile needs the mask."""
+        """True if a step's tile needs the mask."""
         if not self.ctx.schedule.may_mask:
             return False
         return step < self.ctx.decode(item_in_step(self.item, step)).steps.masked

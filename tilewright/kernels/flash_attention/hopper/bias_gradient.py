@@ -5,7 +5,6 @@ by an XLA sum over an array that keeps them separate.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -56,17 +55,17 @@ class BiasGradient:
 
     @property
     def shared(self) -> bool:
-        """Whether batch elements or heads share the bias."""
+        """True if batch elements or heads share the bias."""
         return self.bias_shape[:2] != self.scores[:2]
 
     @property
     def added(self) -> bool:
-        """Whether tiles are added by TMA reductions, rather than stored."""
+        """True if tiles are added by TMA reductions, rather than stored."""
         return self.shared and not self.deterministic
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the bias has queries; else tiles are summed over theirs."""
+        """True if the bias has queries; else tiles are summed over theirs."""
         return self.bias_shape[2] > 1
 
     @property
@@ -94,7 +93,7 @@ class BiasGradient:
         """Size of the array."""
         return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
 
-    def staging(self, warpgroups: int) -> Any:
+    def staging(self, warpgroups: int) -> object:
         """Scratch type of a buffer per warpgroup for tiles that wait for their reduction; None unless ``added``."""
         return plgpu.SMEM(self._staging_shape(warpgroups), jnp.float32) if self.added else None
 

@@ -147,7 +147,7 @@ class BackwardPlan:
 
     @property
     def has_dq_warpgroup(self) -> bool:
-        """Whether dQ is computed here, by a warpgroup of its own, and added in global memory."""
+        """True if dQ is computed here, by a warpgroup of its own, and added in global memory."""
         return not self.params.deterministic
 
     @property
@@ -182,7 +182,7 @@ class BackwardPlan:
 
     @property
     def may_overlap_conversion(self) -> bool:
-        """Whether the dQ warpgroup may convert the dQ accumulator of heads that are complete."""
+        """True if the dQ warpgroup may convert the dQ accumulator of heads that are complete."""
         return self.head_dim <= MAX_OVERLAPPED_DIM and self.has_dq_warpgroup
 
     @property
@@ -204,7 +204,7 @@ class BackwardPlan:
 
     @property
     def overlaps_next_s(self) -> bool:
-        """Whether S of the next step is computed beside dK, so that no MMA runs alone.
+        """True if S of the next step is computed beside dK, so that no MMA runs alone.
 
         It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
         (head_dim 64) 1.5 % slower.
@@ -357,7 +357,7 @@ class WideBackwardPlan:
 
     @property
     def fuses_dq(self) -> bool:
-        """Whether the kernel for dK and dV computes dQ, too, and adds it in global memory."""
+        """True if the kernel for dK and dV computes dQ, too, and adds it in global memory."""
         return not self.params.deterministic
 
     @property
@@ -430,7 +430,7 @@ class WideBackwardPlan:
 
     @property
     def reason(self) -> str:
-        """Why a warpgroup's part of dQ cannot be cut into reductions; empty if it can."""
+        """Reason why a warpgroup's part of dQ cannot be cut into reductions; empty if it can."""
         if self.params.deterministic:
             return ""
         split, width = self.d_query_split, self.params.d_query_columns

@@ -97,7 +97,7 @@ class QueryIterations:
         return self.steps(iteration.member).tile(iteration.number) * BLOCK
 
     def masked(self, iteration: QueryIteration) -> Condition:
-        """Whether the tile needs the mask."""
+        """True if the tile needs the mask."""
         return iteration.number < self.steps(iteration.member).masked
 
 
@@ -110,7 +110,7 @@ def item_in_step(item: Scalar, step: Scalar) -> Scalar:
 
 
 def has_separate_ds_factor(options: ScoreOptions) -> bool:
-    """Whether dV and dS take different factors, so that P is not enough: see `softmax_tile`."""
+    """True if dV and dS take different factors, so that P is not enough: see `softmax_tile`."""
     return options.soft_cap is not None or options.dropout_prob > 0
 
 
