@@ -1,6 +1,7 @@
 """The operands that the backward kernels of one call on Hopper share."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -36,3 +37,28 @@ class BackwardCall[Params: BackwardParams]:
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Query, key, value and d_out."""
         return self.query, self.key, self.value, self.d_out
+
+
+class ConversionResults[Result](NamedTuple):
+    """Results of an `OverlappedConversion`.
+
+    Attributes:
+      d_query: dQ with the rows that are converted.
+      done: for each work item whether its rows are, int32.
+    """
+
+    d_query: Result
+    done: Result
+
+
+class KeyValueResults[Result](NamedTuple):
+    """Results of a kernel for dK and dV: their types, references to them, or arrays.
+
+    Attributes:
+      d_key, d_value: whole tiles of keys if the gradient of a bias is added, else as long as key and value.
+      conversion: None unless a conversion of dQ is overlapped.
+    """
+
+    d_key: Result
+    d_value: Result
+    conversion: ConversionResults[Result] | None = None
