@@ -3,7 +3,7 @@
 // Computes O = softmax(scale * Q K^T + bias) V and lse, with any mask, soft cap, sink and dropout of attention.cuh. A
 // CTA owns `kQueries` queries of one head and iterates over the visible keys, `kKeys` at a time. Warps form a grid of
 // kRowWarps x kColumnWarps: a row warp owns kRows queries, and the column warps of these rows split the columns of O.
-// They also split QK^T, in one of two ways:
+// How they share QK^T:
 //
 //   kColumnWarps == 1  nothing is split; P goes from the accumulator of S to the A operand of PV in registers
 //   kSharedKeys        by keys: column warps exchange row maxima, and P through shared memory
