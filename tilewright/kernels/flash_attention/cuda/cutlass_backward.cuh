@@ -3,17 +3,12 @@
 //   S^T = K Q^T (QK)            P^T = exp2(logit2 - lse2), [keys, queries], to shared memory
 //   dP  = dO V^T (DoV)          dS  = scale * P * (dP - delta) * d(soft cap), [queries, keys], to shared memory
 //   dV += P^T dO (GradV)        dQ += dS K (GradQ)        dK += dS^T Q (GradK)
+//   step: S, P | dV | dP, dS | dQ | dK; with kPreload the operands of the next matmul load during the current one
 //
-// Pass::kKeys: a CTA owns `kKeys` keys of one KV head and iterates over the queries of all its query heads, for dK and
-// dV. It adds each tile of dQ by atomics to an fp32 accumulator in global memory, in register order, which a last
-// kernel converts. CTAs add in any order, so dQ is not deterministic. The deterministic form skips that and runs a
-// second pass, Pass::kQueries, whose CTAs own `kQueries` queries and compute only dQ.
-//
-//   delta, lse2  `terms` [batch, heads, q_length]  float2, global memory
-//   dK, dV       registers if kInRegisters, else kv_sums in global memory
-//   dQ           q_sums in global memory; in pass kQueries registers if kQueriesInRegisters
-//
-//   step  S, P | dV | dP, dS | dQ | dK; with kPreload the operands of the next matmul load during the current one
+// Pass::kKeys: a CTA owns `kKeys` keys of one KV head and iterates over the queries of all its query heads. dK and dV
+// stay in registers, or in `kv_sums`. Atomics add each tile of dQ to the fp32 accumulator `q_sums` in global memory, in
+// any order, so dQ is not deterministic; a last kernel converts it. The deterministic form skips that and runs a second
+// pass, Pass::kQueries, whose CTAs own `kQueries` queries and compute dQ.
 #pragma once
 
 #include "attention.cuh"
@@ -49,11 +44,11 @@ struct CutlassBackward {
 
   static constexpr int kThreads = Library::kNumThreads;
   static constexpr int kBlocks = Library::kMinBlocksPerSm;
-  static constexpr bool kInRegisters = Library::kOutputInRF;  // dK and dV stay in registers
-  static constexpr bool kQueriesInRegisters = kMaxDim <= kKeys;  // dQ of pass kQueries stays in registers
-  static constexpr bool kTransposes = GradK::DefaultMmaFromSmem::kIsTransposedA;  // GradK transposes dS itself
-  static constexpr int kColumnsKV = GradK::ThreadblockShape::kN;  // columns of dK or dV per matmul
-  static constexpr int kColumnsQ = GradQ::ThreadblockShape::kN;  // columns of dQ per matmul
+  static constexpr bool kInRegisters = Library::kOutputInRF;                      // dK and dV stay in registers
+  static constexpr bool kQueriesInRegisters = kMaxDim <= kKeys;                   // pass kQueries: dQ in registers
+  static constexpr bool kTransposes = GradK::DefaultMmaFromSmem::kIsTransposedA;  // GradK transposes dS
+  static constexpr int kColumnsKV = GradK::ThreadblockShape::kN;                  // columns of dK or dV per matmul
+  static constexpr int kColumnsQ = GradQ::ThreadblockShape::kN;                   // columns of dQ per matmul
 
   struct Storage {
     typename Library::SharedStorage products;
@@ -155,7 +150,6 @@ struct CutlassBackward {
     coord.terms = p.terms + (int64_t(coord.batch) * p.heads + head) * p.scores.q_length;
   }
 
-  // Rows of a tile that are inside the length.
   static __device__ int clipped(int start, int length, int block) {
     return kWhole ? block : min(block, length - start);
   }
@@ -207,7 +201,6 @@ struct CutlassBackward {
     epilogue(convert, iterator, fragment, iterator);
   }
 
-  // The tile of the dQ accumulator at (q_start, column).
   static __device__ Tile q_tile(const Params& p, const TileCoord& coord, int q_start, int column) {
     const int64_t columns = tiles(p.head_dim, kColumnsQ), rows = tiles(p.scores.q_length, kQueries);
     const int64_t tile = ((int64_t(coord.batch) * p.heads + coord.head) * rows + q_start / kQueries) * columns;
@@ -234,8 +227,7 @@ struct CutlassBackward {
   template <Pass kPass>
   using Gradients = std::conditional_t<kPass == Pass::kQueries, QueryGradient, KeyGradients>;
 
-  // One step: a tile of queries by a tile of keys. `started`: the accumulators in global memory hold earlier steps;
-  // `next` preloads the operands of the next step's S.
+  // One step. `started`: the accumulators in global memory hold earlier steps; `next` preloads the next S operands.
   template <Pass kPass, class Next>
   static __device__ void tile(const Params& p, TileCoord coord, Storage& storage, Gradients<kPass>& gradients,
                               int q_start, int k_start, bool started, Next next) {
@@ -500,8 +492,7 @@ struct CutlassBackward {
     gradients.value.clear();
     gradients.key.clear();
     bool started = false;
-    // Iterates over the query heads of the group, and over the query tiles of each. A head whose queries see none of
-    // these keys has an empty range and is skipped.
+    // Iterates over the group's query heads and their query tiles, skipping heads whose queries see none of these keys.
     int member = 0;
     int2 range = make_int2(0, 0);
     auto enter = [&] {  // moves on to the next head that sees some of these keys
