@@ -26,7 +26,7 @@ from tilewright.kernels import function, kernel
 from tilewright.ops.kernel.arrays import random_array
 from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.kernel.prepared import prepared
-from tilewright.ops.tuning.progress import is_watched, milliseconds
+from tilewright.ops.tuning.progress import is_interactive, milliseconds
 from tilewright.ops.tuning.timing import time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
@@ -74,7 +74,7 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
     interrupted = False
     try:
         with stderr().status("") as status:
-            if not is_watched(sys.stderr):
+            if not is_interactive(sys.stderr):
                 status.stop()
             for what, measured in _measurements(target, options, iters):
                 status.update(Text(what))

@@ -121,7 +121,7 @@ def test_processes_leave_each_other_alone(tmp_path: Path) -> None:
 
 def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
     held = "import sys, time; from pathlib import Path; from tilewright.ops.tuning.device_lock import DeviceLock\n"
-    held += "with DeviceLock(Path(sys.argv[1])).alone(): print('alone', flush=True); time.sleep(600)"
+    held += "with DeviceLock(Path(sys.argv[1])).exclusive(): print('alone', flush=True); time.sleep(600)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     command = [sys.executable, "-c", held, str(tmp_path / "device")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -130,7 +130,7 @@ def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
         assert gate_is_closed(tmp_path / "device")
         process.kill()
         process.wait()
-        with DeviceLock(tmp_path / "device").alone():
+        with DeviceLock(tmp_path / "device").exclusive():
             pass
 
 

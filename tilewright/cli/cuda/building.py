@@ -32,7 +32,7 @@ from tilewright.kernels.cuda import (
 from tilewright.kernels.cuda.devices import architecture, capability_of, parse_architecture
 from tilewright.kernels.cuda.shipped import shipped_folders
 from tilewright.kernels.cuda.toolchain import missing
-from tilewright.ops.tuning.progress import event_bar, is_watched
+from tilewright.ops.tuning.progress import event_bar, is_interactive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,7 +135,7 @@ class BuildProgress:
         self.done: dict[Group, GroupDone] = {}
         self.failed: dict[Group, BuildError] = {}
         self._total = total
-        self._watched = is_watched(sys.stderr)
+        self._watched = is_interactive(sys.stderr)
         self._running: list[Group] = []
         self.bar.disable = not self._watched
         self._task = self.bar.add_task("building", total=total, running="")

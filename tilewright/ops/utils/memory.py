@@ -1,4 +1,4 @@
-"""Bounded memories of a process's calls, forgotten with JAX's own caches."""
+"""Bounded in-process caches that are cleared together with JAX's own."""
 
 import collections
 import threading
@@ -14,18 +14,18 @@ _MEMORIES: "weakref.WeakSet[Memory[object]]" = weakref.WeakSet()
 
 
 def forget_all() -> None:
-    """Empties every memory, and leaves JAX's caches as they are."""
+    """Clears every such cache and leaves JAX's own as they are."""
     for memory in list(_MEMORIES):
         memory.cache_clear()
 
 
 class Memory(Generic[Value]):
-    """Values by key; those used longest ago go first. ``jax.clear_caches()`` empties it.
+    """A least-recently-used cache, cleared by ``jax.clear_caches()``.
 
     Args:
-      name: for people.
-      limit: of the sum of the sizes.
-      size: of a value; by default each counts as one.
+      name: the name under which JAX lists the cache.
+      limit: maximum of the sum of the values' sizes.
+      size: size of a value; by default each counts as one.
     """
 
     def __init__(self, name: str, limit: int, size: Callable[[Value], int] = lambda value: 1) -> None:
@@ -45,7 +45,7 @@ class Memory(Generic[Value]):
             return value
 
     def put(self, key: Hashable, value: Value) -> Value:
-        """Remembers a value, unless another thread was first; returns the one that stays."""
+        """Stores a value unless another thread stored one first; returns the stored one."""
         with self._lock:
             if key in self._values:
                 return self._values[key]
@@ -56,7 +56,7 @@ class Memory(Generic[Value]):
                 self._total -= self._size(oldest)
             return value
 
-    # By these JAX knows a cache.
+    # The interface by which JAX clears and inspects registered caches.
 
     def cache_clear(self) -> None:
         with self._lock:
