@@ -1,4 +1,4 @@
-"""What ``tilewright explain`` does once its arguments are read."""
+"""The work of ``tilewright explain``, after its arguments are read."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain_and_print(target: str, options: CallOptions, device: str | None) -> None:
-    """Prints a table for each call of the target, on this device or on one that is named."""
+    """Prints a table for each call of the target, on this device or on a named one."""
     here()
     known = None if device is None else named_device(device)
     for call in named_calls(target, options, known):
@@ -28,7 +28,7 @@ def explain_and_print(target: str, options: CallOptions, device: str | None) -> 
 
 
 def explanation_table(call: NamedCall) -> "Table":
-    """One row for each kernel call of a function, forward and backward."""
+    """A table with a row for each kernel call of a function, forward and backward."""
     made = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
     executor = default_executor()
     for inv in find_invocations(call.function, *call.args):

@@ -1,4 +1,4 @@
-"""A tuning's result as a table, and the progress of what is no tuning."""
+"""A table of a tuning's result."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def result_table(result: AutotuningResult, title: str = "tuned calls") -> "Table":
-    """One row for each call: what was chosen, how it compares with the heuristic, and where that is known from."""
+    """A table with a row for each call: the chosen config, its comparison with the heuristic, and its source."""
     figures = ("time", "heuristic", "speedup", "tried")
     made = table(title, "call, and what it will run with", *figures, "from", right=figures)
     for call in result:

@@ -7,7 +7,7 @@ Cfg = TypeVar("Cfg")
 """A kernel's configuration: any frozen, hashable value; a dataclass where it is to be stored."""
 
 Out = TypeVar("Out")
-"""What a kernel returns: an array or a pytree of arrays."""
+"""The return type of a kernel: an array or a pytree of arrays."""
 
 Direction = Literal["forward", "backward"]
 

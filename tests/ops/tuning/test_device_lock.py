@@ -41,7 +41,7 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
             order.append("compiled later")
 
     def measure() -> None:
-        with device_lock.alone():
+        with device_lock.exclusive():
             order.append("measured")
             time.sleep(0.02)
 
@@ -60,19 +60,19 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
 
 def test_within_a_turn_another_is_had_at_once(tmp_path: Path) -> None:
     device_lock = DeviceLock(tmp_path / "device")
-    with device_lock.alone(), device_lock.alone(), device_lock.shared():
+    with device_lock.exclusive(), device_lock.exclusive(), device_lock.shared():
         pass
-    with device_lock.shared(), device_lock.alone():
+    with device_lock.shared(), device_lock.exclusive():
         pass
-    with device_lock.alone():
+    with device_lock.exclusive():
         pass
 
 
 def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
     device_lock = DeviceLock(tmp_path / "device")
-    with pytest.raises(ValueError, match="in a turn"), device_lock.alone():
+    with pytest.raises(ValueError, match="in a turn"), device_lock.exclusive():
         raise ValueError("in a turn")
-    with device_lock.alone():
+    with device_lock.exclusive():
         pass
 
 
@@ -92,7 +92,7 @@ def compile():
 
 def measure():
     for _ in range(6):
-        with device_lock.alone():
+        with device_lock.exclusive():
             start = time.monotonic()
             time.sleep(0.005)
             said.append(("alone", start, time.monotonic()))

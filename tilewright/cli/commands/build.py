@@ -1,4 +1,4 @@
-"""``tilewright build``."""
+"""The arguments and help of ``tilewright build``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +68,7 @@ def build(
     What is built or shipped already is left alone. Ctrl-C keeps what was finished; a group that fails keeps none of the
     others from being built.
     """
-    wanted = options.CallOptions(
+    call = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     from tilewright.cli.cuda.building import build_and_report, list_builds, named_tables, write_sources
@@ -77,5 +77,5 @@ def build(
     if sources is not None:
         write_sources(named_tables(table or []), sources)
         raise typer.Exit
-    needs = needs_of(target, wanted, lock, table or [], arch or [], group or [], device or [])
+    needs = needs_of(target, call, lock, table or [], arch or [], group or [], device or [])
     raise typer.Exit(list_builds(needs()) if list_only else build_and_report(needs, jobs))

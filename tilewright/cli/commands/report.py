@@ -1,4 +1,4 @@
-"""``tilewright report``."""
+"""The arguments and help of ``tilewright report``."""
 
 import datetime
 from pathlib import Path

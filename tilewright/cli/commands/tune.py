@@ -1,4 +1,4 @@
-"""``tilewright tune``."""
+"""The arguments and help of ``tilewright tune``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -45,13 +45,13 @@ def tune(
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
-    Kernels in CUDA C++ are compiled beside the measurements; what is not made in time is left out, named, and goes on
-    being compiled for the next time.
+    Kernels in CUDA C++ are compiled while others are measured. Those that are not built in time are left out, named,
+    and go on being compiled for the next time.
 
-    Candidates run in a process of their own: what crashes or hangs is noted, and the tuning goes on. Ctrl-C keeps what
-    was measured, and a tuning that was killed goes on where it was.
+    Candidates run in a separate process: a crash or a hang is recorded, and the tuning goes on. Ctrl-C keeps all
+    measurements, and the next run resumes a tuning that was killed.
     """
-    wanted = options.CallOptions(
+    call = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
@@ -61,4 +61,4 @@ def tune(
 
     limits = {"budget_s": budget, "call_budget_s": call_budget}
     tuner = tuner_of(isolation, timeout)
-    raise typer.Exit(tune_and_report(target, wanted, tuner, again=again, json_file=json_file, lock_file=lock, **limits))
+    raise typer.Exit(tune_and_report(target, call, tuner, again=again, json_file=json_file, lock_file=lock, **limits))

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm: their argument lists, and what they share."""
+"""RMS norm and layer norm: their argument lists, and the parts that they share."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,7 +35,7 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         platform: PlatformOption,
         **numbers: Any,
     ) -> Call:
-        """Checks a call; reads types, shapes and dtypes alone."""
+        """Checks a call; reads only types, shapes and dtypes."""
         x = as_array("x", x)
         if not x.shape or not is_floating(x.dtype):
             raise ValueError(f"x must be a floating-point array of rank 1 at least, got {x.shape=}, {x.dtype=}")

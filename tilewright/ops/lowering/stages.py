@@ -175,7 +175,7 @@ def _without_references(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _sources(jaxpr: Jaxpr) -> list[tuple[int, Reshaping | None]]:
-    """For each result of a jaxpr the index of the result it comes from, and the reshape that makes it, if any."""
+    """The index of the result that each result of a jaxpr comes from, and the reshape that makes it, if any."""
     first: dict[int, int] = {}
     for i, variable in enumerate(jaxpr.outvars):
         first.setdefault(id(variable), i)

@@ -82,7 +82,7 @@ class MlaDecode(PagedAttentionKernel):
         scale: ArrayLike | None = None,
         **options: Unpack[LatentOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         layout = "[sequences, heads, head_dim] or [sequences, q_length, heads, head_dim]"
         queries = arguments.query_array(query, (3, 4), layout)
         latents = as_array("latent_pages", latent_pages)
