@@ -185,11 +185,11 @@ def costs_and_platforms(
         inv, _ = prepared(op, positional, keywords, concrete=False)
     stages = [inv, inv.backward()] if backward else [inv]
     reasons = [op.reasons(stage) for stage in stages]
-    able = [name for name in reasons[0] if not any(each[name] for each in reasons)]
-    if not able:
+    supported = [name for name in reasons[0] if not any(each[name] for each in reasons)]
+    if not supported:
         raise UnsupportedError(target, reasons[-1])
     flops = sum(op.cost(stage).flops for stage in stages)
-    return flops, list(dict.fromkeys(name.partition(":")[0] for name in able))
+    return flops, list(dict.fromkeys(name.partition(":")[0] for name in supported))
 
 
 def _bound(
@@ -205,16 +205,16 @@ def measurements_table(target: str, found: list[Measurement]) -> Any:
     """A table with a row per measurement; ratios are to the peer's time on the same case."""
     title, figures = f"{target} on {current_device().name}", ("time", "± ms", "of JAX's", "GFLOP/s")
     if is_function(target):
-        made = table(title, "arrays", "time", "± ms", right=figures)
+        rows = table(title, "arrays", "time", "± ms", right=figures)
         for m in found:
-            made.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
-        return made
+            rows.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
+        return rows
     peers = kernel(target).cases.peers
-    made = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
+    rows = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
     by_peer = {(m.case, m.stage): m.time_ms for m in found if m.implementation in peers}
     for m in found:
         peer_ms = by_peer.get((m.case, m.stage))
-        made.add_row(
+        rows.add_row(
             m.case,
             m.stage,
             m.implementation,
@@ -224,7 +224,7 @@ def measurements_table(target: str, found: list[Measurement]) -> Any:
             f"{m.flops / m.time_ms / 1e6:.0f}" if m.time_ms and m.flops else "",
             m.remark,
         )
-    return made
+    return rows
 
 
 def as_json(target: str, found: list[Measurement]) -> dict[str, Any]:

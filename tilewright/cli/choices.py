@@ -61,11 +61,11 @@ def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None
     known = tuple(choices)
     if word in known:
         return word
-    message = f"{original or word!r} is no {noun}; {meant(original or word, known)}choose from {', '.join(known)}"
+    message = f"{original or word!r} is no {noun}; {suggest(original or word, known)}choose from {', '.join(known)}"
     raise typer.BadParameter(message, param_hint=hint)
 
 
-def meant(word: str, choices: Iterable[str]) -> str:
+def suggest(word: str, choices: Iterable[str]) -> str:
     """Returns ``did you mean ...? `` with the nearest choice, or an empty string if none is near."""
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)

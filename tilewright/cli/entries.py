@@ -52,7 +52,7 @@ def _is_no_unloaded_warning(record: logging.LogRecord) -> bool:
     return not record.getMessage().endswith(" is not loaded")
 
 
-def whole_id(entry: Entry) -> str:
+def full_id(entry: Entry) -> str:
     """The 32 hexadecimal digits at the end of an entry's file name; any unique prefix of them identifies the entry.
 
     The shell completes them from the file names alone.
@@ -62,27 +62,27 @@ def whole_id(entry: Entry) -> str:
 
 def entry_id(entry: Entry) -> str:
     """The digits that ``cache list`` shows."""
-    return whole_id(entry)[:ID_DIGITS]
+    return full_id(entry)[:ID_DIGITS]
 
 
-def find_entry(entries: Sequence[Entry], beginning: str, place: str) -> Entry:
+def find_entry(entries: Sequence[Entry], beginning: str, cache_name: str) -> Entry:
     """The entry whose id has this prefix.
 
     Raises:
       typer.BadParameter: there is none, or more than one, in which case the message names them.
     """
     prefix = beginning.strip().lower()
-    found = [entry for entry in entries if prefix and whole_id(entry).startswith(prefix)]
+    found = [entry for entry in entries if prefix and full_id(entry).startswith(prefix)]
     if len(found) == 1:
         return found[0]
     if not found:
         raise typer.BadParameter(
-            f"no entry of {place} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
+            f"no entry of {cache_name} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
             param_hint="entry",
         )
-    ids = [whole_id(entry) for entry in found]
+    ids = [full_id(entry) for entry in found]
     digits = next(n for n in range(ID_DIGITS, len(ids[0]) + 1) if len({each[:n] for each in ids}) == len(ids))
-    named = [f"{whole_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
+    named = [f"{full_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
     rest = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise typer.BadParameter(
         f"{beginning!r} is the beginning of {len(found)} ids: {', '.join(named)}{rest}", param_hint="entry"
@@ -96,12 +96,12 @@ def _call(entry: Entry) -> str:
 
 def entries_table(entries: Sequence[Entry]) -> "Table":
     """A table with a row for each entry, newest first."""
-    made = table(
-        "tuned configs", "id", "call, and its config", "time", "device", "tuned", right=("time",), whole=("id",)
+    rows = table(
+        "tuned configs", "id", "call, and its config", "time", "device", "tuned", right=("time",), unwrapped=("id",)
     )
     for entry in sorted(entries, key=lambda entry: entry.created, reverse=True):
         key = key_fields(entry)
-        made.add_row(
+        rows.add_row(
             entry_id(entry),
             lines(
                 (_call(entry), ""),
@@ -112,7 +112,7 @@ def entries_table(entries: Sequence[Entry]) -> "Table":
             str(key.get("device", "?")),
             f"{entry.created:%Y-%m-%d %H:%M}" + (" (stale)" if entry.stale else ""),
         )
-    return made
+    return rows
 
 
 def key_fields(entry: Entry) -> dict[str, Any]:

@@ -20,24 +20,24 @@ def explain_and_print(target: str, options: CallOptions, device: str | None) -> 
     known = None if device is None else named_device(device)
     for call in named_calls(target, options, known):
         with on_device(known):
-            made = explanation_table(call)
-        if made.row_count:
-            stdout().print(made)
+            rows = explanation_table(call)
+        if rows.row_count:
+            stdout().print(rows)
         else:
             complain(f"{call.name} calls no kernel of tilewright; there is nothing to explain")
 
 
 def explanation_table(call: NamedCall) -> "Table":
     """A table with a row for each kernel call of a function, forward and backward."""
-    made = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
+    rows = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
     executor = default_executor()
     for inv in find_invocations(call.function, *call.args):
         choice = executor.explain_choice(inv, None)
-        made.add_row(
+        rows.add_row(
             lines((f"{inv.kernel.name} {inv.direction}", ""), (describe_key(inv.key), "dim")),
             describe_config(choice.config),
             choice.origin,
             milliseconds(choice.time_ms),
             "\n".join(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()) or "there is no other",
         )
-    return made
+    return rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.choices import ARRAY_DTYPES, dtype_name, meant
+from tilewright.cli.choices import ARRAY_DTYPES, dtype_name, suggest
 from tilewright.cli.device import on_device
 from tilewright.cli.mistakes import raised_at, user_code
 from tilewright.cli.options import parse_sizes
@@ -104,7 +104,7 @@ def import_function(target: str) -> Callable[..., Any]:
     """
     found = import_named(target, "function")
     if found is None:
-        raise _no_such(target)
+        raise _unknown_name(target)
     from tilewright.ops import Kernel
 
     if isinstance(found, type) and issubclass(found, Kernel):
@@ -115,12 +115,12 @@ def import_function(target: str) -> Callable[..., Any]:
     return found
 
 
-def _no_such(target: str) -> typer.BadParameter:
+def _unknown_name(target: str) -> typer.BadParameter:
     """The error for a name that a module does not have."""
     module_name, _, path = target.rpartition(":")
     module = sys.modules.get(module_name) or _imported(module_name)
     names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
-    hint = meant(path, names).strip()
+    hint = suggest(path, names).strip()
     return typer.BadParameter(f"{module_name} has no function {path!r}{'; ' if hint else ''}{hint}")
 
 
@@ -151,7 +151,7 @@ def _imported(name: str) -> types.ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                near = meant(name, [path.stem for path in Path().glob("*.py")])
+                near = suggest(name, [path.stem for path in Path().glob("*.py")])
                 raise typer.BadParameter(
                     f"there is no module {name!r}; {near}looked in the working directory and on Python's path"
                 ) from error

@@ -13,16 +13,16 @@ from tilewright.errors import TilewrightError
 
 
 @contextmanager
-def user_mistakes(place: str = "") -> Iterator[None]:
+def user_mistakes(subject: str = "") -> Iterator[None]:
     """Turns a ``ValueError`` or ``TypeError`` about the user's input into a usage error."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise typer.BadParameter(f"{place}: {first_line(error)}" if place else first_line(error)) from error
+        raise typer.BadParameter(f"{subject}: {first_line(error)}" if subject else first_line(error)) from error
 
 
 @contextmanager
-def user_code(place: str) -> Iterator[None]:
+def user_code(subject: str) -> Iterator[None]:
     """Turns any exception of the user's code into one line: a usage error for wrong values, else a failure.
 
     The line ends with the source location, since no traceback is shown.
@@ -32,13 +32,13 @@ def user_code(place: str) -> Iterator[None]:
     except (typer.TyperException, typer.Exit, typer.Abort, TilewrightError):
         raise
     except (ValueError, TypeError) as error:
-        raise typer.BadParameter(f"{place}: {first_line(error)}{raised_at(error)}") from error
+        raise typer.BadParameter(f"{subject}: {first_line(error)}{raised_at(error)}") from error
     except SystemExit as error:  # a script without a guard on its __name__
-        raise Failure(f"{place} ended the program with exit code {error.code}{raised_at(error)}") from error
+        raise Failure(f"{subject} ended the program with exit code {error.code}{raised_at(error)}") from error
     except Exception as error:  # user code may raise anything
         if "KeyboardInterrupt" in str(error):  # Ctrl-C in a callback, which JAX wraps in an error of its own
             raise KeyboardInterrupt from error
-        raise Failure(f"{place} raised {type(error).__name__}: {first_line(error)}{raised_at(error)}") from error
+        raise Failure(f"{subject} raised {type(error).__name__}: {first_line(error)}{raised_at(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

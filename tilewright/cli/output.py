@@ -54,22 +54,22 @@ def _console(**options: Any) -> "Console":
     return plain_console(**options)
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> "Table":
-    """An empty table. Columns named in ``right`` hold figures; these and the columns in ``whole`` are not wrapped."""
+def table(title: str, *columns: str, right: tuple[str, ...] = (), unwrapped: tuple[str, ...] = ()) -> "Table":
+    """An empty table. Columns named in ``right`` hold figures; these and those in ``unwrapped`` do not wrap."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    new_table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         figures = column in right
-        made.add_column(
+        new_table.add_column(
             Text(column),
             justify="right" if figures else "left",
             overflow="fold",
-            no_wrap=figures or column in whole,
+            no_wrap=figures or column in unwrapped,
         )
-    return made
+    return new_table
 
 
 def lines(*parts: tuple[str, str]) -> "Text":

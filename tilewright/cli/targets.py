@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.choices import meant
+from tilewright.cli.choices import suggest
 from tilewright.cli.device import on_device
 from tilewright.cli.functions import user_function
 from tilewright.cli.mistakes import user_mistakes
@@ -66,7 +66,7 @@ def find_op(name: str) -> "Portfolio":
       typer.BadParameter: there is no such op.
     """
     if name not in OPS:
-        hint = meant(name, OPS) or f"the ops are {', '.join(OPS)}; "
+        hint = suggest(name, OPS) or f"the ops are {', '.join(OPS)}; "
         raise typer.BadParameter(f"no op is called {name!r}; {hint}a function is module:function")
     return kernel(name)
 
@@ -82,7 +82,9 @@ def op_cases(name: str, options: CallOptions, kind: str | None = None) -> list[A
     known = [f.name for f in dataclasses.fields(cases.kind) if f.name != "name"]
     unknown = next((field for field in fields if field not in known), None)
     if unknown is not None:
-        raise typer.BadParameter(f"{name} has no option {unknown!r}; {meant(unknown, known)}it has {', '.join(known)}")
+        raise typer.BadParameter(
+            f"{name} has no option {unknown!r}; {suggest(unknown, known)}it has {', '.join(known)}"
+        )
     _check_float64(fields.get("dtype"))
     if bool(options.shape) == bool(options.cases):
         raise typer.BadParameter(f"{name} needs either --shape {','.join(cases.shape)} or --case NAME")
@@ -115,7 +117,7 @@ def _named_cases(name: str, cases: "OpCases[Any]", names: tuple[str, ...], kind:
             found.append(every[case])
         else:
             known = ["all", *every]
-            message = f"{name} has no case {case!r}; {meant(case, known)}it has {', '.join(known)}"
+            message = f"{name} has no case {case!r}; {suggest(case, known)}it has {', '.join(known)}"
             raise typer.BadParameter(message, param_hint="--case")
     return found
 

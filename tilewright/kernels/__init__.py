@@ -90,7 +90,7 @@ def load_classes(name: str) -> None:
 
     The op whose name is part of it is loaded first, then the other ops, until the class is known.
     """
-    from tilewright.ops.utils.stable_ids import loaded_class  # which imports JAX, as completion must not
+    from tilewright.ops.utils.stable_ids import loaded_class  # imports JAX, which completion must not
 
     for op in sorted(OPS, key=lambda op: op not in name):
         if loaded_class(name) is None:

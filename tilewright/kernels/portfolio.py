@@ -23,7 +23,7 @@ from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.ops.kernel.builds import Build, missing_builds
-from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
+from tilewright.ops.kernel.kernel import Invocation, Kernel, errors_naming
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
@@ -128,8 +128,8 @@ def without_x64(*operands: object) -> AbstractContextManager[None]:
     implementation is the same program whether x64 is enabled or not.
     """
     dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
-    wide = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
-    return contextlib.nullcontext() if wide else jax.enable_x64(False)
+    has_64_bits = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
+    return contextlib.nullcontext() if has_64_bits else jax.enable_x64(False)
 
 
 class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
@@ -229,7 +229,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return forward_locally(forward, self._partitioning(inputs), inputs)
 
     def _partitioning(self, inputs: Inputs) -> Partitioning | None:
-        with naming(self):
+        with errors_naming(self):
             return self.partitioning(inputs)
 
     # Methods that the framework calls.

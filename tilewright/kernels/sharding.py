@@ -214,8 +214,8 @@ def _is_spec(leaf: object) -> bool:
 
 
 def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return jax.eval_shape(backward, *whole)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    return jax.eval_shape(backward, *structs)
 
 
 def _summed(part: jax.Array, axes: tuple[str, ...], dtype: np.dtype) -> jax.Array:

@@ -98,9 +98,9 @@ def pmap_with_config(
                 raise ValueError(f"the leading axis of {array.shape=} must have the size of {len(devices)=}")
 
         def spread() -> Callable[..., Any]:
-            def on_each(slices: list[Any], whole: list[Any]) -> Any:
+            def on_each(slices: list[Any], replicated: list[Any]) -> Any:
                 element_args = arguments.join([array[0] for array in slices])
-                out = element(kernel, *element_args, cfg=cfg, **options.join(whole))
+                out = element(kernel, *element_args, cfg=cfg, **options.join(replicated))
                 return jax.tree.map(lambda x: x[None], out)
 
             mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))

@@ -191,7 +191,7 @@ class ExplainedChoice:
     Attributes:
       step: the step of the selection chain that the config comes from.
       time_ms: the config's measured time, if there is one.
-      rejected: for every other implementation the reasons why it was not chosen.
+      rejected: the reasons why each other implementation was not chosen.
       detail: more about the step: which lock, or which shapes the config was measured for and how far away they are.
     """
 

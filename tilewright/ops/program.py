@@ -13,7 +13,7 @@ import numpy as np
 
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser
-from tilewright.ops.config.context import check_budget, current_overrides, in_force
+from tilewright.ops.config.context import applied_overrides, check_budget, current_overrides
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
@@ -27,9 +27,9 @@ from tilewright.ops.utils.describe import describe_config, describe_key
 
 
 @contextlib.contextmanager
-def only_reading() -> Iterator[None]:
+def inspection_only() -> Iterator[None]:
     """Lowers without tuning and without keeping the trace, so that a later real call sees the tuned configs."""
-    with in_force(dataclasses.replace(current_overrides(), token=object())):
+    with applied_overrides(dataclasses.replace(current_overrides(), token=object())):
         yield
 
 
@@ -50,8 +50,8 @@ def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
         return _jax_lowered(fn)
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
-    with only_reading():
-        method = getattr(fn, "lower", None)  # of jax.jit, nnx.jit and eqx.filter_jit
+    with inspection_only():
+        method = getattr(fn, "lower", None)  # a method of the results of jax.jit, nnx.jit and eqx.filter_jit
         lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
     return _jax_lowered(lowered)
 
@@ -82,8 +82,8 @@ def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping
 
     def flat(arrays: list[Any]) -> Any:
         given = iter(arrays)
-        again = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)]
-        args, rest = jax.tree.unflatten(tree, again)
+        rebuilt = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)]
+        args, rest = jax.tree.unflatten(tree, rebuilt)
         results = jax.tree.leaves(fn(*args, **rest, **static))
         return [result for result in results if _is_traceable(result)]
 
@@ -142,7 +142,7 @@ def tune(
         its own static arguments; or what their ``lower`` returned, without arguments.
       *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place. For a plain function, keywords
       that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
-      tuner: how to measure.
+      tuner: settings of the measurements.
       budget_s: seconds for the whole tuning, lowering and builds included; by default 120 for each kernel call,
       ``math.inf`` for no limit.
       call_budget_s: seconds for each call, within the total.

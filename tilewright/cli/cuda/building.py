@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tilewright.cli.choices import meant, one_of
+from tilewright.cli.choices import one_of, suggest
 from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
@@ -114,7 +114,7 @@ def capabilities(architectures: Sequence[str]) -> list[int]:
 def _find_table(name: str) -> VariantTable:
     known = cuda_tables()
     if ":" not in name and name not in known:
-        hint = f"{meant(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
+        hint = f"{suggest(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
         raise typer.BadParameter(f"no table {name!r}; {hint}", param_hint="--table")
     found = import_named(known.get(name, name), "NAME")
     if not isinstance(found, VariantTable):
@@ -151,7 +151,7 @@ class BuildProgress:
             case GroupDone():
                 self.done[event.group] = event
                 if event.seconds:
-                    self._print(f"built {event.group} {_took(event)}")
+                    self._print(f"built {event.group} {_build_result(event)}")
             case GroupFailed():
                 self.failed[event.group] = event.error
                 self._print(f"failed: {event.error.message}")
@@ -168,10 +168,10 @@ class BuildProgress:
         self._total = total
         self.bar.update(self._task, total=total)
 
-    def _print(self, what: str) -> None:
+    def _print(self, text: str) -> None:
         if not self._is_interactive:
             ended = len(self.done) + len(self.failed)
-            print(f"{what} ({ended} of {self._total})", file=sys.stderr, flush=True)
+            print(f"{text} ({ended} of {self._total})", file=sys.stderr, flush=True)
 
     def report_failures(self) -> None:
         """Prints, for each group that failed, the compiler's output and the reason; equal ones once."""
@@ -206,7 +206,7 @@ def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> 
         except KeyboardInterrupt:
             interrupted = True
     if progress.done:
-        _print_groups(groups, {group: _took(done) for group, done in progress.done.items()})
+        _print_groups(groups, {group: _build_result(done) for group, done in progress.done.items()})
     if not groups:
         typer.echo("nothing of it needs a kernel that nvcc compiles" + _compiler_remark())
         return 0
@@ -259,14 +259,14 @@ def list_builds(groups: Sequence[Group]) -> int:
 
 
 def _print_groups(groups: Sequence[Group], states: dict[Group, str]) -> None:
-    made = table("CUDA kernels", "table", "group", "architecture", "variants", "built", right=("variants",))
+    rows = table("CUDA kernels", "table", "group", "architecture", "variants", "built", right=("variants",))
     for group in groups:
         variants = sum(1 for variant in group.table.in_group(group.name) if variant.runs_on(group.capability))
-        made.add_row(group.table.name, group.name, f"sm_{group.target}", str(variants), states.get(group, "no"))
-    stdout().print(made)
+        rows.add_row(group.table.name, group.name, f"sm_{group.target}", str(variants), states.get(group, "no"))
+    stdout().print(rows)
 
 
-def _took(done: GroupDone) -> str:
+def _build_result(done: GroupDone) -> str:
     if done.seconds:
         return f"in {done.seconds:.0f} s, {size_of(done.library)}"
     return _library_info(done.library, done.shipped) if done.shipped else f"already, {size_of(done.library)}"

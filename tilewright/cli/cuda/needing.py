@@ -15,7 +15,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda import Group
 from tilewright.kernels.cuda.devices import architecture
-from tilewright.kernels.cuda.kernel import noting_groups
+from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.ops import Lock, default_executor
 from tilewright.ops.config.lockfile import Decision, key_fields
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
@@ -23,7 +23,7 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.kernel import Invocation, live_kernel
 from tilewright.ops.lowering.programs import Decisions
-from tilewright.ops.program import lower, only_reading
+from tilewright.ops.program import inspection_only, lower
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import device_of_fingerprint
 
@@ -98,7 +98,7 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
     known = None if device is None else named_device(device)
     chooser, instead = default_executor().chooser, []
     # Both also apply while named_calls traces the calls to check them.
-    with only_reading(), noting_groups() as noted:
+    with inspection_only(), recording_groups() as noted:
         calls = named_calls(target, options, known)
         with on_device(known), Decisions() as decisions:
             for call in calls:

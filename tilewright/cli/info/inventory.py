@@ -69,9 +69,9 @@ def machine_facts() -> Iterator[tuple[str, str]]:
 
 def backends_table(backends: list[ServedBackend]) -> "Table":
     """A table with a row for each backend of each op."""
-    made = table("backends", "op", "backend", "serves", "why it does not", whole=("op", "backend"))
+    rows = table("backends", "op", "backend", "serves", "why it does not", unwrapped=("op", "backend"))
     shown = ""
     for each in backends:
-        made.add_row("" if each.op == shown else each.op, each.name, ", ".join(each.devices) or "nothing", each.why)
+        rows.add_row("" if each.op == shown else each.op, each.name, ", ".join(each.devices) or "nothing", each.why)
         shown = each.op
-    return made
+    return rows

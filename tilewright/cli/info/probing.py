@@ -93,10 +93,10 @@ def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present:
     if not problems:
         return ServedBackend(op, name, (), "it can be loaded, and there is no device to ask it about")
     reasons = {device.name: common_reasons(loaded, problems, device) for device in present}
-    able = tuple(device for device, reasons_against in reasons.items() if not reasons_against)
-    if able:
+    serving = tuple(device for device, reasons_against in reasons.items() if not reasons_against)
+    if serving:
         broken = _late_import_error(loaded)
-        return ServedBackend(op, name, () if broken else able, broken)
+        return ServedBackend(op, name, () if broken else serving, broken)
     reasons_against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
     if all(device.kind == "cpu" for device in present):
         reasons_against += common_reasons(loaded, problems, STAND_IN)

@@ -176,7 +176,7 @@ def _calls_of_bench(file: Path, document: dict[str, Any]) -> list[ReportedCall]:
             fields.setdefault((str(each["case"]), str(each["stage"])), []).append(candidate)
         return [
             ReportedCall(
-                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_first_able(candidates), "bench"),
+                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_with_default(candidates), "bench"),
                 str(environment["fingerprint"]),
                 dict(environment["toolchain"]),
                 f"{file} (bench)",
@@ -188,27 +188,27 @@ def _calls_of_bench(file: Path, document: dict[str, Any]) -> list[ReportedCall]:
         raise ValueError(f"not the JSON of a bench: {error!r}") from error
 
 
-def _first_able(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
+def _with_default(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
     """The candidates, with the first that was measured marked as the default, and its index."""
     first = next((i for i, each in enumerate(candidates) if each.samples_ms), 0)
     return tuple(dataclasses.replace(each, heuristic=i == first) for i, each in enumerate(candidates)), first
 
 
-def calls_of_cache(entries: Iterable[Entry], device: str, place: str = "disk cache") -> tuple[list[ReportedCall], int]:
+def calls_of_cache(entries: Iterable[Entry], device: str, origin: str = "disk cache") -> tuple[list[ReportedCall], int]:
     """The calls on one kind of device that a cache has measurements of, and the number of entries without any.
 
     Args:
       place: a name of the cache, for people.
     """
     wanted = [entry for entry in entries if str(key_fields(entry).get("device", "?")) == device]
-    found = [_call_of_entry(entry, device, place) for entry in wanted]
+    found = [_call_of_entry(entry, device, origin) for entry in wanted]
     calls = [reported for reported in found if reported is not None]
     return sorted(calls, key=lambda r: (r.call.op, r.call.shapes, r.call.direction != "forward")), len(found) - len(
         calls
     )
 
 
-def _call_of_entry(entry: Entry, device: str, place: str) -> ReportedCall | None:
+def _call_of_entry(entry: Entry, device: str, origin: str) -> ReportedCall | None:
     try:
         candidates = tuple(_candidate(measurement) for measurement in entry.measurements)
         key = key_fields(entry)
@@ -227,7 +227,7 @@ def _call_of_entry(entry: Entry, device: str, place: str) -> ReportedCall | None
     remarks = _remarks(call.complete)
     if entry.stale:
         remarks = (*remarks, "stale: measured with other versions than those installed now, so not in use")
-    return ReportedCall(call, device, entry.toolchain, f"{place}, {entry.created:%Y-%m-%d %H:%M}", remarks)
+    return ReportedCall(call, device, entry.toolchain, f"{origin}, {entry.created:%Y-%m-%d %H:%M}", remarks)
 
 
 def _candidate(measurement: Mapping[str, Any]) -> Candidate:

@@ -11,7 +11,7 @@ from tilewright.cli.output import counted
 from tilewright.cli.report.calls import ReportedCall, geometric_mean, time_of, valid_time
 from tilewright.cli.report.markup import Markup, element, joined, word
 from tilewright.cli.report.plot import FieldPlot
-from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, of_each_implementation
+from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, rows_per_implementation
 from tilewright.cli.report.style import STYLE
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
@@ -27,9 +27,9 @@ MAX_NAMES = 12
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     """Renders the page; the same calls and date give the same text."""
     title = f"Tuning report: {counted(len(calls), 'call')} on {_listed(c.device for c in calls)}"
-    best = of_each_implementation(calls)
+    best = rows_per_implementation(calls)
     sections = []
-    all_groups = [_groups(reported, everything=best is None) for reported in calls]
+    all_groups = [_groups(reported, show_all=best is None) for reported in calls]
     limit = max(MIN_MESSAGE, min(MAX_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
     all_shown = [Shown.of(reported, best) for reported in calls]
     tooltips = sum(len(shown.ranked) for shown in all_shown) <= MAX_TOOLTIPS
@@ -264,37 +264,37 @@ class _Group:
         return f"{name}-{self.kind}-{self.number}"
 
 
-def _groups(reported: ReportedCall, *, everything: bool) -> list[_Group]:
+def _groups(reported: ReportedCall, *, show_all: bool) -> list[_Group]:
     """Groups all candidates that failed or were not measured by their message."""
     # Bounds in the reasons differ between candidates, which is not worth a group each.
     by_kind = {
-        "failure": by_message(reported.failed, alike=not everything),
-        "reason": by_message(reported.dropped, alike=True),
+        "failure": by_message(reported.failed, ignore_numbers=not show_all),
+        "reason": by_message(reported.dropped, ignore_numbers=True),
     }
     return [
-        _Group(kind, number, same, everything or number <= MAX_MESSAGES)  # type: ignore[arg-type]
+        _Group(kind, number, same, show_all or number <= MAX_MESSAGES)  # type: ignore[arg-type]
         for kind, found in by_kind.items()
         for number, same in enumerate(found, 1)
     ]
 
 
 def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], name: str, limit: int) -> Markup:
-    made = []
+    elements = []
     for kind, title, total in (
         ("failure", "Failures", len(reported.failed)),
         ("reason", "Not measured", len(reported.dropped)),
     ):
         groups_of_kind = [group for group in groups if group.kind == kind]
-        made += [element("h3", f"{title}: {counted(total, 'candidate')}")] if groups_of_kind else []
+        elements += [element("h3", f"{title}: {counted(total, 'candidate')}")] if groups_of_kind else []
         for group in groups_of_kind:
             if group.shown:
-                made += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
-        hidden = [group for group in groups_of_kind if not group.shown]
-        if hidden:
-            num_candidates = counted(sum(len(group.candidates) for group in hidden), "candidate")
-            text = f"Left out: {counted(len(hidden), 'further message')}, of {num_candidates}. All are in "
-            made.append(element("p", text, element("code", word(reported.origin)), ".", class_="soft"))
-    return joined(*made)
+                elements += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
+        not_shown = [group for group in groups_of_kind if not group.shown]
+        if not_shown:
+            num_candidates = counted(sum(len(group.candidates) for group in not_shown), "candidate")
+            text = f"Left out: {counted(len(not_shown), 'further message')}, of {num_candidates}. All are in "
+            elements.append(element("p", text, element("code", word(reported.origin)), ".", class_="soft"))
+    return joined(*elements)
 
 
 def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> list[Markup]:
@@ -324,8 +324,8 @@ def _environment(calls: Sequence[ReportedCall]) -> Markup:
     for number, reported in enumerate(calls, 1):
         numbers.setdefault((word(reported.device), _versions(reported)), []).append(number)
     rows = [
-        element("tr", element("td", device), element("td", versions), element("td", _ranges(which)))
-        for (device, versions), which in numbers.items()
+        element("tr", element("td", device), element("td", versions), element("td", _ranges(call_numbers)))
+        for (device, versions), call_numbers in numbers.items()
     ]
     return element(
         "section",

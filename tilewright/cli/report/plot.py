@@ -107,21 +107,21 @@ class FieldPlot:
         return "; ".join(parts) + "."
 
     def _time_axis(self) -> Markup:
-        made = [element("text", f"ms per call{', log scale' * self.axis.log}", x=16, y=36)]
+        elements = [element("text", f"ms per call{', log scale' * self.axis.log}", x=16, y=36)]
         for tick in self.axis.ticks():
             y = self.axis.at(tick)
-            made.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-            made.append(element("text", f"{tick:.4g}", class_="end", x=LEFT - 16, y=y + 9))
-        return element("g", *made, class_="axis")
+            elements.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+            elements.append(element("text", f"{tick:.4g}", class_="end", x=LEFT - 16, y=y + 9))
+        return element("g", *elements, class_="axis")
 
     def _rank_axis(self) -> Markup:
         count, base = len(self.field), HEIGHT - BOTTOM
         step = next(s for s in (1, 2, 5, *(f * 10**k for k in range(1, 9) for f in (1, 2, 5))) if count / s <= 20)
         ranks = [1, *range(step, count + 1, step)] if step > 1 else range(1, count + 1)
-        made = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base)]
-        made += [element("text", rank, class_="middle", x=self.x(rank), y=base + 36) for rank in ranks]
-        made.append(element("text", "candidates, fastest first", class_="end", x=WIDTH - RIGHT, y=HEIGHT - 12))
-        return element("g", *made, class_="axis")
+        elements = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base)]
+        elements += [element("text", rank, class_="middle", x=self.x(rank), y=base + 36) for rank in ranks]
+        elements.append(element("text", "candidates, fastest first", class_="end", x=WIDTH - RIGHT, y=HEIGHT - 12))
+        return element("g", *elements, class_="axis")
 
     def _samples(self) -> Markup:
         # Lines of zero length with round caps, which take a tenth of the bytes of circles.
@@ -141,15 +141,15 @@ class FieldPlot:
                 right.append(f"M{x - half} {y}h{2 * half}")
             else:
                 wrong.append(f"M{x - 10} {y - 10}l20 20m0-20l-20 20")
-        made = [element("path", class_="bars", d="".join(right))]
-        return element("g", *made, *([element("path", class_="wrong", d="".join(wrong))] if wrong else []))
+        elements = [element("path", class_="bars", d="".join(right))]
+        return element("g", *elements, *([element("path", class_="wrong", d="".join(wrong))] if wrong else []))
 
     def _marks(self) -> list[Markup]:
         chosen, default = self.reported.chosen, self.reported.default
         if default is chosen:
             return [self._mark(chosen, "chosen", "default, kept", 80)]
-        made = [self._mark(default, "default", "default", 44)] if default else []
-        return [*made, self._mark(chosen, "chosen", "chosen", 80)]
+        marks = [self._mark(default, "default", "default", 44)] if default else []
+        return [*marks, self._mark(chosen, "chosen", "chosen", 80)]
 
     def _mark(self, candidate: Candidate, kind: str, label: str, top: int) -> Markup:
         """A label at the top, a line down from it, and a disc (chosen) or an open square (default) on the median."""

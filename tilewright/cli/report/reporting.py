@@ -21,8 +21,8 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
     Raises:
       typer.BadParameter: there is nothing to report, or the page cannot be written. Nothing is written then.
     """
-    _check_place(out, files)
-    calls = merged(*map(_read, files)) if files else _known_here()
+    _check_output_path(out, files)
+    calls = merged(*map(_read, files)) if files else _calls_on_this_device()
     date = date or datetime.datetime.now(datetime.UTC).date()
     page = render(calls, date=date.isoformat()).encode()
     try:
@@ -32,7 +32,7 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
     return f"{counted(len(calls), 'call')}, {len(page) / 1024:.0f} KiB written to {out}"
 
 
-def _check_place(out: Path, files: Sequence[Path]) -> None:
+def _check_output_path(out: Path, files: Sequence[Path]) -> None:
     if not absolute(out).parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     if out.is_dir():
@@ -53,12 +53,12 @@ def _read(file: Path) -> list[ReportedCall]:
     return calls
 
 
-def _complain_of(left_out: int, place: str) -> None:
+def _complain_of(left_out: int, origin: str) -> None:
     verb = "holds" if left_out == 1 else "hold"
-    complain(f"{counted(left_out, 'entry', 'entries')} of {place} {verb} no measurements that can be read: left out")
+    complain(f"{counted(left_out, 'entry', 'entries')} of {origin} {verb} no measurements that can be read: left out")
 
 
-def _known_here() -> list[ReportedCall]:
+def _calls_on_this_device() -> list[ReportedCall]:
     """The measurements on the present device in the user's disk cache."""
 
     cache, device = open_cache(), here().fingerprint

@@ -25,7 +25,7 @@ def implementation_of(candidate: Candidate) -> str:
     return "" if "=" in first else first
 
 
-def of_each_implementation(calls: Sequence[ReportedCall]) -> int | None:
+def rows_per_implementation(calls: Sequence[ReportedCall]) -> int | None:
     """The number of candidates of each implementation of each call that a page shows; ``None`` for all."""
     if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
         return None
@@ -75,7 +75,7 @@ class Shown:
         return [candidate for _, candidate in self.ranked]
 
 
-def by_message(candidates: Iterable[Candidate], *, alike: bool) -> list[list[Candidate]]:
+def by_message(candidates: Iterable[Candidate], *, ignore_numbers: bool) -> list[list[Candidate]]:
     """Groups candidates by message, in order of first appearance.
 
     Args:
@@ -84,5 +84,5 @@ def by_message(candidates: Iterable[Candidate], *, alike: bool) -> list[list[Can
     found: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         message = str(candidate.error)
-        found.setdefault(_NUMBER.sub("0", message) if alike else message, []).append(candidate)
+        found.setdefault(_NUMBER.sub("0", message) if ignore_numbers else message, []).append(candidate)
     return list(found.values())

@@ -131,8 +131,8 @@ def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None
 def find(group: Group, cache: BuildCache | None = None) -> Path | None:
     """The shared object of a group that is built or shipped.
 
-    BuildError: the cache may be written by others.
-      BuildError: the cache is not ours alone.
+    Raises:
+      BuildError: the cache may be written by others.
     """
     found = locate(group, cache)
     return None if found is None else found.path

@@ -82,7 +82,7 @@ class Limit:
     cancelled: threading.Event
     timeout_s: float
 
-    def waiting(self, what: str) -> Callable[[], None]:
+    def waiting(self, step: str) -> Callable[[], None]:
         """Returns a function that waits a moment on each call; the time limit starts now.
 
         It raises `Cancelled` once the build is cancelled, and ``TimedOut(what)`` when the time is over.
@@ -93,7 +93,7 @@ class Limit:
             if self.cancelled.wait(_POLL_S):
                 raise Cancelled
             if time.monotonic() > deadline:
-                raise TimedOut(what)
+                raise TimedOut(step)
 
         return wait
 

@@ -27,10 +27,10 @@ def hash_headers(table: VariantTable) -> tuple[str, dict[str, str]]:
     Raises:
       OSError: the table's header cannot be read.
     """
-    own = (table.header.parent, *own_folders(), *table.include_folders)
+    table_folders = (table.header.parent, *own_folders(), *table.include_folders)
     packages = {package.name: package_folders(package) for package in table.packages}
-    owners = ["" for _ in own] + [name for name, found in packages.items() for _ in found or ()]
-    folders = [*own, *(folder for found in packages.values() for folder in found or ())]
+    owners = ["" for _ in table_folders] + [name for name, found in packages.items() for _ in found or ()]
+    folders = [*table_folders, *(folder for found in packages.values() for folder in found or ())]
     hashes = {name: hashlib.sha256() for name in ("", *(name for name, found in packages.items() if found is not None))}
     for (folder, relative), digest in sorted(_closure([table.header.name, "tilewright/group.h"], folders).items()):
         hashes[owners[folder]].update(f"{relative}\0{digest}\0".encode())
@@ -76,9 +76,9 @@ def _closure(names: Sequence[str], folders: Sequence[Path]) -> dict[_Header, str
 
 def _resolve_include(quoted: bool, name: str, header: _Header, folders: Sequence[Path]) -> _Header | None:
     folder, relative = header
-    beside = posixpath.normpath(posixpath.join(posixpath.dirname(relative), name))
-    if quoted and _is_file(folders[folder], beside):
-        return folder, beside
+    sibling = posixpath.normpath(posixpath.join(posixpath.dirname(relative), name))
+    if quoted and _is_file(folders[folder], sibling):
+        return folder, sibling
     return _find(name, folders)
 
 

@@ -19,7 +19,7 @@ from tilewright.kernels.cuda.library import Library
 from tilewright.kernels.cuda.requirements import Values
 from tilewright.kernels.cuda.table import Variant, VariantTable
 from tilewright.ops.types import Device
-from tilewright.ops.utils.memory import forget_all
+from tilewright.ops.utils.memory import clear_all
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +29,20 @@ _NEEDED_GROUPS: ContextVar[dict[Group, None] | None] = ContextVar("noted groups"
 
 
 @contextlib.contextmanager
-def noting_groups() -> Iterator[dict[Group, None]]:
+def recording_groups() -> Iterator[dict[Group, None]]:
     """Records the groups that calls in this context need, and compiles none of them.
 
     Programs lowered in this context are for inspection and must not run: a group that is not built is assumed to serve
     everything not known otherwise, and its results are zeros.
     """
     noted: dict[Group, None] = {}
-    forget_all()  # an earlier trace would be reused, and record nothing
+    clear_all()  # an earlier trace would be reused, and record nothing
     token = _NEEDED_GROUPS.set(noted)
     try:
         yield noted
     finally:
         _NEEDED_GROUPS.reset(token)
-        forget_all()  # traces made here must not run
+        clear_all()  # traces made here must not run
 
 
 class CudaKernel:

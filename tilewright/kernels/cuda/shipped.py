@@ -113,8 +113,8 @@ def shipped_folders() -> tuple[Path, ...]:
 def _folders(path: tuple[str, ...]) -> tuple[Path, ...]:
     # Search paths only: other finders, such as those of editable installations, may run arbitrary code.
     spec = importlib.machinery.PathFinder.find_spec(NAMESPACE, list(path))
-    places = () if spec is None else spec.submodule_search_locations or ()
-    entries = (entry for place in places for entry in _entries(Path(place)))
+    namespace_folders = () if spec is None else spec.submodule_search_locations or ()
+    entries = (entry for namespace_folder in namespace_folders for entry in _entries(Path(namespace_folder)))
     found = [(int(match[1]), entry) for entry in entries if (match := _CUDA.fullmatch(entry.name))]
     return tuple(entry for _, entry in sorted(found, key=lambda each: -each[0]))
 
@@ -134,7 +134,7 @@ def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
         of_target = [entry for entry in group if entry.name.startswith(f"{key.beginning}{key.target}-")]
         matching = [entry for entry in of_target if entry.name.startswith(key.prefix)]
         for entry in matching:
-            reason = _reason_against(entry, key)
+            reason = _reason_not_usable(entry, key)
             if not reason:
                 return entry / LIBRARY
             logger.warning("the shipped kernel %s is not used: %s", entry, reason)
@@ -150,7 +150,7 @@ def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
     return None
 
 
-def _reason_against(folder: Path, key: ShippedKey) -> str:
+def _reason_not_usable(folder: Path, key: ShippedKey) -> str:
     """The reason why a shipped object cannot be used; empty if it can."""
     try:
         record = msgspec.json.decode(read_file(folder / RECORD, _RECORD_LIMIT), type=ShippedRecord)
@@ -173,10 +173,10 @@ def _reason_against(folder: Path, key: ShippedKey) -> str:
 
 def _ffi_reason(compiled: tuple[int, int]) -> str:
     """Applies XLA's rule: it accepts handlers of older versions of its interface, and refuses newer ones."""
-    here = ffi_version()
-    if compiled[0] == here[0] and compiled[1] <= here[1]:
+    available = ffi_version()
+    if compiled[0] == available[0] and compiled[1] <= available[1]:
         return ""
-    versions = [".".join(map(str, each)) for each in (compiled, here)]
+    versions = [".".join(map(str, each)) for each in (compiled, available)]
     return f"it needs version {versions[0]} of XLA's FFI, and jaxlib has {versions[1]}"
 
 

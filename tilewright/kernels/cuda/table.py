@@ -138,11 +138,11 @@ class VariantTable:
         return tuple(variant for variant in self.variants if variant.runs_on(capability))
 
 
-def _check_names(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
+def _check_names(kind: str, names: Iterable[str]) -> None:
+    known: set[str] = set()
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"the name of a {what} must be an identifier, got {name!r}")
-        if name in seen:
-            raise ValueError(f"there are two {what}s of the name {name!r}")
-        seen.add(name)
+            raise ValueError(f"the name of a {kind} must be an identifier, got {name!r}")
+        if name in known:
+            raise ValueError(f"there are two {kind}s of the name {name!r}")
+        known.add(name)

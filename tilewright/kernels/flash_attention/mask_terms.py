@@ -59,7 +59,7 @@ class MaskParts:
         """True if there are terms for single queries and keys."""
         return self.segments is not None or self.positions is not None or bool(self.lengths)
 
-    def beyond_bands_and_lengths(self) -> list[str]:
+    def unsupported_terms(self) -> list[str]:
         """Reasons why a backend with only bands of indices and lengths cannot apply the mask; empty if it can."""
         reasons = []
         if self.segments is not None:

@@ -298,7 +298,7 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides
         what is dropped, on every backend alike.
       return_lse: also return the natural log-sum-exp of the logits, float32 ``[batch, heads, q_length]``.
-      precision: of the matrix products, as for ``jax.numpy.matmul``.
+      precision: precision of the matmuls, as for ``jax.numpy.matmul``.
       platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
         strict.
       cfg: a config to use instead of the selected one.

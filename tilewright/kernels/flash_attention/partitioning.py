@@ -57,7 +57,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in axis_names(split.heads)))
     keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
     sinks: Any = PartitionSpec(split.heads, None)
-    whole: Any = PartitionSpec()
+    replicated: Any = PartitionSpec()
     gradients = {
         "query": GradientParts(rows, (), typed_spec(inputs.query)),
         "key": GradientParts(keys, split.missing(keys), typed_spec(inputs.key)),
@@ -95,7 +95,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             bias=bias,
             mask=None if inputs.mask is None else _mask_specs(inputs.mask, split, inputs.query.shape[0]),
             softmax_aux=None if inputs.softmax_aux is None else sinks,
-            dropout_seed=None if inputs.dropout_seed is None else whole,
+            dropout_seed=None if inputs.dropout_seed is None else replicated,
             options=inputs.options,
         ),
         results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),

@@ -89,9 +89,8 @@ def _fault(name: str, values: np.ndarray, wrong: np.ndarray, fault: str) -> str:
     locations = np.argwhere(wrong)
     if not len(locations):
         return ""
-    named = [
-        f"{name}[{', '.join(map(str, place))}] = {values[tuple(place)]}" for place in locations[:MAX_LOCATIONS].tolist()
-    ]
+    shown = locations[:MAX_LOCATIONS].tolist()
+    named = [f"{name}[{', '.join(map(str, location))}] = {values[tuple(location)]}" for location in shown]
     return f"{_listed(named, len(locations))} {fault}"
 
 

@@ -37,7 +37,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
     rows: Any = P(sequences, heads)
     by_head: Any = P(heads)
     by_sequence: Any = P(sequences)
-    whole: Any = P()
+    replicated: Any = P()
     return Partitioning(
         mesh=mesh,
         inputs=PagedInputs(
@@ -47,7 +47,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
             page_table=None if inputs.page_table is None else by_sequence,
             kv_lengths=by_sequence,
             kv_starts=None if inputs.kv_starts is None else by_sequence,
-            cum_q_lens=None if inputs.cum_q_lens is None else whole,
+            cum_q_lens=None if inputs.cum_q_lens is None else replicated,
             key_scale=cache(inputs.key_scale),
             value_scale=cache(inputs.value_scale),
             alibi_slopes=None if inputs.alibi_slopes is None else by_head,

@@ -92,9 +92,9 @@ def _sequence_of(cum: Any, token: jax.Array, tokens: int) -> tuple[Any, Any, Any
         is_inside = (token >= low) & (token < high)
         return high, jax.tree.map(lambda new, old: jnp.where(is_inside, new, old), (at, low, high, True), found)
 
-    nothing = (0, 0, 0, False)
+    initial = (0, 0, 0, False)
     start = jnp.clip(first, 0, tokens)
-    state = jax.tree.map(jnp.asarray, (start, nothing))
+    state = jax.tree.map(jnp.asarray, (start, initial))
     _, (sequence, low, high, owned) = lax.fori_loop(0, sequences, look, state)
     return sequence, token - low, high - low, owned
 

@@ -27,8 +27,8 @@ def boundaries(cum_q_lens: Any, tokens: int) -> Any:
 def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | None) -> Tokens:
     token = jnp.arange(tokens, dtype=jnp.int32)
     if q_length is not None:
-        everything = jnp.ones(tokens, bool)
-        return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), everything)
+        all_owned = jnp.ones(tokens, bool)
+        return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), all_owned)
     cum = boundaries(cum_q_lens, tokens)
     owner = _ends_passed(cum[1:], token)
     sequence = jnp.minimum(owner, sequences - 1)

@@ -92,7 +92,7 @@ def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
     spec = typed_axes(inputs.key_pages)
     if any(axes is not None for position, axes in enumerate(spec) if position != 2):
         raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
-    by_head, whole = P(None, spec[2]), P()
+    by_head, replicated = P(None, spec[2]), P()
 
     def placed(array: jax.Array, wanted: P) -> Any:
         return None if array is None else jax.reshard(array, NamedSharding(mesh, wanted))
@@ -101,9 +101,9 @@ def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
         inputs,
         key=placed(inputs.key, by_head),
         value=placed(inputs.value, by_head),
-        page_table=placed(inputs.page_table, whole),
-        kv_lengths=placed(inputs.kv_lengths, whole),
-        cum_q_lens=placed(inputs.cum_q_lens, whole),
+        page_table=placed(inputs.page_table, replicated),
+        kv_lengths=placed(inputs.kv_lengths, replicated),
+        cum_q_lens=placed(inputs.cum_q_lens, replicated),
     )
 
 

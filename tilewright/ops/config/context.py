@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from tilewright.ops.config.lockfile import Lock, LockInForce, Miss, environment_lock, lock_in_force
+from tilewright.ops.config.lockfile import ActiveLock, Lock, Miss, active_lock, environment_lock
 from tilewright.ops.config.memory import ConfigCache
 
 Fallback = Literal["autotune", "heuristics", "error"]
@@ -71,14 +71,14 @@ class Overrides:
     overlays: tuple[ConfigCache, ...] = ()
     policy: tuple[tuple[str, Any], ...] = ()
     token: object = None
-    locks: tuple[LockInForce | None, ...] = ()
+    locks: tuple[ActiveLock | None, ...] = ()
 
     def apply(self, policy: AutotunePolicy) -> AutotunePolicy:
         """The policy with the overridden fields replaced."""
         return dataclasses.replace(policy, **dict(self.policy)) if self.policy else policy
 
     @property
-    def lock(self) -> LockInForce | None:
+    def lock(self) -> ActiveLock | None:
         """The lock that selection must follow.
 
         Raises:
@@ -130,20 +130,20 @@ def synchronise() -> None:
         _TRACE_CONTEXT(wanted).__enter__()
 
 
-def as_without_overrides() -> AbstractContextManager[object]:
+def without_overrides() -> AbstractContextManager[object]:
     """A context in which JAX's cache keys carry no overrides, for code that no config choice affects."""
     context: AbstractContextManager[object] = _TRACE_CONTEXT(None)
     return context
 
 
-def key_of_overrides() -> Hashable:
+def overrides_key() -> Hashable:
     """The overrides in the form that JAX's cache keys hold."""
     key: Hashable = _TRACE_CONTEXT.value
     return key
 
 
 @contextlib.contextmanager
-def in_force(overrides: Overrides) -> Iterator[None]:
+def applied_overrides(overrides: Overrides) -> Iterator[None]:
     """Applies overrides to selection and to JAX's trace caches."""
     reset = _CURRENT.set(overrides)
     synchronise()
@@ -163,7 +163,7 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
     if not isinstance(cache, ConfigCache):
         raise TypeError(f"overlay_cache needs a ConfigCache, got {cache!r} of type {type(cache).__name__}")
     now = current_overrides()
-    with in_force(dataclasses.replace(now, overlays=(*now.overlays, cache))):
+    with applied_overrides(dataclasses.replace(now, overlays=(*now.overlays, cache))):
         yield cache
 
 
@@ -180,9 +180,9 @@ def use_lock(lock: Lock | str | os.PathLike[str] | None, miss: Miss = "allow") -
     Raises:
       LockError: the file is missing, damaged, altered, or of another schema.
     """
-    lock_to_follow = None if lock is None else lock_in_force(lock, miss)
+    lock_to_follow = None if lock is None else active_lock(lock, miss)
     now = current_overrides()
-    with in_force(dataclasses.replace(now, locks=(*now.locks, lock_to_follow))):
+    with applied_overrides(dataclasses.replace(now, locks=(*now.locks, lock_to_follow))):
         yield None if lock_to_follow is None else lock_to_follow.lock
 
 
@@ -207,5 +207,5 @@ def policy_override(**fields: Any) -> Iterator[None]:
     AutotunePolicy(**replaced)  # bad values fail here, before anything is in force
     now = current_overrides()
     merged = dict(now.policy) | replaced
-    with in_force(dataclasses.replace(now, policy=tuple(sorted(merged.items())))):
+    with applied_overrides(dataclasses.replace(now, policy=tuple(sorted(merged.items())))):
         yield

@@ -216,9 +216,9 @@ class Lock:
         """
         file = absolute(path)
         with locked(file.with_name(f".{file.name}.lock")):
-            whole = Lock.load(file) | self if file.exists() else self
-            whole.save(file)
-        return whole
+            merged = Lock.load(file) | self if file.exists() else self
+            merged.save(file)
+        return merged
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Lock":
@@ -242,7 +242,7 @@ class Lock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LockInForce:
+class ActiveLock:
     """A lock that selection follows.
 
     Attributes:
@@ -271,13 +271,13 @@ class LockInForce:
         """
         config, why = self._answer(inv, source)
         if why and self.miss == "allow":
-            which = f" for {describe_key(inv.key)}" if why == _LACKS else ""
-            _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){which}: {why}")
+            call_text = f" for {describe_key(inv.key)}" if why == _LACKS else ""
+            _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){call_text}: {why}")
         return config, why
 
     def _answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
         if inv.device_fingerprint != self.lock.device:
-            return None, "" if _is_here(self.lock.device) else self._other_device(inv)
+            return None, "" if _has_device(self.lock.device) else self._other_device(inv)
         decision = self.lock.get(inv.key)
         if decision is None:
             return None, _LACKS
@@ -306,7 +306,7 @@ class LockInForce:
         )
 
 
-def lock_in_force(lock: Lock | str | os.PathLike[str], miss: Miss) -> LockInForce:
+def active_lock(lock: Lock | str | os.PathLike[str], miss: Miss) -> ActiveLock:
     """Wraps a lock, or loads one from its file, for selection to follow.
 
     Raises:
@@ -315,10 +315,10 @@ def lock_in_force(lock: Lock | str | os.PathLike[str], miss: Miss) -> LockInForc
     """
     _check_miss(miss)
     if isinstance(lock, Lock):
-        return LockInForce(lock, miss=miss)
+        return ActiveLock(lock, miss=miss)
     if not isinstance(lock, str | os.PathLike):
         raise TypeError(f"{lock=} of type {type(lock).__name__} must be a Lock, the path of a lock file, or None")
-    return LockInForce(Lock.load(lock), str(absolute(lock)), miss)
+    return ActiveLock(Lock.load(lock), str(absolute(lock)), miss)
 
 
 def _check_miss(miss: object) -> None:
@@ -329,7 +329,7 @@ def _check_miss(miss: object) -> None:
 _READING = threading.Lock()
 
 
-def environment_lock() -> LockInForce | None:
+def environment_lock() -> ActiveLock | None:
     """The lock that ``TILEWRIGHT_LOCK`` names, with the mode ``TILEWRIGHT_LOCK_MISS``, read once per process.
 
     Raises:
@@ -340,19 +340,19 @@ def environment_lock() -> LockInForce | None:
 
 
 @functools.cache
-def _read_environment() -> LockInForce | None:
+def _read_environment() -> ActiveLock | None:
     path, miss = os.environ.get("TILEWRIGHT_LOCK", ""), os.environ.get("TILEWRIGHT_LOCK_MISS", "") or "allow"
     if miss not in get_args(Miss):
         raise LockError(f"TILEWRIGHT_LOCK_MISS={miss!r} must be 'allow' or 'error'")
     if path:
-        return lock_in_force(path, miss)  # type: ignore[arg-type]
+        return active_lock(path, miss)  # type: ignore[arg-type]
     if miss == "error":
         raise LockError("TILEWRIGHT_LOCK_MISS=error needs a lock: set TILEWRIGHT_LOCK to the path of one")
     return None
 
 
 @functools.cache
-def _is_here(device: str) -> bool:
+def _has_device(device: str) -> bool:
     """True if this process has a device with this fingerprint."""
     return any(device_fingerprint(each) == device for each in local_devices(device.partition(":")[0]))
 

@@ -32,7 +32,7 @@ class Neighbour:
 
     Attributes:
       configs: the entry's configs, best first.
-      distance: in octaves, summed over all dimensions of all arrays.
+      distance: distance in octaves, summed over all dimensions of all arrays.
     """
 
     key: str
@@ -92,7 +92,7 @@ def _form(key: Hashable) -> tuple[str, tuple[int, ...]] | None:
     if not isinstance(parsed, dict):
         return None
     sizes: list[int] = []
-    mapped = [[[_blank(size, sizes) for _ in range(sum(which))], which] for size, which in parsed.pop("mapped", ())]
+    mapped = [[[_blank(size, sizes) for _ in range(sum(flags))], flags] for size, flags in parsed.pop("mapped", ())]
     return canonical_json([_without_sizes(parsed, sizes), mapped]), tuple(sizes)
 
 

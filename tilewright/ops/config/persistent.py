@@ -60,7 +60,7 @@ class Entry:
 
     Attributes:
       config: ``None`` if its type is not loaded in this process; ``readable`` still shows it.
-      measurements: as given to `PersistentCache.put`, or plain JSON data if a type is not loaded.
+      measurements: those given to `PersistentCache.put`, or plain JSON data if a type is not loaded.
       toolchain: versions of the packages that compiled the kernels.
       source: hash of the implementation's source.
       stale: measured with another toolchain or source than the present one, so not a hit.
@@ -150,7 +150,7 @@ class PersistentCache:
         """The config under ``key``, or ``None`` if there is no usable one.
 
         Args:
-          key: as given to `put`.
+          key: the key that was given to `put`.
           expected_type: a config of another type is a miss; without it any loaded type is accepted.
           source: hash of the implementation's current source; an entry with another hash is stale, hence a miss.
         """

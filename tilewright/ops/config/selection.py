@@ -21,10 +21,10 @@ from tilewright.ops.config.tuner import Tuner, check_tuner
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.kernel.names import RemembersConfigs, key_is_of, remembers_configs
+from tilewright.ops.kernel.names import ConfigHolder, key_is_of, register_config_holder
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.hook import Hook
-from tilewright.ops.utils.untraced import measuring_alone
+from tilewright.ops.utils.untraced import measurement_lock
 
 __all__ = [
     "AutotunePolicy",
@@ -45,7 +45,7 @@ _GUESSES = ("nearest", "heuristic")
 _UNTUNED = ("shipped", *_GUESSES)
 
 
-class Measures(Protocol):
+class MeasureFunction(Protocol):
     """Measures the candidates of a call and stores the winner in a chain."""
 
     def __call__(
@@ -53,11 +53,11 @@ class Measures(Protocol):
     ) -> AutotuningResult: ...
 
 
-MEASURE: Hook[Measures] = Hook("the autotuner")
+MEASURE: Hook[MeasureFunction] = Hook("the autotuner")
 """The function by which a chain tunes a call where its policy allows that."""
 
 
-class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
+class ConfigSelectorChain(ConfigChooser, ConfigHolder):
     """Takes the first answer of its steps.
 
     The steps: explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the
@@ -72,8 +72,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
       cache: the memory cache; a fresh one by default.
       persistent: the disk cache; ``None`` keeps everything in memory.
       autotune: shorthand for ``policy=AutotunePolicy(allow_autotune=autotune)``.
-      policy: what to do when no cache answers; by default nothing is measured.
-      tuner: how to measure.
+      policy: the limits when no cache answers; by default nothing is measured.
+      tuner: settings of the measurements.
       on_event: called with a ``Selection`` for every choice and with the events of each tuning.
       tables: folder of tuned tables; by default the one in the package.
     """
@@ -117,7 +117,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             ("disk", self._disk),
             ("shipped", self._shipped_table),
         )
-        remembers_configs(self)
+        register_config_holder(self)
 
     def forget(self, name: str, version: str) -> None:
         self.cache.discard([key for key in self.cache if key_is_of(key, name, version)])
@@ -185,7 +185,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if found is None:
             return
         in_background = self.effective_policy(overrides).build_in_background
-        unbuilt.say_once(inv, selection.config, *found, in_background=in_background)
+        unbuilt.report_once(inv, selection.config, *found, in_background=in_background)
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a guess never replaces a measured config."""
@@ -267,7 +267,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
 
     def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
-        with measuring_alone():  # two threads that miss on the same key measure it once
+        with measurement_lock():  # two threads that miss on the same key measure it once
             found = self._known(inv, None, overrides)
             if found is not None:
                 return found

@@ -28,7 +28,7 @@ def missing(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
     return missing_builds(needed(inv, cfg))
 
 
-def say_once(
+def report_once(
     inv: Invocation[Any, Any], chosen: object, preferred: object, builds: Sequence[Build], *, in_background: bool
 ) -> None:
     """Reports each missing build once, and starts building it in another process if ``in_background``."""

@@ -24,13 +24,13 @@ from tilewright.ops.utils.serialize import canonical_json, tagged, untagged
 _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakref.WeakValueDictionary()
 
 
-class RunsKernels(Protocol):
+class KernelExecutor(Protocol):
     """The interface of an executor that kernels use."""
 
     def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out: ...
 
 
-DEFAULT_EXECUTOR: Hook[Callable[[], RunsKernels]] = Hook("the default executor")
+DEFAULT_EXECUTOR: Hook[Callable[[], KernelExecutor]] = Hook("the default executor")
 """The executor behind ``kernel(...)``."""
 
 
@@ -309,7 +309,7 @@ def check_kernel(kernel: object) -> None:
 
 
 @contextlib.contextmanager
-def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
+def errors_naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
     """Prefixes the kernel's name to errors about wrong arguments."""
     try:
         yield

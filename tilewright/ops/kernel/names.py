@@ -7,10 +7,10 @@ from collections.abc import Hashable
 
 # The class that owns a name and version. A name stays owned after its kernels are gone, since their configs remain.
 _OWNERS: "dict[tuple[str, str], tuple[str, weakref.ref[type]]]" = {}
-_CACHES: "weakref.WeakSet[RemembersConfigs]" = weakref.WeakSet()
+_CACHES: "weakref.WeakSet[ConfigHolder]" = weakref.WeakSet()
 
 
-class RemembersConfigs(abc.ABC):
+class ConfigHolder(abc.ABC):
     """An object that keeps configs in memory by the keys of invocations."""
 
     @abc.abstractmethod
@@ -18,7 +18,7 @@ class RemembersConfigs(abc.ABC):
         """Drops the configs of the kernels of that name and version."""
 
 
-def remembers_configs(memory: RemembersConfigs) -> None:
+def register_config_holder(memory: ConfigHolder) -> None:
     """Registers an object, for its lifetime, to be told when a kernel's class is replaced."""
     _CACHES.add(memory)
 

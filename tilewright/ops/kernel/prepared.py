@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split
-from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, naming
+from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, errors_naming
 from tilewright.ops.kernel.parts import Arguments
 
 
 def prepare(kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Arguments:
     """Calls ``kernel.prepare``; errors about wrong arguments name the kernel."""
-    with naming(kernel):
+    with errors_naming(kernel):
         return kernel.prepare(*args, **kwargs)
 
 

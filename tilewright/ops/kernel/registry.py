@@ -26,7 +26,7 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
         _RECORDED[inv.key] = inv.abstract()
 
 
-def note(inv: Invocation[Any, Any]) -> None:
+def record_if_enabled(inv: Invocation[Any, Any]) -> None:
     """Records an invocation if its kernel is being recorded."""
     if (inv.kernel.name, inv.kernel.version) in _KERNELS:
         with _LOCK:

@@ -24,7 +24,7 @@ from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.lowering.program_key import is_kept_on_disk
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
 from tilewright.ops.utils.processes import usable_cores
-from tilewright.ops.utils.target import target_in_force
+from tilewright.ops.utils.target import active_target
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class CompiledKernels:
 
     Args:
       files: the executables on disk.
-      at_once: how many kernels are compiled at the same time; by default half the number of cores.
+      at_once: number of kernels compiled at the same time; by default half the number of cores.
 
     Attributes:
       loaded: the number of kernels loaded from disk.
@@ -171,7 +171,7 @@ def begin(ctx: mlir.LoweringRuleContext, module: ir.Module) -> None:
       ctx: the context of the lowering rule.
     """
     module_ctx = ctx.module_context
-    if module_ctx.lowering_parameters.for_export or target_in_force() is not None:
+    if module_ctx.lowering_parameters.for_export or active_target() is not None:
         return
     if not TARGETS & set(mlir_modules.custom_calls(module)):
         return

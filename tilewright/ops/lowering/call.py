@@ -23,7 +23,7 @@ from tilewright.ops.config.context import Overrides
 from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit_sharding, split, struct_of
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
-from tilewright.ops.kernel.registry import note
+from tilewright.ops.kernel.registry import record_if_enabled
 from tilewright.ops.lowering.labels import call_label, without_label
 from tilewright.ops.lowering.lowering import results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
@@ -33,7 +33,7 @@ from tilewright.ops.lowering.surroundings import trace_settings
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.memory import LruCache
 from tilewright.ops.utils.target import check_runs_here
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ..
         return known
 
 
-_KNOWN: Memory[Results] = Memory("tilewright results of calls", 4096)
+_KNOWN: LruCache[Results] = LruCache("tilewright results of calls", 4096)
 
 
 def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
@@ -229,18 +229,18 @@ def _reshard_mapped_axes(operands: list[Any], axis: MappedAxis) -> list[Any]:
     first = next((s.spec[0] for s in shardings if s is not None and s.spec[0] is not None), None)
     if first is None:
         return operands
-    alike = list(operands)
+    resharded = list(operands)
     for i, (x, mapped) in enumerate(zip(operands, axis.mapped, strict=True)):
         spec = jax.typeof(x).sharding.spec
         if mapped and spec[0] is None:
-            alike[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
-    return alike
+            resharded[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
+    return resharded
 
 
 def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
     """Chooses the config of a call; returns it with the label that names the call in the program."""
     inv = call.invocation(avals, mapped, device)
-    note(inv)
+    record_if_enabled(inv)
     selection = call.selector.choose(inv)
     record(inv, selection)
     if logger.isEnabledFor(logging.INFO) and call.selector.overrides.token is None:

@@ -153,12 +153,12 @@ def _forward(
         tree = call.tree(known_results(call, avals, mapped, device))
         results = call_p.bind(*primals, call=call, mapped=mapped)
         return [named(x, f"{name}_out") for x in results], [], (tree, jax.tree.structure(()))
-    whole = dataclasses.replace(call, stage="forward")
-    known = known_results(whole, avals, mapped, device)
+    forward_call = dataclasses.replace(call, stage="forward")
+    known = known_results(forward_call, avals, mapped, device)
     out, residuals_tree = known.tree.children()
     sources = known.sources
     returned = tuple(sorted({index for index, _ in sources}))
-    step = dataclasses.replace(whole, returned=returned)
+    step = dataclasses.replace(forward_call, returned=returned)
     outputs = {index for index, _ in sources[: out.num_leaves]}
     results = {
         index: named(x, f"{name}_{'out' if index in outputs else 'residuals'}")

@@ -50,8 +50,8 @@ def select_gradients(
         return given
     return [
         _checked(kernel, label, gradient, array)
-        for label, gradient, array, asked in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
-        if asked
+        for label, gradient, array, is_wanted in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
+        if is_wanted
     ]
 
 

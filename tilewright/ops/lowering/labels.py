@@ -72,10 +72,10 @@ class CallLabel:
         living = live_kernel(self.op, self.version)
         if living is not None:
             return living
-        made: Kernel[Any, Any] = resolve(self.kernel)()
-        if (made.name, made.version) != (self.op, self.version):
-            raise ValueError(f"{self.kernel} is now {made!r}, but the label is of {self.op=} {self.version=}")
-        return made
+        new_kernel: Kernel[Any, Any] = resolve(self.kernel)()
+        if (new_kernel.name, new_kernel.version) != (self.op, self.version):
+            raise ValueError(f"{self.kernel} is now {new_kernel!r}, but the label is of {self.op=} {self.version=}")
+        return new_kernel
 
 
 def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:

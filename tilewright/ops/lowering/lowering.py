@@ -22,7 +22,7 @@ from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
 from tilewright.ops.lowering.program_key import describe, is_shared, read, written
 from tilewright.ops.lowering.stages import Program, Results, traced
 from tilewright.ops.lowering.surroundings import NotDescribableError, Surroundings, surroundings, trace_settings
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.memory import LruCache
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def _size(lowered: Lowered) -> int:
     return 1024 + len(lowered.bytecode or b"")
 
 
-_RESULTS: Memory[Results] = Memory("tilewright results of kernels", 4096)
-_LOWERED: Memory[Lowered] = Memory("tilewright's lowered kernels", MEMORY_LIMIT, _size)
+_RESULTS: LruCache[Results] = LruCache("tilewright results of kernels", 4096)
+_LOWERED: LruCache[Lowered] = LruCache("tilewright's lowered kernels", MEMORY_LIMIT, _size)
 _FILES = LoweredFiles()
 
 

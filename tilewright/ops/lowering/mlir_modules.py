@@ -24,7 +24,7 @@ def lower(ctx: mlir.LoweringRuleContext, jaxpr: ClosedJaxpr, operands: Sequence[
     mesh. The module holds no trace of that program, not even source locations.
 
     ctx: the context of the requesting lowering rule.
-      ctx: of the lowering rule that asks.
+    Args:
       operands: values of the types that ``main`` takes.
     """
     caller_ctx = ctx.module_context

@@ -11,7 +11,7 @@ from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.lowering import ahead
-from tilewright.ops.utils.target import target_in_force
+from tilewright.ops.utils.target import active_target
 
 # A program keeps its executables alive, so only the most recently used ones are kept.
 MAX_PROGRAMS = 512
@@ -51,7 +51,7 @@ class Program:
 
     def compile(self, *structs: object) -> None:
         """Compiles for arguments of these shapes without running, for the target in force if there is one."""
-        target = target_in_force()
+        target = active_target()
         with self._decisions:
             lowered = self._jitted.lower(*structs)
             ahead.wait()  # otherwise XLA would compile the same kernels at the same time

@@ -16,7 +16,7 @@ from tilewright.ops.lowering.gradients import select_gradients
 from tilewright.ops.lowering.labels import without_label
 from tilewright.ops.lowering.surroundings import choice_settings, without_source_locations
 from tilewright.ops.types import Device, MappedAxis
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.memory import LruCache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Reshaping:
         return shaped
 
 
-_TRACES: Memory[tuple[Any, Results]] = Memory("tilewright's traces of kernels", 64)
+_TRACES: LruCache[tuple[Any, Results]] = LruCache("tilewright's traces of kernels", 64)
 
 
 def traced(program: Program) -> tuple[Any, Results]:

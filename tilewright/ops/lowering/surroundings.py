@@ -20,7 +20,7 @@ from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
 from jax.interpreters import mlir
 
-from tilewright.ops.config.context import as_without_overrides, key_of_overrides
+from tilewright.ops.config.context import overrides_key, without_overrides
 
 # A source that changed after this time may differ from the one imported.
 _STARTED = time.time()
@@ -39,13 +39,13 @@ def trace_settings() -> Hashable:
 
     Settings that decide configs alone are left out, and so are checks that ``jax.checkpoint`` switches on.
     """
-    with as_without_overrides(), jax_config.mutable_array_checks(True):
+    with without_overrides(), jax_config.mutable_array_checks(True):
         return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
 
 
 def choice_settings() -> Hashable:
     """The trace settings and those that decide configs: for traces with calls whose configs are not chosen yet."""
-    return trace_settings(), key_of_overrides()
+    return trace_settings(), overrides_key()
 
 
 def _pallas_settings() -> tuple[tuple[str, Any], ...]:

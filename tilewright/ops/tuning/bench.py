@@ -124,7 +124,7 @@ class LocalBench(Bench):
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._pool is None or any(index in self._pending for index in indices):
             return list(self._pending)  # candidates compiled together are measured before others are compiled
-        numerics = numerics_here()  # of this thread; the pool's threads have their own
+        numerics = numerics_here()  # those of this thread; the threads of the pool have their own
         for index in indices[: self._ahead]:
             if index not in self._functions:
                 self._release_device()

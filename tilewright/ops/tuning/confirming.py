@@ -41,14 +41,14 @@ def confirmed(
     untuned: ConfigCache,
 ) -> Confirmation:
     """Times a jitted program with two sets of configs, alternating, on copies of its arguments."""
-    both = (tuned, untuned)
+    caches = (tuned, untuned)
     samples: tuple[list[float], list[float]] = ([], [])
     for number in range(1 + ROUNDS):
-        for which in (0, 1) if number % 2 else (1, 0):
-            with overlay_cache(both[which]):
+        for index in (0, 1) if number % 2 else (1, 0):
+            with overlay_cache(caches[index]):
                 sample = _sample_ms(fn, args, kwargs)
             if number:  # the first call compiles
-                samples[which].append(sample)
+                samples[index].append(sample)
     found = Confirmation(*(Timing(tuple(each)) for each in samples))
     logger.log(logging.WARNING if found.is_slower else logging.INFO, "%s", found)
     return found

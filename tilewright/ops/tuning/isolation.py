@@ -118,8 +118,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._output = _unnamed_file()
-        here, there = Pipe()
-        self._connection: Connection = here
+        parent_end, worker_end = Pipe()
+        self._connection: Connection = parent_end
         environment = os.environ | {
             "PYTHONPATH": module_path(),
             # The worker shares the device with this process.
@@ -127,13 +127,13 @@ class Worker:
         }
         if jax.config.jax_platforms:
             environment["JAX_PLATFORMS"] = jax.config.jax_platforms
-        with there:
+        with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(there.fileno())],
+                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                pass_fds=(there.fileno(),),
+                pass_fds=(worker_end.fileno(),),
                 start_new_session=True,  # this process handles Ctrl-C
                 env=environment,
             )
@@ -168,7 +168,7 @@ class Worker:
                 raise WorkerDied(f"it did not answer within {timeout_s:g} s")
             status, answer, self.held_bytes = self._connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise WorkerDied(self._how_it_died()) from error
+            raise WorkerDied(self._cause_of_death()) from error
         if status != "ok":
             raise RuntimeError(answer)
         return answer
@@ -181,7 +181,7 @@ class Worker:
         self._connection.close()
         self._output.close()
 
-    def _how_it_died(self) -> str:
+    def _cause_of_death(self) -> str:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -241,8 +241,8 @@ class ProcessBench(Bench):
 
     Args:
       idle: provides the worker, and takes it back if it is still healthy.
-      deadline: in ``time.monotonic``; a worker that has not answered by then is killed, which does not count against
-      the candidate.
+      deadline: a time of ``time.monotonic``; a worker that has not answered by then is killed, which does not count
+      against the candidate.
     """
 
     def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker, deadline: float = math.inf):

@@ -168,7 +168,7 @@ def tree_violations(out: object, ref: object, lowp: object, *, factor: float = 2
     found = []
     for (path, x), r, low in zip(flat, refs, lows, strict=True):
         where = jax.tree_util.keystr(path)
-        found += [f"{where}: {what}".lstrip(": ") for what in violations(x, r, low, factor=factor)]
+        found += [f"{where}: {violation}".lstrip(": ") for violation in violations(x, r, low, factor=factor)]
     return found
 
 

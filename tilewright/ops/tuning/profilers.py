@@ -51,7 +51,7 @@ def _watch() -> None:
     _watched.set()
 
 
-def why_not_cupti() -> str:
+def reason_against_cupti() -> str:
     """The reason why CUPTI must not be used here, since it might end the process; empty if it may."""
     if shares_cupti():
         return ""

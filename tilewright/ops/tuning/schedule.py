@@ -21,7 +21,7 @@ class Schedule:
     when the remaining time is needed to compare the candidates that ran is left out, and continues.
 
     Args:
-      deadline: in ``time.monotonic``.
+      deadline: the end of the budget, in ``time.monotonic``.
       call_budget_s: seconds for each call.
       emit: called with events.
 
@@ -61,7 +61,7 @@ class Schedule:
             raise
         if self._cancelled.is_set():
             self._builds.stop()
-        elif left := self._builds.leave():
+        elif left := self._builds.detach():
             self._emit(BuildsLeft(tuple(map(str, left))))
 
     def _begin_builds(self) -> None:
@@ -147,5 +147,5 @@ class Schedule:
         self._emit(CallLeftOut(call.inv, shapes, "the budget ended before one of its candidates was measured"))
 
     def _report_builds(self) -> None:
-        for event in self._builds.news():
+        for event in self._builds.take_events():
             self._emit(event)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tilewright.ops.config.tuner import Timer, check_counts
 from tilewright.ops.kernel.candidates import Timing
-from tilewright.ops.tuning.profilers import running_session, trace_into, why_not_cupti
+from tilewright.ops.tuning.profilers import reason_against_cupti, running_session, trace_into
 from tilewright.ops.types import Device
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def kernels(function: Callable[..., Any], args: Sequence[Any], calls: int = 1) -
     """
     from jax.experimental.mosaic.gpu import profiler  # loads CUPTI
 
-    if why := why_not_cupti():
+    if why := reason_against_cupti():
         raise RuntimeError(why)
     _, found = profiler.measure(function, aggregate=False, iterations=calls)(*args)
     if not found:
@@ -243,7 +243,7 @@ def timer_for(device: Device) -> Timer:
     """
     if device.kind != "gpu" or device.capability is None:
         return WallTimer()
-    why = why_not_cupti()
+    why = reason_against_cupti()
     if why and (session := running_session()):
         logger.warning("kernels are timed by the host's clock: %s", session)
         return WallTimer()
@@ -251,7 +251,7 @@ def timer_for(device: Device) -> Timer:
 
 
 @functools.cache
-def _profiling_timer(why_not_cupti: str) -> Timer:
+def _profiling_timer(reason_against_cupti: str) -> Timer:
     profilers: tuple[tuple[str, KernelTimer], ...] = (("CUPTI", CuptiTimer()), ("XLA's profiler", XlaTimer()))
     for name, timer in profilers:
         try:

@@ -38,7 +38,7 @@ from tilewright.ops.tuning.timing import benchmark
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
-from tilewright.ops.utils.untraced import Interrupted, measuring_alone, outside_traces
+from tilewright.ops.utils.untraced import Interrupted, measurement_lock, run_untraced
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +163,8 @@ class Autotuner:
 
         interrupted = False
         try:
-            with measuring_alone():
-                outside_traces(work)
+            with measurement_lock():
+                run_untraced(work)
         except Interrupted:
             interrupted = True
         failures = [failure for schedule in schedules for failure in schedule.failures]
@@ -318,14 +318,14 @@ def autotune(
       ExceptionGroup: every candidate failed; contains all of their exceptions.
     """
     inv, inputs = prepared(kernel, args, kwargs)
-    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=current_overrides_verify())
+    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=verification_enabled())
     result = tuner.tune(inv, configs=configs, inputs=inputs)
     if result.interrupted:
         raise KeyboardInterrupt
     return result.entries[0].winner.config
 
 
-def current_overrides_verify() -> bool:
+def verification_enabled() -> bool:
     """True unless ``policy_override`` switches verification off."""
     return bool(dict(current_overrides().policy).get("verify", True))
 

@@ -52,9 +52,9 @@ def bench_of(task: Task) -> LocalBench:
     for name, value in task.settings.items():
         jax.config.update(name, value)
     device = task.inv.target
-    here = jax.devices()[0].device_kind
-    if device.present and device.name not in (here, "cpu"):
-        raise RuntimeError(f"the call is for {device.name}, and this process has {here}")
+    device_name = jax.devices()[0].device_kind
+    if device.present and device.name not in (device_name, "cpu"):
+        raise RuntimeError(f"the call is for {device.name}, and this process has {device_name}")
     cache = ConfigCache()
     chain = ConfigSelectorChain(cache, PersistentCache())
     if task.forward is not None:

@@ -66,7 +66,7 @@ class Workload:
         """Runs the oracle in another thread, inside of ``device_access()``, while candidates are compiled."""
         if not self.checked or self._oracle_results is not None:
             return
-        numerics = numerics_here()  # of this thread; the other has its own
+        numerics = numerics_here()  # those of this thread; the other thread has its own
 
         def answer() -> tuple[float, list[_Answer]]:
             with numerics(), device_access():

@@ -10,7 +10,7 @@ from tilewright.errors import TargetDeviceError
 from tilewright.ops.types import Device
 from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
 from tilewright.ops.utils.known_devices import KNOWN_DEVICES, capability_by_name
-from tilewright.ops.utils.target import TargetDevice, target_in_force
+from tilewright.ops.utils.target import TargetDevice, active_target
 
 _KINDS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
@@ -20,7 +20,7 @@ def current_device() -> Device:
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if isinstance(abstract, TargetDevice):
         return abstract.selected
-    target = target_in_force()
+    target = active_target()
     if target is not None:  # also under a mesh of other devices, such as CPU devices that stand in for the target
         return target.device
     if abstract is not None:
@@ -35,7 +35,7 @@ def devices_for_platforms(platforms: Iterable[str]) -> dict[str, Device]:
       TargetDeviceError: none of them is the platform of the ``target_device`` in force.
     """
     found = {platform: device_for_platform(platform) for platform in platforms}
-    target = target_in_force()
+    target = active_target()
     if target is not None and target.kind not in {device.kind for device in found.values()}:
         raise TargetDeviceError(
             f"inside of target_device({target.name!r}) a program with a call of a kernel is lowered for "
@@ -97,9 +97,9 @@ def _device(device: jax.Device) -> Device:
 @functools.cache
 def _device_of_mesh(name: str, platform: str, cores: int | None) -> Device:
     """A device as a mesh describes it: a local one of that name if there is one, so that calls share configs."""
-    here = next((device for device in local_devices(platform) if device.device_kind == name), None)
-    if here is not None:
-        return _device(here)
+    local = next((device for device in local_devices(platform) if device.device_kind == name), None)
+    if local is not None:
+        return _device(local)
     kind = _KINDS.get(platform, platform)
     capability = capability_by_name(name)
     suffix = f":{capability[0]}.{capability[1]}" if capability else ""

@@ -52,9 +52,9 @@ def device_kind() -> Literal["gpu", "tpu", "cpu"]:
 
     A backend that is neither a GPU nor a TPU counts as "cpu", since only XLA compiles for it.
     """
-    from tilewright.ops.utils.target import target_in_force  # imports jax
+    from tilewright.ops.utils.target import active_target  # imports jax
 
-    if (target := target_in_force()) is not None:
+    if (target := active_target()) is not None:
         return target.kind
     name = default_device().platform
     if name in _GPU_PLATFORMS:
@@ -77,9 +77,9 @@ def device_fingerprint(device: "jax.Device | None" = None) -> str:
     config tuned on one suits the other. A CPU's fingerprint holds architecture, model and the number of cores this
     process may use.
     """
-    from tilewright.ops.utils.target import target_in_force  # imports jax
+    from tilewright.ops.utils.target import active_target  # imports jax
 
-    if device is None and (target := target_in_force()) is not None:
+    if device is None and (target := active_target()) is not None:
         return target.device.fingerprint
     return _describe_device(default_device() if device is None else device)
 

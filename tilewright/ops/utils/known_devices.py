@@ -134,14 +134,14 @@ def find_device(name: str) -> KnownDevice:
         raise TypeError(f"{name=} must be the name of a device, such as 'NVIDIA H200'")
     found = KNOWN_DEVICES.get(_ALIASES.get(name, name))
     if found is None:
-        likely = _meant(name)
+        likely = _similar_names(name)
         hint = f"did you mean {' or '.join(map(repr, likely))}? " if likely else ""
         known = ", ".join(map(repr, [*KNOWN_DEVICES, *_ALIASES]))
         raise ValueError(f"no device is known by {name=}; {hint}known, by their jax.Device.device_kind, are {known}")
     return found
 
 
-def _meant(name: str) -> list[str]:
+def _similar_names(name: str) -> list[str]:
     """The known names that contain every word of ``name``, or else those with similar spelling."""
     words = name.lower().replace("-", " ").split()
     names = [*KNOWN_DEVICES, *_ALIASES]

@@ -10,16 +10,16 @@ from jax._src import util as jax_util
 
 Value = TypeVar("Value")
 
-_MEMORIES: "weakref.WeakSet[Memory[object]]" = weakref.WeakSet()
+_CACHES: "weakref.WeakSet[LruCache[object]]" = weakref.WeakSet()
 
 
-def forget_all() -> None:
+def clear_all() -> None:
     """Clears every such cache and leaves JAX's own as they are."""
-    for memory in list(_MEMORIES):
+    for memory in list(_CACHES):
         memory.cache_clear()
 
 
-class Memory(Generic[Value]):
+class LruCache(Generic[Value]):
     """A least-recently-used cache, cleared by ``jax.clear_caches()``.
 
     Args:
@@ -35,7 +35,7 @@ class Memory(Generic[Value]):
         self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
         self._lock = threading.Lock()
         jax_util.register_cache(self, name)
-        _MEMORIES.add(self)  # type: ignore[arg-type]
+        _CACHES.add(self)  # type: ignore[arg-type]
 
     def get(self, key: Hashable) -> Value | None:
         with self._lock:

@@ -269,7 +269,7 @@ def untagged(data: object, *, resolve: Resolver = resolve) -> Any:
     same fingerprint. Dataclasses are rebuilt by their constructors.
 
     Args:
-      data: what `tagged` returned.
+      data: the JSON data that `tagged` returned.
       resolve: finds classes and functions by qualified name; the default imports their modules.
 
     Raises:

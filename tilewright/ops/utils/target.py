@@ -113,7 +113,7 @@ def _context() -> UserConfig:
         return _contexts[0]
 
 
-def target_in_force() -> Target | None:
+def active_target() -> Target | None:
     """The target of the innermost ``target_device`` of this thread."""
     return _contexts[0].value if _contexts else None
 
@@ -174,7 +174,7 @@ def check_runs_here() -> None:
     Raises:
       TargetDeviceError: nothing can run on the target.
     """
-    target = target_in_force()
+    target = active_target()
     if target is not None:
         raise TargetDeviceError(
             f"nothing runs inside of target_device({target.name!r}), which is not here; lower there "

@@ -12,7 +12,7 @@ _IS_MEASURING: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewright
 
 
 @contextlib.contextmanager
-def measuring_alone() -> Iterator[None]:
+def measurement_lock() -> Iterator[None]:
     """Waits until no other thread measures, and makes others wait.
 
     The lock is re-entrant: a candidate may itself call a kernel that must be tuned first.
@@ -41,7 +41,7 @@ def numerics_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return lambda: _numerics(*settings)
 
 
-def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
+def run_untraced[T](function: Callable[[threading.Event], T]) -> T:
     """Calls a function in a new thread, where no trace, mesh or mapped axis of the caller is in force.
 
     JAX keeps all of these per thread, so that nothing the function computes becomes part of the caller's program. The

@@ -86,17 +86,17 @@ class CudaFlashAttention(
             return reasons
         fields = problem_fields(problem, False)
         capability = capability_of(device) or 0
-        able = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
-        if not able:
+        kernels_here = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
+        if not kernels_here:
             return [f"no variant is for compute capability {capability / 10}"]
-        against: list[str] = []
+        against_variants: list[str] = []
         for each in padded_fields(fields, problem.dtype.itemsize):
-            for kernel in able:
+            for kernel in kernels_here:
                 variant_reasons = kernel.reasons(each, device)
                 if not variant_reasons:
                     return []
-                against += variant_reasons
-        return list(dict.fromkeys(against))
+                against_variants += variant_reasons
+        return list(dict.fromkeys(against_variants))
 
     def heuristic(
         self, problem: AttentionProblem, device: Device, direction: Direction

@@ -80,11 +80,11 @@ class CudaCall:
             if name == "sinks":
                 folded[name] = array
                 continue
-            own_shape = array.shape[1:] if is_mapped else array.shape
+            element_shape = array.shape[1:] if is_mapped else array.shape
             # The gradient of a bias is summed over the dimensions that share the bias, which elements of a mapped axis
             # do not.
             per_element = name == "bias" and self.direction == "backward"
-            if not is_mapped and own_shape[0] == 1 and not per_element:
+            if not is_mapped and element_shape[0] == 1 and not per_element:
                 folded[name] = array
                 continue
             folded[name] = into_batch(array, is_mapped, size, batch)

@@ -96,7 +96,7 @@ class CudnnMask:
     def reasons(self, q_length: int, kv_length: int) -> list[str]:
         """Reasons why the mask cannot be expressed in these terms."""
         parts = self.parts
-        reasons = parts.beyond_bands_and_lengths()
+        reasons = parts.unsupported_terms()
         if parts.positions is not None:
             return reasons
         if self.causal and parts.band.highest != 0:
@@ -195,7 +195,7 @@ class CudnnFlashAttention(
         out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
-            out, d_out = carrying(out, d_out, d_lse)
+            out, d_out = with_d_lse_columns(out, d_out, d_lse)
         arrays = {**call.operands(dim), "bias": call.bias(per_head=True), "lse": lse}
         arrays |= {"out": pad_last_dim(out, dim), "d_out": pad_last_dim(d_out, dim)}
         d_query, d_key, d_value, *d_bias = call.run(jax_calls.backward, arrays)
@@ -235,7 +235,7 @@ def _bias_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def carrying(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tuple[Any, Any]:
+def with_d_lse_columns(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tuple[Any, Any]:
     """Appends columns to ``out`` and ``d_out`` by which cuDNN's rowsum(dO ∘ O) becomes delta − ``d_lse``.
 
     The gradient to lse only enters delta. The values have zeros in these columns, so nothing else changes.

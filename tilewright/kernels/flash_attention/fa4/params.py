@@ -152,7 +152,7 @@ class Fa4Mask:
     def reasons(self) -> list[str]:
         """Reasons why the mask cannot be expressed in these terms."""
         parts = self.parts
-        reasons = parts.beyond_bands_and_lengths()
+        reasons = parts.unsupported_terms()
         if self.is_band and parts.positions is None and any(part.kv_lengths is not None for part in parts.lengths):
             reasons.append(
                 "counts causality and windows from the end of each sequence's keys, so it has none beside lengths of "

@@ -42,8 +42,8 @@ class XlaPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Resul
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
         sizes = (128, 256, 512, 1024) if device.kind == "cpu" else (256, 512, 1024, 2048, 4096)
-        made = [_params(problem, device, size) for size in sizes]
-        return [params for params in dict.fromkeys(made) if params != self.heuristic(problem, device, direction)]
+        params_list = [_params(problem, device, size) for size in sizes]
+        return [params for params in dict.fromkeys(params_list) if params != self.heuristic(problem, device, direction)]
 
     def forward(self, inputs: PagedInputs, params: FwdParams) -> Results:
         """``(out, lse)``; lse is float32, or float64 for float64 queries."""

@@ -85,13 +85,13 @@ class BackgroundBuilds:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events), seconds)
 
-    def news(self) -> list[TuningEvent]:
+    def take_events(self) -> list[TuningEvent]:
         """The events since the last call."""
         with self._changed:
             events, self._events = self._events, []
         return events
 
-    def leave(self) -> list[Build]:
+    def detach(self) -> list[Build]:
         """Detaches the processes, which continue even when this process ends; returns the unfinished builds."""
         for process in self._processes:
             if process.poll() is None:
@@ -170,7 +170,7 @@ def build_in_background(builds: Sequence[Build]) -> None:
     """Makes builds in another process, which continues when this one ends."""
     background = BackgroundBuilds()
     background.add(builds)
-    background.leave()
+    background.detach()
 
 
 BUILD_IN_BACKGROUND.fill(build_in_background)

@@ -30,9 +30,9 @@ def main() -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     with concurrent.futures.ThreadPoolExecutor(order.jobs) as pool:
-        made = [pool.submit(_make, i, each, order.timeout_s, stopped) for i, each in enumerate(order.builds)]
-        while not all(each.done() for each in made):  # an unlimited wait would keep the signal handler from running
-            concurrent.futures.wait(made, timeout=0.2)
+        futures = [pool.submit(_make, i, each, order.timeout_s, stopped) for i, each in enumerate(order.builds)]
+        while not all(each.done() for each in futures):  # an unlimited wait would keep the signal handler from running
+            concurrent.futures.wait(futures, timeout=0.2)
 
 
 def _make(index: int, pickled: bytes, timeout_s: float, stopped: threading.Event) -> None:
