@@ -143,7 +143,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
       cases: named calls, for the command line, the capability table and tests.
       cuda_tables: the tables of variants of its CUDA C++ kernels, by name, as ``"module:NAME"``.
       core_dims: for each argument the number of trailing core dimensions, in the sense of NumPy's generalised ufuncs;
-      the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
+        the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
       differentiable: True if the op has gradients.
       implementations: best first.
     """

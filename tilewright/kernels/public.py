@@ -61,7 +61,7 @@ def public_function[**P, R](
 
     Args:
       attention_fn: for a function that Flax Linen may be given as its ``attention_fn``. Linen passes only keywords that
-      a signature names, and would silently drop its dropout: ``dropout_rng`` is named in order to be refused.
+        a signature names, and would silently drop its dropout: ``dropout_rng`` is named in order to be refused.
     """
     _, *parameters = _expanded(inspect.signature(prepare).parameters.values())  # without self
     refused = inspect.Parameter("dropout_rng", inspect.Parameter.KEYWORD_ONLY, default=None)

@@ -83,9 +83,9 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
       forward_mode: True if JAX can differentiate ``forward`` in forward mode.
       symbolic_dimensions: True if shapes may have symbolic dimensions of ``jax.export``.
       late_import: a module that is imported with the first call, since that is too slow for programs that do not run
-      this backend; or ``"module:function"`` if the function imports the rest.
+        this backend; or ``"module:function"`` if the function imports the rest.
       keeps_lowering: store the lowering on disk. That is worth it if lowering takes long, and possible if running the
-      lowered code needs nothing from the process that lowered it.
+        lowered code needs nothing from the process that lowered it.
     """
 
     platform: ClassVar[Platform]

@@ -41,7 +41,7 @@ class Partitioning:
       gradients: by name, for every argument that may have one.
       on_part: adds to a device's part of the inputs the data that depends on its position; runs under the mesh's axes.
       on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the
-      sums.
+        sums.
     """
 
     mesh: AbstractMesh | Mesh

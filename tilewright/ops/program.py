@@ -141,16 +141,16 @@ def tune(
       fn: any function that ``jax.jit`` can trace; what ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit`` returned, with
         its own static arguments; or what their ``lower`` returned, without arguments.
       *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place. For a plain function, keywords
-      that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
+        that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
       tuner: settings of the measurements.
       budget_s: seconds for the whole tuning, lowering and builds included; by default 120 for each kernel call,
-      ``math.inf`` for no limit.
+        ``math.inf`` for no limit.
       call_budget_s: seconds for each call, within the total.
       verify: check candidates against the kernels' references.
       reuse: ``False`` measures again what the cache already holds.
       confirm: run the function with the tuned configs and with those that would run untuned, alternating, and report
-      the faster in the result's ``confirmation``: a kernel that wins alone can lose beside others at the power limit.
-      It runs on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
+        the faster in the result's ``confirmation``: a kernel that wins alone can lose beside others at the power limit.
+        It runs on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
       on_event: called with the events of the tuning, instead of showing the progress.
       chooser: the chain to store the winners in; the default executor's by default.
 

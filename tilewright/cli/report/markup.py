@@ -24,7 +24,7 @@ def element(tag: str, /, *children: object, **attributes: object) -> Markup:
     Args:
       children: markup, or other values, which are escaped.
       attributes: ``class_`` stands for ``class``, ``aria_label`` for ``aria-label``; those that are ``None`` are left
-      out.
+        out.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'

@@ -43,7 +43,7 @@ class BuildKey:
       content: hash of the generated sources, the table's headers and the flags.
       packages: hashes of the headers of packages, for installed packages only.
       compiler: the compiler's identity; empty if nothing can be compiled here, and then a build by any compiler is
-      accepted.
+        accepted.
     """
 
     table: str

@@ -71,7 +71,7 @@ class VariantTable:
     Attributes:
       name: an identifier, part of file and FFI target names.
       header: the ``.cuh`` file with the classes of the variants. Everything that it includes from ``include_folders``,
-      ``packages`` or its own folder is part of the build's key.
+        ``packages`` or its own folder is part of the build's key.
       fields: names of the integers that describe a problem, in the order in which C++ receives them.
       include_folders: further folders of headers.
       packages: headers that come with CUDA or in a wheel.

@@ -46,7 +46,7 @@ class NormResults:
 
     Attributes:
       total: ``x + residual`` after rounding, the array that was normed; ``None`` without a residual, or for a zero
-      cotangent.
+        cotangent.
     """
 
     out: Float[Array, "*rows columns"]

@@ -229,7 +229,7 @@ def serving_cases[C: ServingCase](
     Args:
       packed: the sequences have one or several new tokens.
       options: the rows of the op's capability table. Most ops over pages have none: they pose the same problem to the
-      same backends as an op with a table, by another argument list.
+        same backends as an op with a table, by another argument list.
     """
 
     def of(name: str, q_lengths: tuple[int, ...], fields: Mapping[str, Any]) -> C:

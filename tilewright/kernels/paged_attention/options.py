@@ -12,7 +12,7 @@ class StoredScales(TypedDict, total=False):
 
     Args:
       key_scale: factor by which stored keys are multiplied: a number, or broadcastable to ``[num_pages, page_size,
-      kv_heads]`` (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
+        kv_heads]`` (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
       value_scale: the same for the values.
     """
 

@@ -28,7 +28,7 @@ class AutotunePolicy:
       budget_s: seconds that one tuning may take; ``None`` for no limit.
       verify: check every candidate against the kernel's reference, if it has one.
       build_in_background: if nvcc must compile the preferred implementation first, start that build in another process,
-      for later programs; this program runs the best choice that is already built.
+        for later programs; this program runs the best choice that is already built.
     """
 
     allow_autotune: bool = True

@@ -248,7 +248,7 @@ class ActiveLock:
     Attributes:
       path: the lock's file; empty if it was made in this process.
       miss: the action for a call that the lock does not decide: "allow" continues with the next step of the chain,
-      "error" raises.
+        "error" raises.
     """
 
     lock: Lock

@@ -85,7 +85,7 @@ class PersistentCache:
 
     Args:
       path: the folder, ``~`` expanded; it is created on the first write. By default ``configs`` under
-      ``TILEWRIGHT_CACHE_DIR`` or else under the user's cache folder, determined on first use.
+        ``TILEWRIGHT_CACHE_DIR`` or else under the user's cache folder, determined on first use.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

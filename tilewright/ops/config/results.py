@@ -306,7 +306,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         Raises:
           TypeError: a config has no JSON form.
           ValueError: there are no calls, they are for several devices, or the source of one that was measured is
-          unknown.
+            unknown.
         """
         if not self.entries:
             raise ValueError("a result without calls decides nothing that could be locked")

@@ -15,7 +15,7 @@ class Timer(abc.ABC):
 
     Attributes:
       repeats_to: the relative repeatability of medians of interleaved samples on a quiet machine; it holds even if the
-      spread of the samples is smaller.
+        spread of the samples is smaller.
     """
 
     repeats_to: ClassVar[float] = 0.02
@@ -37,8 +37,8 @@ class Tuner:
       warmup: untimed calls of each candidate after its first.
       iters: timed samples of each candidate that has not been dropped.
       isolation: "process" runs candidates in a separate process, which is replaced when it crashes, hangs, leaks or
-      loses its device; "none" runs them in this process; "auto" is "process" if the call can be sent to another
-      process.
+        loses its device; "none" runs them in this process; "auto" is "process" if the call can be sent to another
+        process.
       timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a separate process only.
       search: see `Limits`.
       timer: takes the samples; by default the timer for the device.

@@ -33,7 +33,7 @@ class Candidate:
     Attributes:
       samples_ms: milliseconds per call; empty if it never ran.
       check: "passed"; "failed"; "unchecked" if the kernel has no reference; "dropped" if it was never started, because
-      it cannot run or cannot be the fastest; or "left out" if there was no time to start or to build it.
+        it cannot run or cannot be the fastest; or "left out" if there was no time to start or to build it.
       error: the message of its exception, the finding of its check, or the reason why it was not started; else empty.
       heuristic: True for the config that would run without tuning.
       exception: the exception itself; not kept by JSON.

@@ -59,12 +59,12 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       name: identifies the kernel in cache keys and in the labels of lowered programs.
       version: changing it invalidates every cached config.
       run_is_forward: True if ``run`` returns what ``forward_with_residuals`` returns without the residuals, so that
-      both can share one lowering.
+        both can share one lowering.
       argument_names: names of the prepared positional arguments; empty if the signature of ``run`` has them.
 
     Raises:
       ValueError: another class has the name and version. A class that is defined again, as when a notebook cell runs
-      twice, replaces the previous one, whose configs are removed from memory.
+        twice, replaces the previous one, whose configs are removed from memory.
     """
 
     run_is_forward: ClassVar[bool] = False

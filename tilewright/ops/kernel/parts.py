@@ -13,7 +13,7 @@ class OraclePart:
 
     Attributes:
       arguments: maps the call's prepared arguments to the part's, in the same structure. Given gradients in place of
-      the arrays, it returns those that belong to the part.
+        the arrays, it returns those that belong to the part.
       results: maps the call's results to the part's.
       shared: positional arguments whose gradients are sums over several parts; these are not compared.
     """

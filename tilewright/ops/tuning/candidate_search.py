@@ -57,7 +57,7 @@ class CandidateSearch:
     Attributes:
       cut_short: True if the time ended before the winner was checked once more.
       start_s: average seconds to compile, check and sample a candidate once. Several are compiled at the same time, and
-      the first of them waits for all.
+        the first of them waits for all.
     """
 
     def __init__(

@@ -242,7 +242,7 @@ class ProcessBench(Bench):
     Args:
       idle: provides the worker, and takes it back if it is still healthy.
       deadline: a time of ``time.monotonic``; a worker that has not answered by then is killed, which does not count
-      against the candidate.
+        against the candidate.
     """
 
     def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker, deadline: float = math.inf):

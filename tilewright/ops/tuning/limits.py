@@ -15,7 +15,7 @@ class Limits:
     Attributes:
       iters: samples of each candidate that is not dropped.
       search: "halving" drops the slower half, allowing for noise, whenever the number of samples has doubled;
-      "exhaustive" samples every candidate within ``RESAMPLE_RATIO`` of the best to the end.
+        "exhaustive" samples every candidate within ``RESAMPLE_RATIO`` of the best to the end.
       bound_ms: a lower bound of the call's time on this kind of device; 0 if unknown.
       may_start: True while there is time to start candidates that have not run yet.
       may_continue: True while there is time to take samples.

@@ -75,7 +75,7 @@ class _Comparison:
 
     Attributes:
       cosine: the cosine distance between the result and the oracle's; ``cosine_of_lowp`` is that between the oracle's
-      results in the input dtype and in high precision.
+        results in the input dtype and in high precision.
     """
 
     same_nonfinite: bool

@@ -66,9 +66,9 @@ class Autotuner:
     Args:
       tuner: settings of the measurements.
       chooser: the chain that stores the winners, and that provides forward configs when a backward pass is tuned; the
-      default executor's chain by default.
+        default executor's chain by default.
       budget_s: seconds for all calls together, builds included; no limit by default. Calls and candidates without time
-      are left out and reported; builds continue in the background.
+        are left out and reported; builds continue in the background.
       call_budget_s: seconds for each call; no new candidates are tried after three quarters of it.
       verify: check candidates against the kernel's reference, if it has one.
       on_event: called with the events of this module, from the thread that measures.

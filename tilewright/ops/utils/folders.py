@@ -89,8 +89,7 @@ def locked(path: Path, wait: Callable[[], object] = lambda: time.sleep(_POLL_S))
       wait: called between two attempts.
 
     Raises:
-      OSError: the file cannot be made.
-      Whatever ``wait`` raises.
+      OSError: the file cannot be made. Whatever ``wait`` raises.
     """
     descriptor = None
     try:

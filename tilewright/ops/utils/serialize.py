@@ -36,7 +36,7 @@ def qualified_name(obj: object) -> str:
 
     Raises:
       TypeError: it has no such name, or the name refers to another object (a lambda, a nested function, a bound method,
-      a partial). A class always gets a name, although `resolve` cannot find one that was defined inside a function.
+        a partial). A class always gets a name, although `resolve` cannot find one that was defined inside a function.
     """
     if isinstance(obj, type) and (stable := id_of(obj)) is not None:
         return stable

@@ -78,7 +78,7 @@ class Target:
 
         Raises:
           ValueError: the axis sizes do not multiply to ``count``; JAX does not let a program change the size of its
-          mesh.
+            mesh.
         """
         shapes = tuple(axis_shapes)
         if math.prod(shapes) != self.count:

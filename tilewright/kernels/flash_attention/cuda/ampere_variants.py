@@ -38,7 +38,7 @@ class AmpereVariant(Variant):
 
     Attributes:
       max_dim: maximum head dim of keys and of values; its matmuls are computed in full whatever the call's head dims
-      are.
+        are.
       exact: each float32 matmul is computed by three tf32 matmuls, instead of rounding the operands.
       rank: index of the tile among those of its head dim.
     """

@@ -81,7 +81,7 @@ class ForwardVariant(Variant):
       block_k: keys per step. If it is at least ``max_dim``, the output stays in registers.
       max_dim: maximum head dim of keys and of values.
       supports_dropout, supports_bias: supported features; without them fewer registers are spilled. Bias includes soft
-      cap and masks by arrays.
+        cap and masks by arrays.
     """
 
     aligned: bool

@@ -120,7 +120,7 @@ def unified_attention(*args: Any, **kwargs: Any) -> Any:
       alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits.
       sinks: extra logits without values, ``[heads]`` or ``[heads, n]``.
       k_descale: factor by which stored keys are multiplied: a number, or broadcastable to ``[num_blocks, block_size,
-      kv_heads]`` with rank 3. int8 needs it.
+        kv_heads]`` with rank 3. int8 needs it.
       v_descale: the same for the values.
 
     Returns:
