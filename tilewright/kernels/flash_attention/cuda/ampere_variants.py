@@ -284,8 +284,8 @@ class AmpereBackwardVariant(AmpereVariant):
 
     @property
     def cpp_class(self) -> str:
-        walks = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
-        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *walks, *self.flags)
+        passes = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
+        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *passes, *self.flags)
 
     @classmethod
     def get_all(cls) -> list["AmpereBackwardVariant"]:
