@@ -21,7 +21,7 @@ from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
 from tilewright.ops.lowering.program_key import describe, is_shared, read, written
 from tilewright.ops.lowering.stages import Program, Results, traced
-from tilewright.ops.lowering.surroundings import NotDescribableError, Surroundings, surroundings, trace_settings
+from tilewright.ops.lowering.surroundings import LoweringContext, NotDescribableError, lowering_context, trace_settings
 from tilewright.ops.utils.memory import LruCache
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ program_p.def_impl(_impl)
 
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value, program: Program) -> Any:
     with without_label():
-        context = surroundings(ctx) if _can_be_shared(program, operands) else None
+        context = lowering_context(ctx) if _can_be_shared(program, operands) else None
         if context is not None:
             key = (program, trace_settings(), context)
             lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, program, context))
@@ -128,7 +128,7 @@ def _belongs_to_caller(results: Results) -> bool:
 
 
 def _find_or_lower(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, context: Surroundings
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, context: LoweringContext
 ) -> Lowered:
     """The lowered program from disk, or else lowered now and stored on disk."""
     disk_key = _described(program, context)
@@ -147,7 +147,7 @@ def _find_or_lower(
     return Lowered(bytecode)
 
 
-def _described(program: Program, context: Surroundings) -> dict[str, Any] | None:
+def _described(program: Program, context: LoweringContext) -> dict[str, Any] | None:
     """The key of a lowered program on disk; ``None`` if it must not be stored there."""
     description = describe(program)
     if description is None:

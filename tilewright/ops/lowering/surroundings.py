@@ -113,7 +113,7 @@ _DESCRIPTIONS: dict[type, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class LoweringContext:
     """Properties of the enclosing program that a call's lowering depends on.
 
     Attributes:
@@ -147,7 +147,7 @@ def _fields(value: object) -> Any:
     return value
 
 
-def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
+def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:
     """The properties from a lowering rule's context; ``None`` if a shared lowering would not fit into the program.
 
     That is the case in a program for several platforms, in one with symbolic dimensions, and on TPUs, where Pallas
@@ -163,7 +163,7 @@ def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
     if isinstance(axes, ShardingContext) and axes.num_devices == 1:
         # the lowering does not depend on which of its devices a process uses
         axes = dataclasses.replace(axes, device_assignment=None)
-    return Surroundings(
+    return LoweringContext(
         platforms[0],
         axes,
         module.lowering_parameters,

@@ -51,7 +51,7 @@ class AmpereVariant(Variant):
 
     @property
     @abc.abstractmethod
-    def room(self) -> int:
+    def min_shared(self) -> int:
         """Bytes of shared memory from which the tile is preferred, which may be more than it needs."""
 
     @property
@@ -80,7 +80,7 @@ class AmpereVariant(Variant):
             # A variant with dropout reads generator keys, which other calls do not have.
             Compare(Field("dropout"), "==", int(self.features == "dropout")),
             *(() if self.exact or self.dtype != "f32" else (Compare(Field("exact"), "==", 0),)),
-            *((Compare(DeviceField("shared_memory"), ">=", self.room),) if self.room else ()),
+            *((Compare(DeviceField("shared_memory"), ">=", self.min_shared),) if self.min_shared else ()),
             Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
         )
 
@@ -100,7 +100,7 @@ class ForwardTile:
       row_warps, column_warps: the warps of a block. Warps of the same row divide its keys and its output's columns.
       stages: tiles of keys and values in shared memory at a time.
       blocks: blocks per multiprocessor, which limits registers.
-      room: bytes of shared memory from which the tile is preferred, which may be more than it needs.
+      min_shared: bytes of shared memory from which the tile is preferred, which may be more than it needs.
     """
 
     queries: int
@@ -109,7 +109,7 @@ class ForwardTile:
     column_warps: int
     stages: int
     blocks: int
-    room: int = 0
+    min_shared: int = 0
 
     def __str__(self) -> str:
         return f"{self.queries}x{self.keys}_w{self.row_warps}x{self.column_warps}_s{self.stages}"
@@ -154,10 +154,10 @@ _KB = 1 << 10
 # which two do.
 FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
     (False, 64): (ForwardTile(128, 64, 4, 1, 2, 2),),
-    (False, 96): (ForwardTile(128, 64, 4, 1, 2, 2, room=144 * _KB), ForwardTile(128, 64, 4, 1, 1, 2)),
+    (False, 96): (ForwardTile(128, 64, 4, 1, 2, 2, min_shared=144 * _KB), ForwardTile(128, 64, 4, 1, 1, 2)),
     (False, 128): (
-        ForwardTile(128, 64, 4, 1, 2, 2, room=192 * _KB),
-        ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB),
+        ForwardTile(128, 64, 4, 1, 2, 2, min_shared=192 * _KB),
+        ForwardTile(128, 64, 4, 1, 1, 2, min_shared=128 * _KB),
         ForwardTile(128, 32, 4, 1, 1, 2),
     ),
     (False, 256): (ForwardTile(128, 64, 4, 2, 1, 1), ForwardTile(64, 64, 4, 1, 1, 1)),
@@ -166,7 +166,7 @@ FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
         ForwardTile(64, 32, 2, 4, 1, 1),
         ForwardTile(32, 32, 2, 4, 1, 1),
     ),
-    (True, 64): (ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB), ForwardTile(128, 32, 4, 1, 1, 2)),
+    (True, 64): (ForwardTile(128, 64, 4, 1, 1, 2, min_shared=128 * _KB), ForwardTile(128, 32, 4, 1, 1, 2)),
     (True, 128): (ForwardTile(128, 32, 4, 1, 1, 2),),
     (True, 256): (
         ForwardTile(128, 32, 4, 2, 1, 1),
@@ -189,8 +189,8 @@ class AmpereForwardVariant(AmpereVariant):
     tile: ForwardTile
 
     @property
-    def room(self) -> int:
-        return self.tile.room
+    def min_shared(self) -> int:
+        return self.tile.min_shared
 
     @property
     def name(self) -> str:
@@ -220,19 +220,19 @@ class BackwardTiles:
     """The tiles of the pass whose blocks own keys and, for deterministic calls, of the pass whose blocks own queries.
 
     Attributes:
-      room: bytes of shared memory from which these tiles are preferred, which may be more than they need.
+      min_shared: bytes of shared memory from which these tiles are preferred, which may be more than they need.
     """
 
     by_keys: BackwardTile
     by_queries: BackwardTile
-    room: int = 0
+    min_shared: int = 0
 
 
-# The first tiles that fit are taken. If even the last ones do not fit every device, ``room`` says so, since otherwise
-# the groups of all features would be compiled to find out.
+# The first tiles that fit are taken. If even the last ones do not fit every device, ``min_shared`` says so, since
+# otherwise the groups of all features would be compiled to find out.
 BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
     (False, 64): (
-        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), room=196 * _KB),
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), min_shared=196 * _KB),
         BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 1, 2), BackwardTile(64, 64, 2, 2, 4, 1, 2)),
     ),
     (False, 128): (
@@ -253,16 +253,16 @@ BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
         BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 1), BackwardTile(64, 32, 2, 2, 4, 1, 1)),
     ),
     (True, 128): (
-        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 2), BackwardTile(64, 32, 2, 2, 4, 1, 2), room=226 * _KB),
+        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 2), BackwardTile(64, 32, 2, 2, 4, 1, 2), min_shared=226 * _KB),
         BackwardTiles(BackwardTile(64, 64, 2, 4, 8, 1, 1), BackwardTile(64, 64, 2, 4, 8, 1, 1)),
         BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1)),
     ),
     (True, 256): (
-        BackwardTiles(BackwardTile(32, 64, 2, 4, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1), room=208 * _KB),
-        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1), room=136 * _KB),
+        BackwardTiles(BackwardTile(32, 64, 2, 4, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1), min_shared=208 * _KB),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1), min_shared=136 * _KB),
     ),
     (True, 512): (
-        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1), room=212 * _KB),
+        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1), min_shared=212 * _KB),
     ),
 }
 """Tiles by dtype (True for float32) and maximum head dim."""
@@ -275,8 +275,8 @@ class AmpereBackwardVariant(AmpereVariant):
     tiles: BackwardTiles
 
     @property
-    def room(self) -> int:
-        return self.tiles.room
+    def min_shared(self) -> int:
+        return self.tiles.min_shared
 
     @property
     def name(self) -> str:
