@@ -53,11 +53,11 @@ Shapes = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", help="A device that is not here, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
+        "--device", help="A device that need not be present, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
         autocompletion=completion.devices,
     ),
 ]  # fmt: skip
-Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gradients of an op too.")]
+Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Include the gradients of an op.")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from tilewright.cli.output import FAILED, Failure, complain, counted
 app = typer.Typer(help="The tuned configs on disk: list, show, remove, export, import, clear.", no_args_is_help=True)
 
 Folder = Annotated[
-    Path | None, typer.Option("--path", help="The folder of another cache than the user's.", show_default=False)
+    Path | None, typer.Option("--path", help="The folder of a cache other than the user's.", show_default=False)
 ]
 
 

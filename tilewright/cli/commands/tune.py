@@ -21,25 +21,27 @@ def tune(
     backward: options.Backward = True,
     budget: Annotated[
         float | None,
-        typer.Option(help="Seconds for all of it, builds included; else 120 for each call.", show_default=False),
+        typer.Option(
+            help="Seconds for the whole tuning, builds included; default: 120 for each call.", show_default=False
+        ),
     ] = None,
     call_budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the cache holds.")] = False,
     isolation: Annotated[
         str,
         typer.Option(
-            help="Run candidates in a process of their own: auto, process or none.",
+            help="Run candidates in a separate process: auto, process or none.",
             autocompletion=completion.isolations,
         ),
     ] = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a process of its own.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a separate process.")] = 120.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
     ] = None,
     lock: Annotated[
         Path | None,
         typer.Option(
-            "--lock", help="Pin the winners in a lock file, beside what it has decided before.", show_default=False
+            "--lock", help="Pin the winners in a lock file, and keep its earlier decisions.", show_default=False
         ),
     ] = None,
 ) -> None:
