@@ -1,1 +1,1 @@
-"""What ``tilewright build`` does: the groups that something needs, and their compilation."""
+"""The work of ``tilewright build``: finding the groups that are needed, and compiling them."""

@@ -1,1 +1,1 @@
-"""What ``tilewright info`` does: the machine, and what each backend says of it."""
+"""The work of ``tilewright info``: facts of the machine, and the state of each backend."""

@@ -1,1 +1,1 @@
-"""What ``tilewright report`` does: calls from files and the cache, and the page about them."""
+"""The work of ``tilewright report``: collects calls from files and the cache, and renders a page about them."""
