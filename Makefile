@@ -10,6 +10,7 @@ VENV := .venv
 STAMP := .make/installed
 AOT := .aot/venv
 KERNELS := .kernels/venv
+DOCS := .docs/venv
 PYTHON ?= $(VENV)/bin/python
 # The processes of pytest-xdist; of tests/conftest.py the suite (quick, test or full) and the hypothesis profile (dev, ci
 # or full).
@@ -26,7 +27,7 @@ KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
 .PHONY: help install quick test test-full lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
-  bench table format clean
+  bench table picture docs format clean
 
 help:
 	@echo 'make quick     after every change: lint, types, and all tests that cost little'
@@ -44,7 +45,9 @@ help:
 	@echo 'make sdist-test runs tests of the unpacked sdist (SDIST_TESTS=...)'
 	@echo 'make kernels-wheel compiles the CUDA kernels that calls can come to into a wheel (KERNELS_ARGS=--arch 90a); hours on few cores'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
-	@echo 'make table     the capability table of README.md, anew'
+	@echo 'make table     writes the tables of docs/capabilities.md'
+	@echo 'make picture   writes the picture of the README from benchmarks/results/'
+	@echo 'make docs      the site, without the network, into .docs/site; a warning is an error'
 	@echo 'make format    ruff format and the fixes ruff can make'
 	@echo 'make clean     removes what make made: environment, stamps, tool caches'
 
@@ -155,9 +158,25 @@ bench: $(STAMP)
 table: $(STAMP)
 	@$(PYTHON) docs/capability_table.py --write
 
+picture: $(STAMP)
+	@$(PYTHON) -m benchmarks.speed_picture
+
+docs: .docs/installed
+	@rm -rf .docs/site
+	@JAX_PLATFORMS=cpu $(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d .docs/doctrees . .docs/site
+	@echo 'the site is .docs/site/index.html'
+
+# An environment of its own: Sphinx, and the libraries whose integrations the reference describes.
+.docs/installed: pyproject.toml .python-version $(STAMP)
+	@[ -x $(DOCS)/bin/python ] || $(VENV)/bin/python -m venv $(DOCS); \
+	jax="$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')"; \
+	echo "installing Sphinx beside jax $$jax into $(DOCS)"; \
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs,flax,equinox]' "jax==$$jax"
+	@mkdir -p $(@D) && touch $@
+
 format: $(STAMP)
 	@$(PYTHON) -m ruff check --fix
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .aot .kernels .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .kernels .docs .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def with_absolute_links(text: str, repository: str) -> str:
-    """The page, its relative links made absolute; those within the page stay."""
+    """The page with absolute links in place of relative ones, for pictures to the raw files; links within it stay."""
+    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:|#)", rf"\g<1>{repository}/raw/main/", text)
     return re.sub(r"\]\((?![a-z]+:|#)", f"]({repository}/blob/main/", text)
 
 

@@ -1,7 +1,7 @@
-"""Generates README.md's table of ops × backends × options from what the backends declare.
+"""Generates the tables of docs/capabilities.md, ops × backends × options, from what the backends declare.
 
-``python docs/capability_table.py`` prints it, ``--write`` puts it between the markers of README.md, ``--check`` fails
-if the one there is another.
+``python docs/capability_table.py`` prints them, ``--write`` puts them between the markers of the page, ``--check``
+fails if the page has other ones.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent / "capabilities.md"
 BEGIN, END = "<!-- capabilities: begin, written by docs/capability_table.py -->", "<!-- capabilities: end -->"
 
 # One device of each kind that a backend may be written for; the table never depends on the machine that makes it.
@@ -94,21 +94,21 @@ def capability_table() -> str:
         return "\n\n".join("\n".join(op_table(name)) for name in OPS if kernel(name).cases.options)
 
 
-def with_table(readme: str, table: str) -> str:
-    """A README with the table between its markers.
+def with_table(page: str, table: str) -> str:
+    """The page with the tables between its markers.
 
     Raises:
       ValueError: it has no markers.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README must hold {BEGIN} and {END}")
+        raise ValueError(f"the page must hold {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The capability table of README.md.")
+    parser = argparse.ArgumentParser(description="The tables of docs/capabilities.md.")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -116,12 +116,12 @@ def main() -> None:
     if not arguments.write and not arguments.check:
         print(table)
         return
-    readme = README.read_text()
-    wanted = with_table(readme, table)
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(page, table)
     if arguments.write:
-        README.write_text(wanted)
-    elif wanted != readme:
-        sys.exit("README.md's capability table is out of date: run make table")
+        PAGE.write_text(wanted, encoding="utf-8")
+    elif wanted != page:
+        sys.exit("the tables of docs/capabilities.md are out of date: run make table")
 
 
 if __name__ == "__main__":

@@ -198,6 +198,11 @@ def test_the_readme_of_the_metadata_has_links_that_lead_out_of_the_repository():
     assert with_absolute_links(f"{kept}, [CLI](docs/cli.md#tune)", "https://example.org/x") == (
         f"{kept}, [CLI](https://example.org/x/blob/main/docs/cli.md#tune)"
     )
+    # A page of the repository's site shows no picture in another page: that takes the file itself.
+    picture = "![speeds of ours](docs/speed.svg)"
+    assert with_absolute_links(picture, "https://example.org/x") == (
+        "![speeds of ours](https://example.org/x/raw/main/docs/speed.svg)"
+    )
 
 
 def test_the_sources_that_are_compiled_later_are_package_data():
@@ -231,7 +236,7 @@ def test_type_checkers_find_the_function_of_every_op():
 
 
 @pytest.mark.slow
-def test_the_readme_shows_what_the_backends_declare():
+def test_the_capability_tables_show_what_the_backends_declare():
     made = runpy.run_path(str(ROOT / "docs" / "capability_table.py"))
-    readme = (ROOT / "README.md").read_text()
-    assert made["with_table"](readme, made["capability_table"]()) == readme, "run make table"
+    page = (ROOT / "docs" / "capabilities.md").read_text()
+    assert made["with_table"](page, made["capability_table"]()) == page, "run make table"

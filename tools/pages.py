@@ -22,6 +22,15 @@ def links(text: str) -> list[str]:
     return re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
 
 
+def contents(text: str) -> list[tuple[str, list[str]]]:
+    """The table of contents that docs/index.md is: its sections, each with the pages that its list links to."""
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    return [
+        (section.partition("\n")[0], re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", section, re.MULTILINE))
+        for section in sections
+    ]
+
+
 def repository() -> str:
     """The address of the repository, as the package's metadata has it."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
@@ -32,7 +41,7 @@ def linked_file(target: str, folder: Path) -> Path | None:
 
     Absolute links lead to files too if they are into our own repository at its branch main.
     """
-    own = re.match(re.escape(repository()) + r"/(?:blob|tree)/main/(.+)", target)
+    own = re.match(re.escape(repository()) + r"/(?:blob|tree|raw)/main/(.+)", target)
     if own:
         return ROOT / own[1]
     return None if re.match(r"[a-z]+:", target) else folder / target
