@@ -58,16 +58,16 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that kernels are built for; others are padded to the next."""
 
 CACHED_QUERIES = 16 << 20
-"""Bytes of queries, their output gradients and the sums of dQ that the backward pass works on at a time."""
+"""Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
 
 FUSED_LENGTH = 2048
-"""Keys from which on it pays to add dQ up in global memory: the sums are cleared, read and converted once."""
+"""Key length from which adding dQ up in global memory pays: the accumulator is cleared, read and converted once."""
 
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
-SEPARATE_BYTES = 256 << 20
-"""Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
+UNREDUCED_BYTES = 256 << 20
+"""Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
 
 def padded_dim(dim: int) -> int:
@@ -91,7 +91,11 @@ def plan_of(
     dtype: DTypeLike,
     bias_gradient: BiasGradient | None = None,
 ) -> Plan:
-    """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
+    """The shared memory and rings of a CTA with these params, at padded head dims.
+
+    Raises:
+      ValueError: the params do not fit the head dims or the device.
+    """
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
@@ -120,7 +124,7 @@ def bias_gradient_of(
     scores: tuple[int, int, int, int],
     params: HopperForwardParams | BackwardParams,
 ) -> BiasGradient | None:
-    """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
+    """The layout of the gradient of a bias, which is an array or its shape; None in the forward pass."""
     if bias is None or not isinstance(params, BackwardParams):
         return None
     return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
@@ -326,7 +330,7 @@ class PallasGpuFlashAttention(
         queue = row_steps(schedule) * group
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
-        # Only unlike rows of tiles gain by being sorted over several heads; a group's heads are walked one by one.
+        # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
         at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
         order = program_order(queue, batch * kv_heads, at_once)
         bias_ref: Any = None
@@ -395,8 +399,8 @@ def _tiles(length: int, block: int, matrices: int) -> int:
 
 
 def _adds_bias(problem: AttentionProblem) -> bool:
-    """Whether gradients of a bias, one for each batch element and head that share it, are too many to be kept."""
+    """True if the gradient of a shared bias, one per batch element and head, is too large to be kept unreduced."""
     if problem.bias is None:
         return False
-    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
-    return apart.shared and apart.bytes > SEPARATE_BYTES
+    unreduced = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
+    return unreduced.shared and unreduced.bytes > UNREDUCED_BYTES
