@@ -65,7 +65,7 @@ def pytest_runtest_teardown() -> None:
         names._OWNERS.clear()
     # And some change the code of a kernel, or what it is lowered with.
     if (memory := sys.modules.get("tilewright.ops.utils.memory")) is not None:
-        memory.forget_all()
+        memory.clear_all()
     mappings = pathlib.Path("/proc/self/maps")
     if next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
         with mappings.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""Where the classes of this package are that files name by id (see ``ops.utils.stable_ids``)."""
+"""Loads the classes of this package that files name by id (see ``ops.utils.stable_ids``)."""
 
 
 def load(name: str) -> None:

@@ -65,7 +65,7 @@ def framework() -> Any:
     from tilewright.cli.targets import flat_call, op_cases
     from tilewright.kernels import OPS, function, kernel
     from tilewright.kernels.cuda.build import Group, shipped_key
-    from tilewright.kernels.cuda.kernel import CudaKernel, noting_groups
+    from tilewright.kernels.cuda.kernel import CudaKernel, recording_groups
     from tilewright.kernels.flash_attention.cudnn import jax_calls as cudnn_jax
     from tilewright.kernels.flash_attention.fa4 import cute as fa4_cute
     from tilewright.ops import ConfigSelectorChain, Device, find_invocations, target_device
@@ -77,7 +77,7 @@ def framework() -> Any:
 
     return types.SimpleNamespace(
         CallOptions=CallOptions, OPS=OPS, flat_call=flat_call, op_cases=op_cases, function=function, kernel=kernel,
-        Group=Group, shipped_key=shipped_key, CudaKernel=CudaKernel, noting_groups=noting_groups,
+        Group=Group, shipped_key=shipped_key, CudaKernel=CudaKernel, recording_groups=recording_groups,
         cudnn_jax=cudnn_jax, fa4_cute=fa4_cute, ConfigSelectorChain=ConfigSelectorChain, Device=Device,
         find_invocations=find_invocations, target_device=target_device, StaticLeaf=StaticLeaf, split=split,
         gradient_form=gradient_form, optional_method=optional_method, Program=Program, Stage=Stage, traced=traced,
@@ -179,7 +179,7 @@ def stubs(known: Any) -> Iterator[None]:
     try:
         for place, name, value in places:
             setattr(place, name, value)
-        with known.noting_groups():
+        with known.recording_groups():
             yield
     finally:
         for place, name, value in before:

@@ -12,7 +12,7 @@ from tilewright.modules import flash_attention
 from tilewright.ops.lowering import mlir_modules
 from tilewright.ops.lowering.ahead import CompiledKernels
 from tilewright.ops.lowering.lowered_files import LoweredFiles
-from tilewright.ops.utils.memory import forget_all
+from tilewright.ops.utils.memory import clear_all
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages() or "nothing")
 
@@ -34,10 +34,10 @@ def test_kernels_from_the_disk_are_the_same_machine_code(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     in_place = compile_for_h100(gradients, QUERY, KEY, KEY)
     assert not list(tmp_path.iterdir())  # who asks for the compiler's words gets all of its work
-    forget_all()
+    clear_all()
     first = lower_as_there(gradients, QUERY, KEY, KEY)
     assert len(list((tmp_path / "lowered").iterdir())) == 4
-    forget_all()
+    clear_all()
 
     def never(*_):
         raise AssertionError("it is on disk")

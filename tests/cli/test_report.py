@@ -20,7 +20,7 @@ from tests.support.command_line import invoke
 from tilewright.cli import main
 from tilewright.cli.report.calls import ReportedCall, calls_of_cache
 from tilewright.cli.report.markup import visible
-from tilewright.cli.report.page import LONGEST_MESSAGE, render
+from tilewright.cli.report.page import MAX_MESSAGE, render
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.ops import AutotuningResult, Candidate, FwdParams, PersistentCache, TunedCall
@@ -278,11 +278,11 @@ def test_hostile_text_goes_through_the_command(tmp_path):
 def test_a_message_of_megabytes_is_cut_with_a_note():
     message = "begin" + "x" * 3_000_000 + "the end"
     text = render([reported([*FIELD[:2], Candidate(config(1), error=message)])], date=DATE)
-    assert len(text) < LONGEST_MESSAGE + 30_000
+    assert len(text) < MAX_MESSAGE + 30_000
     shown = Page(text).text("pre")
     assert shown.startswith("begin")
     assert shown.endswith("the end")
-    assert f"{len(message) - LONGEST_MESSAGE:,} of {len(message):,} characters left out" in shown
+    assert f"{len(message) - MAX_MESSAGE:,} of {len(message):,} characters left out" in shown
 
 
 def test_many_messages_share_the_room():

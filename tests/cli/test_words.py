@@ -20,7 +20,7 @@ from rich.text import Text
 from tests.support.command_line import invoke, one_device
 from tilewright.cli import choices, main, output
 from tilewright.cli.app import app
-from tilewright.cli.entries import entry_id, find_entry, whole_id
+from tilewright.cli.entries import entry_id, find_entry, full_id
 from tilewright.cli.functions import import_named, user_function
 from tilewright.cli.options import CallOptions
 from tilewright.ops import FwdParams, PersistentCache
@@ -66,7 +66,7 @@ def test_no_help_text_is_read_as_markup():
 
 def test_what_is_printed_keeps_brackets_and_colons(capsys):
     hostile = r"tilewright[triton] [batch, heads] \[x] [bold]no[/bold] [/] :smile: [link=x]"
-    made = output.table(hostile, "a", "b [c]", whole=("a", "b [c]"))
+    made = output.table(hostile, "a", "b [c]", unwrapped=("a", "b [c]"))
     made.add_row(hostile, output.lines((hostile, "dim"), ("→", "bold")))
     output.stdout().print(made)
     text = capsys.readouterr().out
@@ -263,7 +263,7 @@ def entry_of(cache, name):
 def test_an_id_is_the_beginning_of_the_digits_in_the_name_of_a_file(cache_directory):
     entry = entry_of(PersistentCache(cache_directory), "one")
     (file,) = cache_directory.glob("*.json")
-    assert file.stem.endswith(f"-{whole_id(entry)}")
+    assert file.stem.endswith(f"-{full_id(entry)}")
     listed = invoke("cache", "list")
     assert re.search(rf"^ *{entry_id(entry)} ", listed, re.MULTILINE)
     assert "1 entry in" in listed
@@ -282,15 +282,15 @@ def test_the_ids_that_are_listed_are_whole_in_a_narrow_terminal(cache_directory,
 def test_a_beginning_that_is_not_unique_names_both(cache_directory, capsys):
     cache = PersistentCache(cache_directory)
     entries = [entry_of(cache, f"op{i}") for i in range(17)]  # of 16 digits, two have the same
-    first = [whole_id(entry)[0] for entry in entries]
+    first = [full_id(entry)[0] for entry in entries]
     digit = next(digit for digit in first if first.count(digit) > 1)
-    both = [entry for entry in entries if whole_id(entry)[0] == digit]
+    both = [entry for entry in entries if full_id(entry)[0] == digit]
     code, _, line = ends(capsys, "cache", "show", digit)
     assert code == 2
     for entry in both[:5]:
         assert f"{entry_id(entry)} ({json.loads(entry.key)['op']} forward)" in line
-    assert find_entry(entries, whole_id(both[0])[:8].upper(), "") == both[0]
-    assert find_entry(entries, whole_id(both[1]), "") == both[1]
+    assert find_entry(entries, full_id(both[0])[:8].upper(), "") == both[0]
+    assert find_entry(entries, full_id(both[1]), "") == both[1]
     assert "no entry" in ends(capsys, "cache", "show", "xyz")[2]
     assert "no entry" in ends(capsys, "cache", "show", "")[2]
 
@@ -299,7 +299,7 @@ def test_single_entries_are_removed(cache_directory, capsys):
     cache = PersistentCache(cache_directory)
     one, two = (entry_of(cache, name) for name in ("one", "two"))
     assert ends(capsys, "cache", "remove", entry_id(one), "xyz")[0] == 2  # and nothing is removed
-    assert "1 entry removed" in invoke("cache", "remove", entry_id(one), whole_id(one)[:10])
+    assert "1 entry removed" in invoke("cache", "remove", entry_id(one), full_id(one)[:10])
     assert [entry.key for entry in cache.entries()] == [two.key]
 
 

@@ -20,7 +20,7 @@ from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
-from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
+from tilewright.kernels.paged_attention.triton import elements
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
 from tilewright.kernels.registry import Implementation
@@ -137,7 +137,7 @@ def test_it_is_what_runs_and_tuning_believes_it() -> None:
 @triton.jit
 def widened(pairs, first, second, kind: tl.constexpr):
     n = tl.arange(0, 1024) + 1024 * tl.program_id(0)
-    one, other = triton_kernels._neighbours(tl.load(pairs + n), kind)
+    one, other = elements.neighbours(tl.load(pairs + n), kind)
     tl.store(first + n, one)
     tl.store(second + n, other)
 
@@ -149,7 +149,7 @@ def test_every_pair_of_bytes_is_widened(assembly: str) -> None:
     halves = [jax.ShapeDtypeStruct(pairs.shape, jnp.float16)] * 2
     got = jax.jit(lambda pairs: launch(widened, [pairs], halves, grid=[64], constants={"kind": kind}))(pairs)
     for each, which in zip(got, ("FIRST", "SECOND"), strict=True):
-        meaning = triton_kernels.MEANINGS[getattr(triton_kernels, f"{assembly}_{which}").value]
+        meaning = elements.MEANINGS[getattr(elements, f"{assembly}_{which}").value]
         np.testing.assert_array_equal(np.asarray(each), meaning(pairs))
 
 

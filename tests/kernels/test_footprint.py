@@ -12,7 +12,7 @@ from tests.kernels.test_roofline import RESULTS, invocation
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
 from tilewright.kernels.flash_attention.cuda.backend import CudaForwardParams
-from tilewright.kernels.flash_attention.cuda.selection import TABLES, queries_of_a_block
+from tilewright.kernels.flash_attention.cuda.selection import TABLES, queries_per_block
 from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     HopperForwardParams,
@@ -100,8 +100,8 @@ def test_of_several_kernels_the_largest_grid_counts():
 
 def test_cuda_says_the_grids_of_its_forward_variants():
     for table in TABLES["forward"]:
-        assert all(queries_of_a_block(variant) for variant in table.variants)
-    assert not any(queries_of_a_block(variant) for table in TABLES["backward"] for variant in table.variants)
+        assert all(queries_per_block(variant) for variant in table.variants)
+    assert not any(queries_per_block(variant) for table in TABLES["backward"] for variant in table.variants)
     hopper = next(v for v in hopper_variants.FORWARD.variants if v.name.startswith("fmha_hopperF_bf16_128x128_k128"))
     ampere = next(v for v in ampere_variants.FORWARD.variants if v.dtype == "bf16" and v.max_dim == 128)
     cutlass = next(v for v in cutlass_variants.FORWARD.variants if "F_bf16_aligned_32x128" in v.name)

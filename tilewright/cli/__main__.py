@@ -1,4 +1,4 @@
-"""``python -m tilewright.cli``."""
+"""Entry point of ``python -m tilewright.cli``."""
 
 from tilewright.cli.app import main
 

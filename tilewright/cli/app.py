@@ -1,4 +1,4 @@
-"""The commands of ``tilewright`` and their exit codes; an error is one line on stderr."""
+"""The commands of ``tilewright``, and how they end: every error is one line on stderr."""
 
 import sys
 from collections.abc import Sequence
@@ -48,8 +48,9 @@ app.add_typer(cache.app, name="cache")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process.
 
-    Exit code 2: the arguments are wrong, or name what an op refuses. 1: they are right, and it could not be done.
-    130: Ctrl-C. Each with one line on stderr. Anything else keeps its traceback, for it is ours.
+    Exit code 2: the arguments are wrong, or describe a call that an op refuses. 1: the arguments are right, but the
+    command failed. 130: Ctrl-C. Each prints one line on stderr. Any other exception is a bug of ours and keeps its
+    traceback.
     """
     try:
         code = app(None if arguments is None else list(arguments), prog_name=NAME, standalone_mode=False)
@@ -68,6 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
         sys.exit(INTERRUPTED)
-    if code == INTERRUPTED:  # typer made it of a KeyboardInterrupt that no command had something to say to
+    if code == INTERRUPTED:  # typer's code for a KeyboardInterrupt that no command handled
         complain("interrupted")
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""The work of ``tilewright bench`` after its arguments are parsed."""
+"""The work of ``tilewright bench``, after its arguments are read."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from tilewright.kernels import function, kernel
 from tilewright.ops.kernel.arrays import random_array
 from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.kernel.prepared import prepared
-from tilewright.ops.tuning.progress import is_watched, milliseconds
+from tilewright.ops.tuning.progress import is_interactive, milliseconds
 from tilewright.ops.tuning.timing import time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
@@ -34,7 +34,7 @@ from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 WARMUP = 2
 
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TilewrightError)
-"""Exceptions from compiling or running one implementation, after which the others go on."""
+"""Exceptions of compiling or running one implementation after which the others are still measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Measurement:
 
     Attributes:
       stage: "forward" or "forward+backward".
-      timing: ``None`` if it cannot do the case, or failed; ``remark`` says why.
-      flops: of the case's matrix products, both directions if both were run; ``None`` where they are not known.
-      failed: whether it should have been able to.
+      timing: ``None`` if it cannot run the case, or failed; ``remark`` has the reason.
+      flops: FLOPs of the case's matmuls, of both directions if both ran; ``None`` if unknown.
+      failed: True if it should have run and did not.
     """
 
     case: str
@@ -65,8 +65,8 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
     """Measures, prints the table, writes the file.
 
     Raises:
-      Failure: something failed that should have run, after all the rest was measured and shown.
-      Interrupted: by Ctrl-C, after what was measured so far was shown and written.
+      Failure: an implementation failed that should have run; raised after everything else was measured and shown.
+      Interrupted: by Ctrl-C, after the measurements so far were shown and written.
     """
     check_new_file(json_file, "--json")
     here()
@@ -74,10 +74,10 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
     interrupted = False
     try:
         with stderr().status("") as status:
-            if not is_watched(sys.stderr):
+            if not is_interactive(sys.stderr):
                 status.stop()
-            for what, measured in _measurements(target, options, iters):
-                status.update(Text(what))
+            for description, measured in _measurements(target, options, iters):
+                status.update(Text(description))
                 found += measured()
     except KeyboardInterrupt:
         interrupted = True
@@ -88,8 +88,8 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
             json_file.write_text(json.dumps(as_json(target, found), indent=1) + "\n")
         typer.echo(f"written to {json_file}")
     if interrupted:
-        place = f" and written to {json_file}" if json_file is not None and found else ""
-        shown = f"the {counted(len(found), 'measurement')} so far {'is' if len(found) == 1 else 'are'} shown{place}"
+        written = f" and written to {json_file}" if json_file is not None and found else ""
+        shown = f"the {counted(len(found), 'measurement')} so far {'is' if len(found) == 1 else 'are'} shown{written}"
         raise Interrupted(f"interrupted; {shown if found else 'nothing was measured to its end'}")
     failed = [m for m in found if m.failed]
     if failed:
@@ -99,7 +99,7 @@ def bench_and_report(target: str, options: CallOptions, *, iters: int, json_file
 def _measurements(
     target: str, options: CallOptions, iters: int
 ) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
-    """The targets to measure, as text and as something to call."""
+    """The measurements to make, each as a description and a function."""
     if is_function(target):
         for call in named_calls(target, options):
             yield call.name, functools.partial(measure_function, call, iters=iters)
@@ -107,8 +107,8 @@ def _measurements(
     op = find_op(target)
     for case in op_cases(target, options):
         for backward in (False, True) if options.backward and op.differentiable else (False,):
-            what = f"{target} {case.name}" + (" with gradients" if backward else "")
-            yield what, functools.partial(measure, target, case, backward=backward, iters=iters)
+            description = f"{target} {case.name}" + (" with gradients" if backward else "")
+            yield description, functools.partial(measure, target, case, backward=backward, iters=iters)
 
 
 def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
@@ -123,25 +123,25 @@ def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
 
 
 def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of its arrays alone; other arguments stay as they are, Python numbers too."""
+    """Makes a call a function of its arrays alone; all other arguments, Python numbers included, stay constant."""
     leaves, tree = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 
     def call(*arrays: Any) -> Any:
-        given = dict(zip(places, arrays, strict=True))
+        given = dict(zip(positions, arrays, strict=True))
         return function(*jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
-    return call, [leaves[i] for i in places]
+    return call, [leaves[i] for i in positions]
 
 
 def _shapes(args: tuple[Any, ...]) -> str:
-    """The arrays as ``--shapes`` takes them."""
+    """Describes the arrays in the form that ``--shapes`` takes."""
     arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array | np.ndarray)]
     return " ".join(f"{array.dtype}[{','.join(map(str, array.shape))}]" for array in arrays) or "no arrays"
 
 
 def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measurement]:
-    """Times every backend that can serve a case, and the peers, in turn."""
+    """Times every backend that can serve a case, and its peers, interleaved."""
     with user_mistakes(case.name):
         positional, keywords = case.arguments()
     flops, platforms = costs_and_platforms(target, positional, keywords, backward)
@@ -179,17 +179,17 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
 def costs_and_platforms(
     target: str, positional: tuple[Any, ...], keywords: dict[str, Any], backward: bool
 ) -> tuple[float, list[str]]:
-    """FLOPs of a case, and the platforms that can serve all of it."""
+    """FLOPs of a case, and the platforms that can serve all of its stages."""
     op = kernel(target)
     with user_mistakes():
         inv, _ = prepared(op, positional, keywords, concrete=False)
     stages = [inv, inv.backward()] if backward else [inv]
     reasons = [op.reasons(stage) for stage in stages]
-    able = [name for name in reasons[0] if not any(each[name] for each in reasons)]
-    if not able:
+    supported = [name for name in reasons[0] if not any(each[name] for each in reasons)]
+    if not supported:
         raise UnsupportedError(target, reasons[-1])
     flops = sum(op.cost(stage).flops for stage in stages)
-    return flops, list(dict.fromkeys(name.partition(":")[0] for name in able))
+    return flops, list(dict.fromkeys(name.partition(":")[0] for name in supported))
 
 
 def _bound(
@@ -197,24 +197,24 @@ def _bound(
 ) -> Callable[[], Any]:
     call, args = flat_call(function, positional, keywords, backward)
     compiled = functools.partial(jax.jit(call).lower(*args).compile(), *args)
-    jax.block_until_ready(compiled())  # what cannot run fails here, beside the others
+    jax.block_until_ready(compiled())  # errors at run time are caught with those of compilation
     return compiled
 
 
 def measurements_table(target: str, found: list[Measurement]) -> Any:
-    """One row for each measurement; ratios are to the peer's time on the same case."""
+    """A table with a row per measurement; ratios are to the peer's time on the same case."""
     title, figures = f"{target} on {current_device().name}", ("time", "± ms", "of JAX's", "GFLOP/s")
     if is_function(target):
-        made = table(title, "arrays", "time", "± ms", right=figures)
+        rows = table(title, "arrays", "time", "± ms", right=figures)
         for m in found:
-            made.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
-        return made
+            rows.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
+        return rows
     peers = kernel(target).cases.peers
-    made = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
+    rows = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
     by_peer = {(m.case, m.stage): m.time_ms for m in found if m.implementation in peers}
     for m in found:
         peer_ms = by_peer.get((m.case, m.stage))
-        made.add_row(
+        rows.add_row(
             m.case,
             m.stage,
             m.implementation,
@@ -224,11 +224,11 @@ def measurements_table(target: str, found: list[Measurement]) -> Any:
             f"{m.flops / m.time_ms / 1e6:.0f}" if m.time_ms and m.flops else "",
             m.remark,
         )
-    return made
+    return rows
 
 
 def as_json(target: str, found: list[Measurement]) -> dict[str, Any]:
-    """Everything that was measured, with the environment."""
+    """All measurements as JSON data, with the environment."""
     device = current_device()
     return {
         "op": target,

@@ -1,4 +1,4 @@
-"""Words from a fixed list: their meanings, and the message about a word that is not in it."""
+"""Options whose value is one of a few words: their aliases, and the message for an unknown word."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -7,19 +7,19 @@ from types import MappingProxyType
 import typer
 
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
-"""Dtypes of queries, and of arrays without a dtype of their own."""
+"""Dtypes of queries, and of every array without a dtype option of its own."""
 
 STORED_DTYPES: tuple[str, ...] = (*DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
-"""Dtypes of the keys and values in a cache."""
+"""Dtypes in which a KV cache may be stored."""
 
 ARRAY_DTYPES: tuple[str, ...] = (
     *STORED_DTYPES, "bool", "int4", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64",
     "complex64", "complex128",
 )  # fmt: skip
-"""Dtypes of arrays that a user's function takes."""
+"""Dtypes of the arrays that a user's function takes."""
 
 ISOLATIONS: tuple[str, ...] = ("auto", "process", "none")
-"""Places where `tune` may run candidates."""
+"""The values of ``tune --isolation``."""
 
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,39 +34,39 @@ DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
         "c64": "complex64", "c128": "complex128",
     }
 )  # fmt: skip
-"""Other spellings of dtypes; the short ones are those of JAX's jaxprs, and of our own tables."""
+"""Other spellings of dtypes; the short ones are those of JAX's jaxprs, and so of our own tables."""
 
 
 def dtype_name(text: str, choices: Iterable[str], hint: str) -> str:
     """The full name of a dtype.
 
     Raises:
-      typer.BadParameter: it is none of the choices, all of which the message lists.
+      typer.BadParameter: it is none of the choices; the message lists them.
     """
     name = text.strip().lower()
-    return one_of(DTYPE_ALIASES.get(name, name), tuple(choices), "dtype", hint, said=text)
+    return one_of(DTYPE_ALIASES.get(name, name), tuple(choices), "dtype", hint, original=text)
 
 
-def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None, said: str | None = None) -> str:
-    """The word, if it is one of the choices.
+def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None, original: str | None = None) -> str:
+    """Returns the word if it is one of the choices.
 
     Args:
-      noun: what the choices are, such as "dtype".
-      hint: the option that the word was given by.
-      said: what the user wrote, where that is not the word.
+      noun: the kind of choice, such as "dtype".
+      hint: the option that the word was given to.
+      original: the user's text, if it differs from ``word``.
 
     Raises:
-      typer.BadParameter: it is none of them; the message names the nearest one and lists all.
+      typer.BadParameter: the word is no choice; the message names the nearest one and lists all.
     """
     known = tuple(choices)
     if word in known:
         return word
-    message = f"{said or word!r} is no {noun}; {meant(said or word, known)}choose from {', '.join(known)}"
+    message = f"{original or word!r} is no {noun}; {suggest(original or word, known)}choose from {', '.join(known)}"
     raise typer.BadParameter(message, param_hint=hint)
 
 
-def meant(word: str, choices: Iterable[str]) -> str:
-    """``did you mean ...? `` with the nearest choice; empty if none is near."""
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """Returns ``did you mean ...? `` with the nearest choice, or an empty string if none is near."""
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f"did you mean {by_lower[close[0]]}? " if close else ""

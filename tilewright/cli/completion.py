@@ -1,4 +1,4 @@
-"""Words that the shell may complete: those known without importing JAX, for it asks at every press of a key."""
+"""Shell completion of words that are known without importing JAX, since it runs at every press of the key."""
 
 import os
 import re
@@ -14,26 +14,26 @@ _ENTRY = re.compile(r"(.+)-([0-9a-f]{32})\.json", re.ASCII)
 
 
 def targets(incomplete: str) -> list[str]:
-    """Ops. Not functions: to know a module's names is to run it."""
-    return _beginning(OPS, incomplete)
+    """Names of ops. Functions are not completed, since listing a module's names means running it."""
+    return _starting_with(OPS, incomplete)
 
 
 def dtypes(incomplete: str) -> list[str]:
-    return _beginning(DTYPES, incomplete)
+    return _starting_with(DTYPES, incomplete)
 
 
 def isolations(incomplete: str) -> list[str]:
-    return _beginning(ISOLATIONS, incomplete)
+    return _starting_with(ISOLATIONS, incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
     from tilewright.ops.utils.known_devices import KNOWN_DEVICES
 
-    return _beginning(KNOWN_DEVICES, incomplete)
+    return _starting_with(KNOWN_DEVICES, incomplete)
 
 
 def entry_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Ids of the cache's entries, each with its op and direction: both stand in the names of the files."""
+    """Ids of the cache's entries, each with its op and direction, which are part of the file names."""
     folder = context.params.get("path") or _cache_folder()
     try:
         found = [_ENTRY.fullmatch(name) for name in os.listdir(folder)]
@@ -43,7 +43,7 @@ def entry_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _cache_folder() -> Path:
-    """As `ops.utils.folders.cache_folder` has it, whose package imports JAX."""
+    """The folder that `ops.utils.folders.cache_folder` returns, whose package imports JAX."""
     root = os.environ.get("TILEWRIGHT_CACHE_DIR")
     if not root:
         import platformdirs
@@ -52,5 +52,5 @@ def _cache_folder() -> Path:
     return Path(os.path.expanduser(root), "configs")
 
 
-def _beginning(words: Iterable[str], incomplete: str) -> list[str]:
+def _starting_with(words: Iterable[str], incomplete: str) -> list[str]:
     return [word for word in words if word.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""The device of this process, where it has one, and those that can be named."""
+"""The device of this process, if there is one, and devices by name."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ def here() -> "Device":
     """The device that JAX computes on.
 
     Raises:
-      Failure: JAX finds none, such as where ``JAX_PLATFORMS`` names what is not there.
+      Failure: JAX finds none, for example if ``JAX_PLATFORMS`` names a platform that is not available.
     """
     from tilewright.ops.utils.device import current_device
 
@@ -27,17 +27,17 @@ def here() -> "Device":
 
 
 def on_device(known: "KnownDevice | None") -> contextlib.AbstractContextManager[object]:
-    """A context in which programs are traced and lowered for a device that was named, or else for this process's."""
+    """A context in which programs are traced and lowered for a named device, or else for this process's."""
     from tilewright.ops import target_device
 
     return contextlib.nullcontext() if known is None else target_device(known.name)
 
 
 def named_device(name: str) -> "KnownDevice":
-    """The device of a name, as ``tilewright.target_device`` takes it.
+    """Finds a device by the name that ``tilewright.target_device`` takes.
 
     Raises:
-      typer.BadParameter: none is known by it.
+      typer.BadParameter: no such device is known.
     """
     from tilewright.ops.utils.known_devices import find_device
 

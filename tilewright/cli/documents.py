@@ -1,4 +1,4 @@
-"""The JSON files that the commands write, told apart by their contents."""
+"""The JSON files that the commands write, recognised by their fields."""
 
 import enum
 import json
@@ -13,7 +13,7 @@ from tilewright.ops.utils.folders import read_file
 
 
 class Kind(enum.Enum):
-    """The command that wrote a file; the values describe it, and name the command that reads it."""
+    """The kind of a file; the value tells people which command wrote it and which ones read it."""
 
     TUNING = "a result of 'tilewright tune --json', which 'tilewright report' reads"
     EXPORT = "what 'tilewright cache export' wrote, which 'tilewright cache import' and 'tilewright report' read"
@@ -22,25 +22,25 @@ class Kind(enum.Enum):
 
 
 def document_of(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-      typer.BadParameter: it cannot be read.
-      ValueError: it holds something else.
+      typer.BadParameter: the file cannot be read.
+      ValueError: the file holds something else.
     """
     try:
-        said = json.loads(read_file(os.path.expanduser(file), EXPORT_LIMIT))
+        document = json.loads(read_file(os.path.expanduser(file), EXPORT_LIMIT))
     except OSError as error:
         raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror or error}") from error
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(said, dict):
-        raise ValueError(f"a JSON object was expected, not {type(said).__name__}")
-    return said
+    if not isinstance(document, dict):
+        raise ValueError(f"a JSON object was expected, not {type(document).__name__}")
+    return document
 
 
 def kind_of(document: dict[str, Any]) -> Kind | None:
-    """The kind of a document by its outermost fields; ``None`` if no command writes such a file."""
+    """The kind of a document by its outermost fields; ``None`` if no command writes such a document."""
     if {"op", "environment", "measurements"} <= document.keys():
         return Kind.BENCH
     if {"decisions", "sha256"} <= document.keys():

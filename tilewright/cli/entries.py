@@ -1,4 +1,4 @@
-"""Entries of the persistent cache in words."""
+"""Entries of the persistent cache as text."""
 
 import hashlib
 import json
@@ -24,16 +24,16 @@ ID_DIGITS = 8
 
 
 def open_cache(folder: Path | None = None) -> PersistentCache:
-    """A cache, the user's by default, whose folder can be listed or is not there yet.
+    """Opens a cache, the user's by default, whose folder can be listed or does not exist yet.
 
     Raises:
-      typer.BadParameter: the folder that was given is no such.
-      Failure: the user's cannot be read.
+      typer.BadParameter: the given folder does not exist or cannot be listed.
+      Failure: the user's folder cannot be read.
     """
     import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
 
-    # A config of a kernel that is not loaded is shown by its words; a warning for each would only frighten.
-    logging.getLogger(PersistentCache.__module__).addFilter(_says_more_than_unloaded)
+    # A config whose type is not loaded is shown as text; a warning for each would only alarm the user.
+    logging.getLogger(PersistentCache.__module__).addFilter(_is_no_unloaded_warning)
     cache = PersistentCache(folder)
     try:
         os.listdir(cache.path)
@@ -48,41 +48,41 @@ def open_cache(folder: Path | None = None) -> PersistentCache:
     return cache
 
 
-def _says_more_than_unloaded(record: logging.LogRecord) -> bool:
+def _is_no_unloaded_warning(record: logging.LogRecord) -> bool:
     return not record.getMessage().endswith(" is not loaded")
 
 
-def whole_id(entry: Entry) -> str:
-    """The 32 hexadecimal digits at the end of the name of an entry's file; of these, any that are unique stand for it.
+def full_id(entry: Entry) -> str:
+    """The 32 hexadecimal digits at the end of an entry's file name; any unique prefix of them identifies the entry.
 
-    The shell completes them from the names of the files alone.
+    The shell completes them from the file names alone.
     """
     return hashlib.sha256(canonical_json(tagged(entry.key)).encode()).hexdigest()[:32]
 
 
 def entry_id(entry: Entry) -> str:
-    """As many digits as ``cache list`` shows."""
-    return whole_id(entry)[:ID_DIGITS]
+    """The digits that ``cache list`` shows."""
+    return full_id(entry)[:ID_DIGITS]
 
 
-def find_entry(entries: Sequence[Entry], beginning: str, place: str) -> Entry:
-    """The one whose id begins so.
+def find_entry(entries: Sequence[Entry], beginning: str, cache_name: str) -> Entry:
+    """The entry whose id has this prefix.
 
     Raises:
-      typer.BadParameter: there is none or, the message names them, more than one.
+      typer.BadParameter: there is none, or more than one, in which case the message names them.
     """
-    wanted = beginning.strip().lower()
-    found = [entry for entry in entries if wanted and whole_id(entry).startswith(wanted)]
+    prefix = beginning.strip().lower()
+    found = [entry for entry in entries if prefix and full_id(entry).startswith(prefix)]
     if len(found) == 1:
         return found[0]
     if not found:
         raise typer.BadParameter(
-            f"no entry of {place} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
+            f"no entry of {cache_name} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
             param_hint="entry",
         )
-    ids = [whole_id(entry) for entry in found]
+    ids = [full_id(entry) for entry in found]
     digits = next(n for n in range(ID_DIGITS, len(ids[0]) + 1) if len({each[:n] for each in ids}) == len(ids))
-    named = [f"{whole_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
+    named = [f"{full_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
     rest = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise typer.BadParameter(
         f"{beginning!r} is the beginning of {len(found)} ids: {', '.join(named)}{rest}", param_hint="entry"
@@ -95,13 +95,13 @@ def _call(entry: Entry) -> str:
 
 
 def entries_table(entries: Sequence[Entry]) -> "Table":
-    """One row for each entry, newest first."""
-    made = table(
-        "tuned configs", "id", "call, and its config", "time", "device", "tuned", right=("time",), whole=("id",)
+    """A table with a row for each entry, newest first."""
+    rows = table(
+        "tuned configs", "id", "call, and its config", "time", "device", "tuned", right=("time",), unwrapped=("id",)
     )
     for entry in sorted(entries, key=lambda entry: entry.created, reverse=True):
         key = key_fields(entry)
-        made.add_row(
+        rows.add_row(
             entry_id(entry),
             lines(
                 (_call(entry), ""),
@@ -112,23 +112,23 @@ def entries_table(entries: Sequence[Entry]) -> "Table":
             str(key.get("device", "?")),
             f"{entry.created:%Y-%m-%d %H:%M}" + (" (stale)" if entry.stale else ""),
         )
-    return made
+    return rows
 
 
 def key_fields(entry: Entry) -> dict[str, Any]:
-    """The fields of the key of a call; nothing for a key of some other form."""
+    """The fields of a call's key; empty for a key of another form."""
     if not isinstance(entry.key, str):
         return {}
     try:
-        said = json.loads(entry.key)
+        parsed = json.loads(entry.key)
     except json.JSONDecodeError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def entry_text(entry: Entry) -> str:
-    """All that an entry holds, as JSON."""
-    said = {
+    """Everything that an entry holds, as JSON."""
+    document = {
         "id": entry_id(entry),
         "key": key_fields(entry) or repr(entry.key),
         "config": entry.readable,
@@ -139,11 +139,11 @@ def entry_text(entry: Entry) -> str:
         "metadata": {name: _plain(value) for name, value in entry.metadata.items()},
         "measurements": [_plain(measurement) for measurement in entry.measurements],
     }
-    return json.dumps(said, indent=1, default=str)
+    return json.dumps(document, indent=1, default=str)
 
 
 def _plain(value: Any) -> Any:
-    """JSON data as it is; anything else by what it prints."""
+    """JSON data unchanged; any other value as its text."""
     try:
         json.dumps(value)
     except TypeError:

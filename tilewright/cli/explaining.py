@@ -1,4 +1,4 @@
-"""The work of ``tilewright explain`` after its arguments are parsed."""
+"""The work of ``tilewright explain``, after its arguments are read."""
 
 from typing import TYPE_CHECKING
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 def explain_and_print(target: str, options: CallOptions, device: str | None) -> None:
-    """Prints a table for each call of the target, on this device or on one that is named."""
+    """Prints a table for each call of the target, on this device or on a named one."""
     here()
     known = None if device is None else named_device(device)
     for call in named_calls(target, options, known):
         with on_device(known):
-            made = explanation_table(call)
-        if made.row_count:
-            stdout().print(made)
+            rows = explanation_table(call)
+        if rows.row_count:
+            stdout().print(rows)
         else:
             complain(f"{call.name} calls no kernel of tilewright; there is nothing to explain")
 
 
 def explanation_table(call: NamedCall) -> "Table":
-    """One row for each kernel call of a function, forward and backward."""
-    made = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
+    """A table with a row for each kernel call of a function, forward and backward."""
+    rows = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
     executor = default_executor()
     for inv in find_invocations(call.function, *call.args):
         choice = executor.explain_choice(inv, None)
-        made.add_row(
+        rows.add_row(
             lines((f"{inv.kernel.name} {inv.direction}", ""), (describe_key(inv.key), "dim")),
             describe_config(choice.config),
             choice.origin,
             milliseconds(choice.time_ms),
             "\n".join(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()) or "there is no other",
         )
-    return made
+    return rows

@@ -1,4 +1,4 @@
-"""Files that commands write: refused before the work, where that can be told, else one line after it."""
+"""Output files of commands: refused before the work if possible, otherwise reported in one line after it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from tilewright.cli.output import Failure
 
 
 def check_new_file(file: Path | None, option: str, *, existing: bool = False) -> None:
-    """Raises unless a file can be made, as far as its folder says.
+    """Raises unless the file can be created, as far as its folder shows.
 
     Args:
-      existing: whether what is there already is for somebody else to judge.
+      existing: True if the caller itself checks an existing file.
 
     Raises:
-      typer.BadParameter: it cannot.
+      typer.BadParameter: the file cannot be created.
     """
     if file is None:
         return
@@ -28,7 +28,7 @@ def check_new_file(file: Path | None, option: str, *, existing: bool = False) ->
 
 @contextmanager
 def writing(file: Path, option: str) -> Iterator[None]:
-    """Turns an ``OSError`` into one line.
+    """Turns an ``OSError`` into a one-line failure.
 
     Raises:
       Failure: the file could not be written.

@@ -1,4 +1,4 @@
-"""A user's functions and arrays: from ``module:function``, ``file.py:function`` and ``float32[8,128]`` to Python."""
+"""Parses a user's functions and arrays: ``module:function``, ``file.py:function`` and ``float32[8,128]``."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.choices import ARRAY_DTYPES, dtype_name, meant
+from tilewright.cli.choices import ARRAY_DTYPES, dtype_name, suggest
 from tilewright.cli.device import on_device
 from tilewright.cli.mistakes import raised_at, user_code
 from tilewright.cli.options import parse_sizes
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 def user_function(
     target: str, shapes: str | None, known: "KnownDevice | None" = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A user's function with arrays of the shapes given, or with those that it returns itself beside a function.
+    """Returns a user's function with arrays of the given shapes, or with the arrays that it returns itself.
 
-    One without parameters that returns arrays is called as it is.
+    A function without parameters that returns (function, arguments) stands for that call; one that returns arrays is
+    called as it is.
 
     Args:
-      known: the device that it is traced for, to see whether it can be; this process's by default.
+      known: the device that the call is traced for, as a check; this process's by default.
 
     Raises:
       typer.BadParameter: the target or the shapes are wrong, or the function refuses them.
@@ -42,38 +43,45 @@ def user_function(
     _check_parameters(target, function, arguments)
     if shapes is None:
         with user_code(f"{target}()"):
-            made = function()
-        if _is_call(made):
-            function, arguments = made[0], tuple(made[1])
-        elif not _is_arrays(made):
-            raise typer.BadParameter(f"{target}() returned {_shortly(made)}, neither arrays nor (function, arguments)")
+            returned = function()
+        if _is_call(returned):
+            function, arguments = returned[0], tuple(returned[1])
+        elif not _is_arrays(returned):
+            raise typer.BadParameter(
+                f"{target}() returned {_short_repr(returned)}, neither arrays nor (function, arguments)"
+            )
     with user_code(target), on_device(known):
         jax.eval_shape(function, *arguments)
     return function, arguments
 
 
-def _is_call(made: Any) -> bool:
-    return isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)
+def _is_call(returned: Any) -> bool:
+    return (
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and callable(returned[0])
+        and isinstance(returned[1], tuple | list)
+    )
 
 
-def _is_arrays(made: Any) -> bool:
+def _is_arrays(returned: Any) -> bool:
     import jax
     import numpy as np
 
-    leaves = jax.tree.leaves(made)
+    leaves = jax.tree.leaves(returned)
     return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
 
 
-def _shortly(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _check_parameters(target: str, function: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-    """Raises unless a function can be called with so many positional arguments."""
+    """Raises unless a function accepts this number of positional arguments."""
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some that are not written in Python have none
+    except (ValueError, TypeError):  # some functions that are not written in Python have none
         return
     try:
         signature.bind(*arrays)
@@ -88,42 +96,42 @@ def _check_parameters(target: str, function: Callable[..., Any], arrays: tuple[A
 
 
 def import_function(target: str) -> Callable[..., Any]:
-    """The function that a target names; a class of kernels stands for a kernel of it.
+    """The function that a target names; a class of kernels stands for an instance.
 
     Raises:
-      typer.BadParameter: there is no such.
+      typer.BadParameter: there is no such function.
       Failure: the user's module raised.
     """
     found = import_named(target, "function")
     if found is None:
-        raise _no_such(target)
+        raise _unknown_name(target)
     from tilewright.ops import Kernel
 
     if isinstance(found, type) and issubclass(found, Kernel):
         with user_code(f"{target}()"):
             found = found()
     if not callable(found):
-        raise typer.BadParameter(f"{target} is {_shortly(found)}, which cannot be called")
+        raise typer.BadParameter(f"{target} is {_short_repr(found)}, which cannot be called")
     return found
 
 
-def _no_such(target: str) -> typer.BadParameter:
-    """The message about a name that a module does not have."""
+def _unknown_name(target: str) -> typer.BadParameter:
+    """The error for a name that a module does not have."""
     module_name, _, path = target.rpartition(":")
     module = sys.modules.get(module_name) or _imported(module_name)
     names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
-    hint = meant(path, names).strip()
+    hint = suggest(path, names).strip()
     return typer.BadParameter(f"{module_name} has no function {path!r}{'; ' if hint else ''}{hint}")
 
 
-def import_named(target: str, what: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` names; ``None`` if there is none.
+def import_named(target: str, noun: str) -> Any:
+    """The object that ``module:name`` or ``file.py:name`` names; ``None`` if the module has no such name.
 
-    Modules in the working directory are found.
+    Modules in the working directory are found too.
     """
     module_name, _, path = target.rpartition(":")
     if not module_name or not path:
-        raise typer.BadParameter(f"{target!r} is not of the form module:{what} or path/to/file.py:{what}")
+        raise typer.BadParameter(f"{target!r} is not of the form module:{noun} or path/to/file.py:{noun}")
     found: Any = _imported(module_name)
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -131,7 +139,7 @@ def import_named(target: str, what: str) -> Any:
 
 
 def _imported(name: str) -> types.ModuleType:
-    """A module by its name or its file."""
+    """Imports a module by its name or its file."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     if name.endswith(".py") or os.sep in name:
@@ -143,7 +151,7 @@ def _imported(name: str) -> types.ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                near = meant(name, [path.stem for path in Path().glob("*.py")])
+                near = suggest(name, [path.stem for path in Path().glob("*.py")])
                 raise typer.BadParameter(
                     f"there is no module {name!r}; {near}looked in the working directory and on Python's path"
                 ) from error
@@ -153,9 +161,9 @@ def _imported(name: str) -> types.ModuleType:
 
 
 def _imported_file(file: Path) -> types.ModuleType:
-    """The module of a file, by the name that it has seen from the folder above its outermost package.
+    """Imports a file under its full module name, as seen from the folder above its outermost package.
 
-    By a name that can be imported, so that another process can measure its kernels.
+    An importable name lets another process measure its kernels.
     """
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {str(file)!r}")
@@ -171,8 +179,8 @@ def _imported_file(file: Path) -> types.ModuleType:
         sys.path.insert(0, str(folder))
     module = _imported(name)
     if not module.__file__ or not os.path.samefile(module.__file__, file):
-        place = module.__file__ or "Python itself"
-        raise typer.BadParameter(f"{str(file)!r} has the name of another module, {name!r} of {place}; rename it")
+        other = module.__file__ or "Python itself"
+        raise typer.BadParameter(f"{str(file)!r} has the name of another module, {name!r} of {other}; rename it")
     return module
 
 
@@ -180,7 +188,7 @@ _ARRAY = re.compile(r"([A-Za-z]\w*)\[([\d,\s-]*)\]")
 
 
 def parse_arrays(text: str) -> tuple[Any, ...]:
-    """Abstract arrays from ``float32[1,1024,8,64] int32[16]``; separators are spaces, commas or semicolons."""
+    """Parses abstract arrays such as ``float32[1,1024,8,64] int32[16]``, separated by spaces, commas or semicolons."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""The options that name a call, shared by all commands."""
+"""The options that describe a call, defined once for all commands."""
 
 import ast
 import dataclasses
@@ -9,7 +9,7 @@ import typer
 from tilewright.cli import completion
 from tilewright.cli.choices import DTYPES, STORED_DTYPES, dtype_name
 
-# Square brackets with a letter in them would be markup to what prints the help; a test looks for them.
+# The printer of help texts would take square brackets with a letter in them for markup; a test looks for them.
 Target = Annotated[
     str,
     typer.Argument(
@@ -53,11 +53,11 @@ Shapes = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", help="A device that is not here, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
+        "--device", help="A device that need not be present, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
         autocompletion=completion.devices,
     ),
 ]  # fmt: skip
-Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gradients of an op too.")]
+Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Include the gradients of an op.")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class CallOptions:
         return self.describes_op or self.shapes is not None
 
 
-# Fields of cases that hold a dtype's name, and those that they may hold.
+# Fields of cases that hold a dtype's name, and their choices.
 _DTYPE_FIELDS = {"dtype": DTYPES, "kv_dtype": STORED_DTYPES}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """``name=value`` with the value as a Python literal, or as text where it is none."""
+    """Parses ``name=value``, with the value as a Python literal or else as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise typer.BadParameter(f"{text!r} is not of the form name=value", param_hint="--set")
@@ -112,7 +112,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_sizes(text: str, option: str) -> tuple[int, ...]:
-    """Non-negative sizes, separated by commas."""
+    """Parses non-negative sizes separated by commas."""
     try:
         sizes = tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:

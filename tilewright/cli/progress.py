@@ -1,4 +1,4 @@
-"""The table of a tuning's result, and the progress of work other than tuning."""
+"""A table of a tuning's result."""
 
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def result_table(result: AutotuningResult, title: str = "tuned calls") -> "Table":
-    """One row for each call: the chosen config, its time beside the heuristic's, and the source of that."""
+    """A table with a row for each call: the chosen config, its comparison with the heuristic, and its source."""
     figures = ("time", "heuristic", "speedup", "tried")
-    made = table(title, "call, and what it will run with", *figures, "from", right=figures)
+    rows = table(title, "call, and what it will run with", *figures, "from", right=figures)
     for call in result:
         heuristic = call.heuristic
         failed = sum(1 for candidate in call.candidates if candidate.failed)
         dropped = sum(1 for candidate in call.candidates if candidate.dropped)
-        made.add_row(
+        rows.add_row(
             lines(
                 (f"{call.op} {call.direction}", ""),
                 (describe_key(call.key), "dim"),
@@ -33,4 +33,4 @@ def result_table(result: AutotuningResult, title: str = "tuned calls") -> "Table
             + (f", {dropped} dropped" if dropped else ""),
             call.step if call.complete else f"{call.step}, cut short",
         )
-    return made
+    return rows

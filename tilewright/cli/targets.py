@@ -1,4 +1,4 @@
-"""Functions and arrays from words of the command line: an op with a shape or a case, or a user's function."""
+"""Resolves a command's target to functions and arrays: an op with a shape or a case, or a user's function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.choices import meant
+from tilewright.cli.choices import suggest
 from tilewright.cli.device import on_device
 from tilewright.cli.functions import user_function
 from tilewright.cli.mistakes import user_mistakes
@@ -24,8 +24,8 @@ class NamedCall:
     """A function with arrays to call it with.
 
     Attributes:
-      args: arrays, or ``jax.ShapeDtypeStruct`` in their places.
-      case: the op's case behind it, if it is an op's.
+      args: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      case: the op's case, if the function is an op's.
     """
 
     name: str
@@ -40,10 +40,10 @@ def is_function(target: str) -> bool:
 
 
 def named_calls(target: str, options: CallOptions, known: "KnownDevice | None" = None) -> list[NamedCall]:
-    """The functions and arrays that a command works on.
+    """Resolves a target to the calls that a command works on.
 
     Args:
-      known: the device that it is for, whose cases are meant by "all"; this process's by default.
+      known: the device that the calls are for, which selects the cases of "all"; this process's by default.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
@@ -60,29 +60,31 @@ def named_calls(target: str, options: CallOptions, known: "KnownDevice | None" =
 
 
 def find_op(name: str) -> "Portfolio":
-    """The kernel of the op of a name.
+    """Finds the kernel of an op by name.
 
     Raises:
-      typer.BadParameter: there is none.
+      typer.BadParameter: there is no such op.
     """
     if name not in OPS:
-        hint = meant(name, OPS) or f"the ops are {', '.join(OPS)}; "
+        hint = suggest(name, OPS) or f"the ops are {', '.join(OPS)}; "
         raise typer.BadParameter(f"no op is called {name!r}; {hint}a function is module:function")
     return kernel(name)
 
 
 def op_cases(name: str, options: CallOptions, kind: str | None = None) -> list[Any]:
-    """The cases that the options describe: a shape, or named ones with fields replaced.
+    """The cases that the options describe: one by shape, or named ones with fields replaced.
 
     Args:
-      kind: of device, whose cases are meant by "all"; that of this process's by default.
+      kind: the kind of device that selects the cases of "all"; this process's by default.
     """
     cases = find_op(name).cases
     fields = options.fields()
     known = [f.name for f in dataclasses.fields(cases.kind) if f.name != "name"]
     unknown = next((field for field in fields if field not in known), None)
     if unknown is not None:
-        raise typer.BadParameter(f"{name} has no option {unknown!r}; {meant(unknown, known)}it has {', '.join(known)}")
+        raise typer.BadParameter(
+            f"{name} has no option {unknown!r}; {suggest(unknown, known)}it has {', '.join(known)}"
+        )
     _check_float64(fields.get("dtype"))
     if bool(options.shape) == bool(options.cases):
         raise typer.BadParameter(f"{name} needs either --shape {','.join(cases.shape)} or --case NAME")
@@ -103,19 +105,19 @@ def _check_float64(dtype: str | None) -> None:
         raise typer.BadParameter("float64 needs JAX_ENABLE_X64=1; JAX would compute in float32", param_hint="--dtype")
 
 
-def _named_cases(name: str, cases: "OpCases[Any]", wanted: tuple[str, ...], kind: str | None) -> list[Any]:
+def _named_cases(name: str, cases: "OpCases[Any]", names: tuple[str, ...], kind: str | None) -> list[Any]:
     from tilewright.ops.utils.device import current_device
 
     every = cases.every
     found: list[Any] = []
-    for case in wanted:
+    for case in names:
         if case == "all":
             found += cases.of_device(kind or current_device().kind).values()
         elif case in every:
             found.append(every[case])
         else:
             known = ["all", *every]
-            message = f"{name} has no case {case!r}; {meant(case, known)}it has {', '.join(known)}"
+            message = f"{name} has no case {case!r}; {suggest(case, known)}it has {', '.join(known)}"
             raise typer.BadParameter(message, param_hint="--case")
     return found
 
@@ -135,8 +137,8 @@ def flat_call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A call as a function of its floating-point arrays and of the tuple of its other arrays.
 
-    Arrays in keywords become arguments too, for as constants they would fill the program's text. An array that stands
-    in two places stays one array.
+    Arrays in keywords become arguments too, since constants would fill the program's text. An array that occurs twice
+    stays one array.
     """
     import jax
     import jax.numpy as jnp
@@ -159,7 +161,7 @@ def flat_call(
 
 
 def check_call(call: NamedCall, known: "KnownDevice | None" = None) -> None:
-    """Traces a call for a device, so that what its op or its author refuses is said before any work starts."""
+    """Traces a call for a device, so that errors of its op or its author are reported before any work starts."""
     import jax
 
     with user_mistakes(call.name), on_device(known):

@@ -1,4 +1,4 @@
-"""The work of ``tilewright tune`` after its arguments are parsed."""
+"""The work of ``tilewright tune``, after its arguments are read."""
 
 import datetime
 import math
@@ -37,10 +37,10 @@ from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 
 def tuner_of(isolation: str, timeout_s: float) -> Tuner:
-    """The tuner that the options describe.
+    """Makes the settings of the measurements.
 
     Raises:
-      typer.BadParameter: an option is out of its range.
+      typer.BadParameter: an option is out of range.
     """
     one_of(isolation, ISOLATIONS, "isolation", "--isolation")
     if not 0 < timeout_s < math.inf:
@@ -61,7 +61,7 @@ def tune_and_report(
 ) -> int:
     """Tunes, prints the table, and returns the exit code."""
     clock = time.monotonic()
-    # The processes that measure need the device's memory; JAX reads this once, when it first looks for a device.
+    # The measuring processes need the device's memory. JAX reads this variable once, when it first looks for a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_new_file(json_file, "--json")
     check_new_file(lock_file, "--lock", existing=True)
@@ -69,10 +69,10 @@ def tune_and_report(
     if tuner.isolation != "none":
         prestart()
     began = datetime.datetime.now(datetime.UTC)
-    # What is measured must not depend on a lock, nor fail where one that the environment names is still to be made.
+    # Measurements must not depend on a lock, nor fail if the environment names a lock that is still to be made.
     with use_lock(None):
         if lock_file is not None:
-            _check_lock(lock_file)  # refused now rather than after the tuning
+            _check_lock(lock_file)  # refuse it now rather than after the tuning
         limits = {"budget_s": budget_s, "call_budget_s": call_budget_s}
         result, interrupted = _tune_all(target, options, tuner, began=clock, again=again, **limits)
         if json_file is not None and result.entries:
@@ -90,7 +90,7 @@ def tune_and_report(
 def _tune_all(
     target: str, options: CallOptions, tuner: Tuner, *, began: float, again: bool, **limits: float | None
 ) -> tuple[AutotuningResult, bool]:
-    """The result of a tuning, and whether an interrupt ended it."""
+    """The result of the tuning, and True if an interrupt ended it."""
     calls = named_calls(target, options)
     invocations: list[Invocation[Any, Any]] = []
     try:
@@ -109,20 +109,20 @@ def _tune_all(
 
 
 def _all_failed(target: str, group: ExceptionGroup) -> Failure:
-    """The failure to show where no candidate of a call ran; those of other calls are kept."""
-    said = group
-    while isinstance(said.exceptions[0], ExceptionGroup):
-        said = said.exceptions[0]
-    first = said.exceptions[0]
-    return Failure(f"{target}: {said.message}; the first: {type(first).__name__}: {first_line(first)}")
+    """The failure to report if no candidate of a call ran; results of other calls are kept."""
+    innermost = group
+    while isinstance(innermost.exceptions[0], ExceptionGroup):
+        innermost = innermost.exceptions[0]
+    first = innermost.exceptions[0]
+    return Failure(f"{target}: {innermost.message}; the first: {type(first).__name__}: {first_line(first)}")
 
 
 def _check_lock(file: Path) -> None:
-    """Raises unless this process may add to the lock that a file holds, if there is one.
+    """Raises unless this process may add to an existing lock file.
 
     Raises:
-      LockError: it cannot be used.
-      typer.BadParameter: it is of another device or toolchain.
+      LockError: the file cannot be used.
+      typer.BadParameter: its lock is for another device or toolchain.
     """
     if not file.exists():
         return
@@ -135,18 +135,18 @@ def _check_lock(file: Path) -> None:
 
 
 def _lock(file: Path, result: AutotuningResult) -> None:
-    """Pins the winners in a file, in place of earlier decisions on the same calls."""
+    """Pins the winners in a file, replacing earlier decisions for the same calls."""
     try:
         with user_mistakes("--lock"):
             new = result.to_lock()
-            lock = new.add_to(file)  # and not to what was read before the tuning: another may have added to it since
+            lock = new.add_to(file)  # reads the file again: another process may have added to it since
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(file)!r}: {error.strerror}", param_hint="--lock") from error
     typer.echo(f"{file} decides {counted(len(lock), 'call')}, {len(new)} of them by this tuning")
 
 
 def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, interrupted: bool) -> int:
-    """Prints what was found, and returns how many of the calls measured are not on disk."""
+    """Prints the result, and returns the number of measured calls that are not on disk."""
     if result.entries:
         stdout().print(result_table(result))
     elif not interrupted and not result.left_out:
@@ -168,7 +168,7 @@ def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, 
 
 
 def _report_left_out(result: AutotuningResult) -> None:
-    """Prints the candidates that there was no time for."""
+    """Reports the calls and candidates for which there was no time."""
     for call in result.left_out:
         complain(f"not tuned, for the budget had ended: {call}")
     for entry in result:
@@ -177,7 +177,7 @@ def _report_left_out(result: AutotuningResult) -> None:
 
 
 def _kept(measured: int, lost: int, json_file: Path | None) -> str:
-    """The message after an interrupt, about what is kept."""
+    """Describes what an interrupt leaves."""
     if not measured:
         return "nothing was measured to its end; a next tuning goes on where this one was"
     if lost:

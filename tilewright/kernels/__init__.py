@@ -1,4 +1,4 @@
-"""The operations, one folder each, and what they share."""
+"""The operations, one folder each, and the code that they share."""
 
 import contextlib
 import functools
@@ -27,22 +27,22 @@ _OPS = {
 }
 
 OPS: Mapping[str, str] = MappingProxyType(_OPS)
-"""Every op by name, as the class of its kernel; adding one adds its line above.
+"""Every op by name, with the class of its kernel; a new op needs one line above.
 
-The module of the class also has the public function, by the op's name. Nothing of an op, nor JAX, is imported before it
-is asked for: the shell completes words from here.
+The module of the class also has the public function, under the op's name. Neither the op nor JAX is imported before it
+is used: the shell completes words from this table.
 """
 
 
 @contextlib.contextmanager
 def registered(name: str, where: str) -> Iterator[None]:
-    """Has an op of another package known by its name, as the lines above have those of this one.
+    """Context manager: registers an op of another package under its name, like the ops above.
 
     Args:
       where: ``"module:Class"``.
 
     Raises:
-      ValueError: there is an op of that name.
+      ValueError: there is an op of that name already.
     """
     if name in _OPS:
         raise ValueError(f"there is an op {name!r} already, {_OPS[name]}")
@@ -61,7 +61,7 @@ def kernel(name: str) -> "Portfolio[Any, Any, Any]":
     Raises:
       ValueError: there is no op of that name.
     """
-    module, _, kind = _place(name).partition(":")
+    module, _, kind = _location(name).partition(":")
     return getattr(importlib.import_module(module), kind)()
 
 
@@ -71,26 +71,26 @@ def function(name: str) -> Callable[..., Any]:
     Raises:
       ValueError: there is no op of that name.
     """
-    return getattr(importlib.import_module(_place(name).partition(":")[0]), name)
+    return getattr(importlib.import_module(_location(name).partition(":")[0]), name)
 
 
 def cuda_tables() -> dict[str, str]:
-    """Every table of CUDA variants by name, as ``"module:NAME"``: those that the ops name."""
+    """Every table of CUDA variants by name, as ``"module:NAME"``, as declared by the ops."""
     return {table: where for op in OPS for table, where in kernel(op).cuda_tables.items()}
 
 
-def _place(name: str) -> str:
+def _location(name: str) -> str:
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; there are {sorted(OPS)}")
     return OPS[name]
 
 
 def load_classes(name: str) -> None:
-    """Imports the backend that defines the class of a stable id, or of a former name, of this package.
+    """Imports the backend that defines the class with a stable id, or a former name, in this package.
 
-    The op whose name stands in it comes first, then those of its family and all others, until the class is known.
+    The op whose name is part of it is loaded first, then the other ops, until the class is known.
     """
-    from tilewright.ops.utils.stable_ids import loaded_class  # which imports JAX, as completion must not
+    from tilewright.ops.utils.stable_ids import loaded_class  # imports JAX, which completion must not
 
     for op in sorted(OPS, key=lambda op: op not in name):
         if loaded_class(name) is None:

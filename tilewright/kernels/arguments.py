@@ -1,6 +1,6 @@
-"""Checks of arguments that many ops take, and the canonical forms that their backends read.
+"""Checks of arguments that many ops take, and their canonical forms for backends.
 
-Only types, shapes and dtypes are looked at, so all of it works on tracers and on ``jax.ShapeDtypeStruct``.
+Only types, shapes and dtypes are read, so that all of it works on tracers and on ``jax.ShapeDtypeStruct``.
 """
 
 import functools
@@ -24,21 +24,21 @@ type PrecisionLike = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 
 def as_array(name: str, value: object) -> jax.Array:
-    """``value`` as a JAX array, untouched if it is one already, a tracer, or a ``ShapeDtypeStruct``."""
+    """``value`` as a JAX array; unchanged if it is a JAX array, a tracer, or a ``ShapeDtypeStruct``."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return cast(jax.Array, value)  # which stands for one
+        return cast(jax.Array, value)  # stands for an array
     if isinstance(value, np.ndarray | np.generic | numbers.Number | list | tuple):
         return jnp.asarray(value)
     raise TypeError(f"{name} must be an array, got {value!r} of type {type(value).__name__}")
 
 
 def reshape(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``array.reshape`` that also takes a ``ShapeDtypeStruct`` and costs nothing if the shape is the same."""
+    """``array.reshape`` that also takes a ``ShapeDtypeStruct`` and adds no equation if the shape is the same."""
     return array if array.shape == shape else apply(lambda x: x.reshape(shape), array)
 
 
 def apply(function: Callable[..., Any], *arrays: jax.Array | jax.ShapeDtypeStruct | np.ndarray | None) -> Any:
-    """``function(*arrays)``, by shape alone if one of them has no values."""
+    """Returns ``function(*arrays)``, evaluated abstractly if one of the arrays is a ``ShapeDtypeStruct``."""
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         return jax.eval_shape(function, *arrays)
     return function(*arrays)
@@ -59,7 +59,7 @@ def is_real(dtype: np.dtype) -> bool:
 
 
 def narrowed(array: jax.Array | None, dtype: DTypeLike) -> Any:
-    """An array beside queries of ``dtype``: of 64 bits only if they are, whatever ``jax_enable_x64`` made of it."""
+    """Narrows a 64-bit array, such as ``jax_enable_x64`` makes, to 32 bits, unless ``dtype`` has 64 bits too."""
     if array is None or np.dtype(dtype).itemsize >= 8:
         return array
     if is_integer(array.dtype) and array.dtype.itemsize == 8:
@@ -68,7 +68,7 @@ def narrowed(array: jax.Array | None, dtype: DTypeLike) -> Any:
 
 
 def sinks_array(softmax_aux: object, heads: int) -> jax.Array:
-    """``[heads, sinks]``."""
+    """Checks attention sinks and returns them as ``[heads, sinks]``."""
     softmax_aux = as_array("softmax_aux", softmax_aux)
     if not is_floating(softmax_aux.dtype):
         raise TypeError(f"softmax_aux holds logits and must be floating-point, got {softmax_aux.dtype=}")
@@ -79,19 +79,19 @@ def sinks_array(softmax_aux: object, heads: int) -> jax.Array:
 
 
 def integer_array(name: str, array: object, shape: tuple[int, ...], unbatched: bool) -> jax.Array:
-    """An int32 array of ``shape``, whose leading batch dimension may be absent where the call has none."""
+    """Checks an int32 array of ``shape``, whose leading batch dimension may be missing if the call is unbatched."""
     array = as_array(name, array)
     if not is_integer(array.dtype):
         raise TypeError(f"{name} must hold integers, got {name}.dtype={array.dtype}")
     if array.shape != shape and not (unbatched and array.shape == shape[1:]):
-        wanted = f"{shape}" + (f" or {shape[1:]}" if unbatched else "")
-        raise ValueError(f"{name} must have the shape {wanted}, got {name}.shape={tuple(array.shape)}")
+        expected = f"{shape}" + (f" or {shape[1:]}" if unbatched else "")
+        raise ValueError(f"{name} must have the shape {expected}, got {name}.shape={tuple(array.shape)}")
     array = reshape(array, shape)
     return array if array.dtype == np.int32 else apply(to_int32, array)
 
 
 def to_int32(array: jax.Array) -> jax.Array:
-    """int32 with what does not fit cut off: a wrapped number would be a length, or name a page, that is there."""
+    """Converts to int32 with saturation: a wrapped number would be a valid length, or name an existing page."""
     limits = jnp.iinfo(array.dtype)
     if limits.max > np.iinfo(np.int32).max:
         low = max(limits.min, np.iinfo(np.int32).min)
@@ -100,7 +100,7 @@ def to_int32(array: jax.Array) -> jax.Array:
 
 
 def identifiers(name: str, array: object, shape: tuple[int, ...], unbatched: bool) -> jax.Array:
-    """An int32 array of numbers of which equality alone counts: of 64 bits the lower half, that of hashes too."""
+    """An int32 array of ids that are only compared for equality: of 64-bit ids, such as hashes, the lower half."""
     array = as_array(name, array)
     if is_integer(array.dtype) and array.dtype.itemsize == 8:
         array = apply(lambda x: x.astype(jnp.int32), array)
@@ -108,7 +108,7 @@ def identifiers(name: str, array: object, shape: tuple[int, ...], unbatched: boo
 
 
 def number(name: str, value: object) -> float:
-    """A finite Python float from a number of Python's or NumPy's."""
+    """A finite Python float from a Python or NumPy number."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a number, got {value}; {static_hint(name, 'float')}")
     scalar = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == () and is_real(value.dtype)
@@ -138,7 +138,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def static_hint(name: str, kind: str) -> str:
-    """What to do about a traced option: a call's JAX arrays are its operands, traced in eager calls too."""
+    """Advice about a traced option: JAX arrays of a call are its operands, and traced in eager calls too."""
     return (
         f"it must be known while tracing: pass {kind}(...) of a concrete array, or make it a static argument of your "
         f"function (static_argnames={name!r})"
@@ -155,7 +155,7 @@ def soft_cap(logits_soft_cap: object) -> float | None:
 
 
 def scaled(query: jax.Array, softmax_scale: object) -> tuple[jax.Array, float]:
-    """The query and the scale of its products with the keys, 1/√head_dim by default.
+    """The query and the scale of the logits, 1/√head_dim by default.
 
     A scale that is a JAX array is an operand, traced or not: it is multiplied into the query, and rounded with it.
     """
@@ -171,12 +171,12 @@ def scaled(query: jax.Array, softmax_scale: object) -> tuple[jax.Array, float]:
 
 
 def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
+    compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(compute_dtype) * scale.astype(compute_dtype)).astype(query.dtype)
 
 
 def window(sliding_window: object, causal: bool) -> tuple[int | None, int | None]:
-    """(left, right), both inclusive and None where unbounded; causality is folded into ``right``."""
+    """Returns (left, right), both inclusive and None if unbounded; causality is folded into ``right``."""
     message = f"sliding_window must be an int or (left, right) of ints or None, got {sliding_window=}"
     sides = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
     if any(isinstance(side, jax.core.Tracer) for side in sides):
@@ -207,7 +207,7 @@ def matmul_precision(precision: object) -> jax.lax.Precision | jax.lax.DotAlgori
 
 
 def platforms(platform: PlatformOption) -> tuple[Platform, ...] | None:
-    """The platforms allowed, in order of preference; None is any."""
+    """The platforms allowed, in order of preference; None for any."""
     if platform is None or platform == "auto":
         return None
     names = (platform,) if isinstance(platform, str) else platform

@@ -1,4 +1,4 @@
-"""Named calls of an op: what is tuned, timed, tested and shown in the capability table."""
+"""Named calls of an op, which are tuned, timed, tested and shown in the capability table."""
 
 import abc
 import dataclasses
@@ -14,19 +14,19 @@ type Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 type Peer = Callable[..., Any]
-"""A function of an op's own arguments that computes the same."""
+"""A function of an op's own arguments that computes the same result."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case(abc.ABC):
-    """The sizes and options of one call, from which its arguments can be drawn.
+    """The sizes and options of one call, from which random arguments can be made.
 
-    An op's own class is a frozen dataclass, each field of which has a default and is an option of the command line.
+    An op's own class is a frozen dataclass; each of its fields has a default and is an option of the command line.
 
     Attributes:
-      dtype: of the arrays that have none of their own.
+      dtype: dtype of the arrays without a dtype field of their own.
     """
 
     name: str
@@ -43,12 +43,12 @@ class OpCases[C: Case]:
 
     Attributes:
       shape: the fields that ``--shape`` gives, in order.
-      small: what the generated tests call.
-      large: the same call in other sizes; whatever size differs between the two may be a symbol of ``jax.export``.
+      small: the call that the generated tests make.
+      large: the same call with other sizes; each size that differs may be a symbolic dimension of ``jax.export``.
       by_device: named cases for each kind of device, "cpu" at least.
-      options: the rows of the op's capability table, by what stands in front of each; none for no table.
-      peers: what the op is compared with: the function for a case or, as text, why it cannot do the case.
-      brief: fields whose size decides nothing about which backend can serve a case, in small.
+      options: the rows of the op's capability table, by their headings; empty for no table.
+      peers: functions that the op is compared with: the function for a case or, as text, why it cannot run the case.
+      brief: small values for fields whose size does not affect which backend can serve a case.
     """
 
     shape: tuple[str, ...]
@@ -70,7 +70,7 @@ class OpCases[C: Case]:
         return {name: case for table in self.by_device.values() for name, case in table.items()}
 
     def of_device(self, kind: str) -> Mapping[str, C]:
-        """The named cases for a kind of device, those of CPUs where it has none."""
+        """The named cases for a kind of device, or those of CPUs if it has none."""
         return self.by_device.get(kind, self.by_device["cpu"])
 
 
@@ -80,6 +80,6 @@ def variants[C: Case](base: C, cases: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def normal(random: int | np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers, drawn in float32 on the host by a seed or a generator."""
+    """Normal numbers, drawn in float32 on the host from a seed or a generator."""
     generator = np.random.default_rng(random) if isinstance(random, int) else random
     return jnp.asarray(generator.standard_normal(shape, np.float32), jnp.dtype(dtype))

@@ -1,4 +1,4 @@
-"""Which attention probabilities a dropout keeps: one counter-based generator for every backend.
+"""The attention probabilities that a dropout keeps: one counter-based generator for every backend.
 
 Element (batch, head, row, column) of a call with seed ``s`` is decided by word ``column & 1`` of
 ``threefry2x32(threefry2x32(s, (batch, head)), (row, column >> 1))``: kept iff it is at least ``round(p · 2³²)``. No
@@ -19,7 +19,7 @@ type Words = tuple[UInt32[Array, "..."], UInt32[Array, "..."]]
 
 
 def threefry2x32(key: Words, counter: Words) -> Words:
-    """Twenty rounds of Threefry-2x32; all four words uint32 and broadcast against each other."""
+    """Twenty rounds of Threefry-2x32; all four words are uint32 and broadcast against each other."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(KEY_PARITY))
     left, right = counter[0] + schedule[0], counter[1] + schedule[1]
     for group in range(5):
@@ -32,14 +32,14 @@ def threefry2x32(key: Words, counter: Words) -> Words:
 
 
 def keep_threshold(prob: float) -> int:
-    """The least word that keeps its element, a uint32."""
+    """The smallest word that keeps its element, a uint32."""
     if not 0.0 <= prob < 1.0:
         raise ValueError(f"a dropout probability must be in [0, 1), got {prob=}")
     return min(round(prob * 2**32), 2**32 - 1)
 
 
 def head_keys(seed: UInt32[Array, "2"], batch: Any, head: Any) -> Words:
-    """The generator's key of each (batch, head): integer indices that broadcast against each other."""
+    """The generator's key of each (batch, head), given as integer indices that broadcast against each other."""
     return threefry2x32((seed[0], seed[1]), (jnp.asarray(batch, jnp.uint32), jnp.asarray(head, jnp.uint32)))
 
 
@@ -52,7 +52,7 @@ def keep_mask_tile(
     *,
     even_start: bool = False,
 ) -> Bool[Array, "... rows columns"]:
-    """Which elements of a tile are kept, ``[*keys' shape, *shape]``; for XLA (kernels call ``threefry2x32``).
+    """Marks the kept elements of a tile, ``[*keys' shape, *shape]``; for XLA (kernels call ``threefry2x32``).
 
     Args:
       even_start: promises that a traced ``column_start`` is even, which saves a slice.
@@ -64,8 +64,9 @@ def keep_mask_tile(
     pair = _count(column_start // 2, (1, pairs))
     left, right = threefry2x32((keys[0][..., None, None], keys[1][..., None, None]), (row, pair))
     threshold = jnp.uint32(keep_threshold(prob))
-    # Both bits of a pair in one byte: XLA would run all rounds again for the second, and the barrier keeps it from
-    # doing so for each of the two columns (a third of the time of interleaving the comparisons, on a CPU).
+    # Both bits of a pair go into one byte: otherwise XLA would run all rounds again for the second bit. The barrier
+    # keeps it from running them for each of the two columns (a third of the time of interleaving the comparisons, on a
+    # CPU).
     bits = (left >= threshold).astype(jnp.uint8) | (right >= threshold).astype(jnp.uint8) << 1
     bits = lax.optimization_barrier(bits)[..., None] >> jnp.arange(2, dtype=jnp.uint8)
     kept = (bits & 1 != 0).reshape(*left.shape[:-1], 2 * pairs)
@@ -77,7 +78,7 @@ def keep_mask_tile(
 def keep_mask(
     seed: UInt32[Array, "2"], batch: int, heads: int, q_length: int, kv_length: int, prob: float
 ) -> Bool[Array, "batch heads q_length kv_length"]:
-    """Which elements of the whole score matrix are kept: the definition, for oracles."""
+    """Marks the kept elements of the whole score matrix: the definition, for oracles."""
     keys = head_keys(seed, jnp.arange(batch)[:, None], jnp.arange(heads)[None, :])
     return keep_mask_tile(keys, 0, 0, (q_length, kv_length), prob)
 

@@ -1,4 +1,4 @@
-"""What a kernel takes of a device, and what follows from that before anything is compiled or measured."""
+"""Resources that a kernel needs on a device, and the limits that follow before anything is compiled or measured."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from tilewright.ops.types import Device
 
 # From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", by capability times ten:
-# shared memory that a block may opt in to, in KB, and those whose registers are half as many.
+# maximum opt-in shared memory of a block in KB; and the capabilities with half as many registers per block.
 SHARED_KB = MappingProxyType(
     {
         50: 48, 52: 48, 53: 48,
@@ -19,17 +19,17 @@ SHARED_KB = MappingProxyType(
         120: 99, 121: 99,
     }
 )  # fmt: skip
-_FEW_REGISTERS = (53, 62)
+_HALF_REGISTERS = (53, 62)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockLimits:
-    """What one block of threads may have at most.
+    """Maximum resources of one thread block.
 
     Attributes:
-      shared_bytes: of shared memory, static and dynamic.
-      registers: of all its threads together, 32 bits each.
-      threads: of the block.
+      shared_bytes: shared memory, static and dynamic.
+      registers: 32-bit registers of all its threads together.
+      threads: number of threads.
     """
 
     shared_bytes: int
@@ -38,28 +38,28 @@ class BlockLimits:
 
 
 def block_limits(capability: tuple[int, int] | None) -> BlockLimits | None:
-    """The limits on devices of a compute capability; ``None`` where they are not known here."""
+    """The limits on devices of a compute capability; ``None`` if they are unknown."""
     number = 0 if capability is None else 10 * capability[0] + capability[1]
     if number not in SHARED_KB:
         return None
-    return BlockLimits(SHARED_KB[number] << 10, 1 << (15 if number in _FEW_REGISTERS else 16))
+    return BlockLimits(SHARED_KB[number] << 10, 1 << (15 if number in _HALF_REGISTERS else 16))
 
 
 def max_shared_bytes(device: Device, unknown: int) -> int:
-    """Shared memory that a block may have on a device; ``unknown`` where that is not known here."""
+    """The maximum shared memory of a block on a device; ``unknown`` if the device's limit is unknown."""
     limits = block_limits(device.capability)
     return unknown if limits is None else limits.shared_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one kernel takes; what is ``None`` is not known, and bounds nothing.
+    """The resources of one kernel; a field that is ``None`` is unknown, and implies no limit.
 
     Attributes:
-      blocks: of the grid.
-      threads: of a block.
-      shared_bytes: of a block's shared memory, static and dynamic.
-      registers: of a thread when the kernel is launched.
+      blocks: number of blocks in the grid.
+      threads: number of threads in a block.
+      shared_bytes: shared memory of a block, static and dynamic.
+      registers: registers of a thread at launch.
     """
 
     blocks: int | None = None
@@ -69,16 +69,16 @@ class Footprint:
 
 
 def launch_reasons(footprints: Iterable[Footprint], device: Device) -> list[str]:
-    """Why a device would not launch a kernel of these; empty for one that is not known here."""
+    """Reasons why a device would not launch one of these kernels; empty if its limits are unknown."""
     limits = block_limits(device.capability)
     if limits is None:
         return []
     reasons = []
     for each in footprints:
-        taken = {"threads": each.threads, "shared_bytes": each.shared_bytes}
+        needed = {"threads": each.threads, "shared_bytes": each.shared_bytes}
         if each.registers is not None and each.threads is not None:
-            taken["registers"] = each.registers * each.threads
-        for name, size in taken.items():
+            needed["registers"] = each.registers * each.threads
+        for name, size in needed.items():
             limit = getattr(limits, name)
             if size is not None and size > limit:
                 reasons.append(f"a block would take {name}={size}, and may have {limit} on {device.name}")
@@ -86,14 +86,13 @@ def launch_reasons(footprints: Iterable[Footprint], device: Device) -> list[str]
 
 
 def busy_share(footprints: Sequence[Footprint], device: Device) -> float:
-    """The part of a device's multiprocessors that kernels can keep busy at most.
+    """An upper bound of the share of a device's multiprocessors that kernels can keep busy.
 
-    A block runs on one multiprocessor, so a grid of few blocks leaves the rest of them idle, whatever its kernel does.
-    This is the one bound that occupancy gives: how many blocks a multiprocessor holds at a time is none, for a single
-    one may keep it busy.
+    A block runs on one multiprocessor, so a small grid leaves the others idle. Occupancy implies no further bound:
+    however few blocks fit on a multiprocessor, a single one may keep it busy.
 
     Args:
-      footprints: of every kernel that multiplies matrices; none where they are not known.
+      footprints: those of every kernel with matmuls; empty if unknown.
     """
     if not footprints or not device.cores:
         return 1.0

@@ -1,8 +1,8 @@
-"""The mask algebra that all attention ops share: what may attend, and which tiles of it are empty or full.
+"""The mask algebra that all attention ops share: visible positions, and classes of empty and full tiles.
 
-``True`` means attend. A mask is a pytree: arrays are its leaves, everything else is static. A mask without arrays is
-classified with numpy while tracing; one with arrays by a few array operations in memory linear in the lengths
-(an ``ExplicitMask`` is itself quadratic).
+``True`` means visible: the query attends to the key. A mask is a pytree: arrays are its leaves, everything else is
+static. A mask without arrays is classified with numpy while tracing; one with arrays by a few array operations, in
+memory linear in the lengths (an ``ExplicitMask`` itself is quadratic).
 """
 
 import abc
@@ -31,7 +31,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class TileClass(IntEnum):
-    """What a mask leaves of a tile; the order makes AND the minimum and OR the maximum."""
+    """Visibility of a tile's positions; in this order AND is the minimum and OR the maximum."""
 
     EMPTY = 0
     PARTIAL = 1
@@ -63,7 +63,7 @@ class TileGrid:
 
     @property
     def is_symbolic(self) -> bool:
-        """True if a length is a symbolic dimension of ``jax.export``: its tiles are no numpy array then."""
+        """True if a length is a symbolic dimension of ``jax.export``: tile arrays are then not numpy's."""
         return is_symbolic(self.q_length, self.kv_length)
 
     @property
@@ -78,7 +78,7 @@ class TileGrid:
 
 
 class Mask(abc.ABC):
-    """Which query may attend to which key; combine with ``&`` and ``|``."""
+    """Decides which query may attend to which key; masks combine with ``&`` and ``|``."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class Mask(abc.ABC):
 
     @property
     def is_static(self) -> bool:
-        """Whether the mask holds no array, so that ``classify`` gives numpy."""
+        """True if the mask holds no array, so that ``classify`` returns a numpy array."""
         return not jax.tree.leaves(self)
 
     def materialise(self, q_length: int, kv_length: int) -> TileBool:
@@ -105,22 +105,22 @@ class Mask(abc.ABC):
     def tile(self, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
         """One tile of ``materialise``; the starts may be traced.
 
-        The tile must lie inside the lengths of the mask's arrays (a traced slice that does not is silently shifted):
-        ``pad`` them first where the last tile is ragged, and bound rows and columns by the true lengths.
+        The tile must lie within the lengths of the mask's arrays (a traced slice that does not is silently shifted): if
+        the last tile is ragged, ``pad`` the arrays first, and bound rows and columns by the true lengths.
         """
 
     @abc.abstractmethod
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
-        """A ``TileClass`` for each tile, ``[batch|1, heads|1, q_tiles, kv_tiles]``, int32.
+        """The ``TileClass`` of each tile, ``[batch|1, heads|1, q_tiles, kv_tiles]``, int32.
 
-        Sound: EMPTY has no True and FULL no False among the tile's positions inside ``grid``'s lengths (the padding
-        of a ragged tile does not count); PARTIAL says nothing. With ``static_only`` every part that holds arrays
-        counts as PARTIAL and the result is always numpy.
+        Sound: EMPTY has no True and FULL no False among the tile's positions within ``grid``'s lengths (the padding of
+        a ragged tile does not count); PARTIAL implies nothing. With ``static_only`` every part that holds arrays counts
+        as PARTIAL, and the result is always a numpy array.
         """
 
     @abc.abstractmethod
     def pad(self, q_length: int, kv_length: int) -> "Mask":
-        """The mask with its arrays extended to these lengths; what it says of the padding is unspecified."""
+        """The mask with its arrays extended to these lengths; its values in the padding are unspecified."""
 
     @abc.abstractmethod
     def take(self, batch_start: Index, batch_size: int, head_start: Index, head_size: int) -> "Mask":
@@ -132,7 +132,7 @@ class Mask(abc.ABC):
 
 
 class BandMask(Mask):
-    """A mask that reads nothing but the difference of the key's and the query's position."""
+    """A mask that depends only on the difference of the key's and the query's position."""
 
     __slots__ = ()
 
@@ -142,7 +142,7 @@ class BandMask(Mask):
     @property
     @abc.abstractmethod
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """The least and greatest visible ``j - i``; None is unbounded."""
+        """The minimum and maximum visible ``j - i``, None if unbounded."""
 
     def tile(self, q_start: Index, q_size: int, kv_start: Index, kv_size: int) -> TileBool:
         lowest, highest = self.difference_bounds
@@ -180,7 +180,7 @@ class BandMask(Mask):
 
 
 class CombinedMask(Mask):
-    """A mask made of others."""
+    """A mask combined from others."""
 
     __slots__ = ()
 
@@ -368,10 +368,10 @@ class ExplicitMask(Mask):
         return ExplicitMask(_take(_take(self.array, 0, batch_start, batch_size), 1, head_start, head_size))
 
     def check(self, batch: int, heads: int, q_length: int, kv_length: int) -> None:
-        wanted = (batch, heads, q_length, kv_length)
+        expected = (batch, heads, q_length, kv_length)
         shape = self.array.shape
-        if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
-            raise ValueError(f"a mask array must be broadcastable to {wanted=} and of rank 4, got {shape=}")
+        if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, expected, strict=True)):
+            raise ValueError(f"a mask array must be broadcastable to {expected=} and of rank 4, got {shape=}")
         if self.array.dtype != bool:
             raise TypeError(f"a mask array must be boolean, got {self.array.dtype=}")
 
@@ -380,7 +380,7 @@ class ExplicitMask(Mask):
 @stable_id("tilewright/masks.AndMask", formerly=("tilewright.kernels.masks:AndMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class AndMask(CombinedMask):
-    """Attend where every one of ``masks`` says so; built by ``&``."""
+    """Visible where every one of ``masks`` is; built by ``&``."""
 
     masks: tuple[Mask, ...]
 
@@ -391,7 +391,7 @@ class AndMask(CombinedMask):
         bands = [mask for mask in self.masks if isinstance(mask, BandMask) and mask.is_static]
         others = [mask for mask in self.masks if not any(mask is band for band in bands)]
         classes = [mask.classify(grid, static_only=static_only) for mask in others]
-        if bands:  # two partial bands may leave nothing between them: only their intersection says so
+        if bands:  # two partial bands may have an empty intersection, so classify the intersection
             bounds = _intersect([band.difference_bounds for band in bands])
             classes.append(_difference_classes(*bounds, *grid.q_bounds, *grid.kv_bounds))
         return _fold(np.minimum, jnp.minimum, classes)
@@ -401,7 +401,7 @@ class AndMask(CombinedMask):
 @stable_id("tilewright/masks.OrMask", formerly=("tilewright.kernels.masks:OrMask",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrMask(CombinedMask):
-    """Attend where any one of ``masks`` says so; built by ``|``."""
+    """Visible where any one of ``masks`` is; built by ``|``."""
 
     masks: tuple[Mask, ...]
 
@@ -414,14 +414,14 @@ class OrMask(CombinedMask):
 
 
 def members(mask: Mask | None, kind: type[CombinedMask]) -> tuple[Mask, ...]:
-    """What a mask of a kind is made of; any other mask stands alone, and None is made of nothing."""
+    """The members of a combined mask of this kind; of any other mask the mask itself, of None nothing."""
     if mask is None:
         return ()
     return mask.masks if isinstance(mask, kind) else (mask,)
 
 
 def reduce_classes(classes: TileClasses) -> TileClasses:
-    """``[q_tiles, kv_tiles]``: the class that holds for every batch and head at once."""
+    """Reduces to ``[q_tiles, kv_tiles]``: the class that holds for every batch element and head."""
     xp: Any = np if isinstance(classes, np.ndarray) else jnp
     low, high = xp.min(classes, axis=(0, 1)), xp.max(classes, axis=(0, 1))
     return xp.where(low == high, low, TileClass.PARTIAL)
@@ -451,16 +451,20 @@ def _classes(empty: Numbers, full: Numbers) -> Any:
 def _difference_classes(
     lowest: int | None, highest: int | None, q_first: Numbers, q_last: Numbers, kv_first: Numbers, kv_last: Numbers
 ) -> TileClasses:
-    """Classes of ``lowest <= j - i <= highest`` from the bounds of i and j in each block, ``[batch, blocks]`` or less.
+    """Classes of ``lowest <= j - i <= highest`` from the bounds of i and j in each block, ``[batch|1, blocks]``.
 
-    Exact where a block's positions are all integers between its bounds: so are the differences then.
+    Exact if a block's positions are all the integers between its bounds, since the differences are contiguous then.
     """
-    least, greatest = kv_first[..., None, :] - q_last[..., None], kv_last[..., None, :] - q_first[..., None]
-    empty, full = least > greatest, least <= greatest  # all False, all True
+    min_difference, max_difference = (
+        kv_first[..., None, :] - q_last[..., None],
+        kv_last[..., None, :] - q_first[..., None],
+    )
+    # no position visible, every position visible
+    empty, full = min_difference > max_difference, min_difference <= max_difference
     if lowest is not None:
-        empty, full = empty | (greatest < _saturate(lowest)), full & (least >= _saturate(lowest))
+        empty, full = empty | (max_difference < _saturate(lowest)), full & (min_difference >= _saturate(lowest))
     if highest is not None:
-        empty, full = empty | (least > _saturate(highest)), full & (greatest <= _saturate(highest))
+        empty, full = empty | (min_difference > _saturate(highest)), full & (max_difference <= _saturate(highest))
     if lowest is not None and highest is not None and lowest > highest:
         empty = empty | True
     classes = _classes(empty, full)
@@ -468,7 +472,7 @@ def _difference_classes(
 
 
 def _saturate(bound: int) -> int:
-    """An int32 that compares with every difference of positions as ``bound`` does."""
+    """The int32 that compares with every difference of positions as ``bound`` does."""
     return min(max(bound, int(_INT32.min)), int(_INT32.max))
 
 
@@ -499,7 +503,7 @@ def _block_extrema(array: Array, block: int) -> tuple[Array, Array]:
 def _block_reduce(array: Array, axis: int, block: int, reduction: Callable[..., Array]) -> Array:
     length = array.shape[axis]
     tiles = -(-length // block)
-    padded = _pad_edge(array, axis, tiles * block)  # the repeated last element changes no minimum, maximum, any or all
+    padded = _pad_edge(array, axis, tiles * block)  # repeating the last element changes no minimum, maximum, any or all
     shape = (*array.shape[:axis], tiles, block, *array.shape[axis + 1 :])
     return reduction(padded.reshape(shape), axis=axis + 1)
 
@@ -507,7 +511,7 @@ def _block_reduce(array: Array, axis: int, block: int, reduction: Callable[..., 
 def _pad_edge[A: (Array, Array | None)](array: A, axis: int, length: int) -> A:
     if array is None or array.shape[axis] in (0, length):
         return array
-    if is_symbolic(length):  # numpy's mode wants to know how much is added
+    if is_symbolic(length):  # jnp.pad needs a static amount of padding
         last = jnp.asarray(array.shape[axis], jnp.int32) - 1
         return jnp.take(array, jnp.minimum(jnp.arange(length, dtype=jnp.int32), last), axis=axis)
     widths = [(0, 0)] * array.ndim

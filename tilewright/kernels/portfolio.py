@@ -1,4 +1,4 @@
-"""A kernel made of several implementations: its config says which one runs and with which params."""
+"""A kernel with several implementations: its config names the one that runs, and its params."""
 
 import abc
 import contextlib
@@ -23,7 +23,7 @@ from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.ops.kernel.builds import Build, missing_builds
-from tilewright.ops.kernel.kernel import Invocation, Kernel, naming
+from tilewright.ops.kernel.kernel import Invocation, Kernel, errors_naming
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
@@ -33,7 +33,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 @stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """Which implementation runs, and how.
+    """The implementation that runs, and its params.
 
     Attributes:
       params: the implementation's own config: frozen, of its ``forward_params`` or ``backward_params`` type.
@@ -44,7 +44,7 @@ class Choice:
     params: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "platform", Platform(self.platform))  # a plain name is accepted, and checked
+        object.__setattr__(self, "platform", Platform(self.platform))  # accepts and checks a plain name
 
     @property
     def implementation(self) -> str:
@@ -78,34 +78,34 @@ class LazyImplementation:
     where: str
 
     def load(self) -> Implementation:
-        """The implementation.
+        """Imports the implementation.
 
         Raises:
-          ImportError, OSError: something that it needs is not there.
+          ImportError, OSError: a requirement is missing.
         """
         return _load(self.where)
 
     @property
     def load_error(self) -> str:
-        """Why it cannot be loaded; empty if it can."""
+        """The reason why it cannot be loaded; empty if it can."""
         try:
             self.load()
         except (ImportError, OSError) as error:
             return f"cannot be loaded: {error}"
-        # Exception: a package of an unexpected version raises anything; the other backends run without it.
+        # Exception: a package of an unexpected version may raise anything; the other backends still run.
         except Exception as error:
             return f"cannot be loaded: {one_line(error)}"
         return ""
 
     @property
     def module_name(self) -> str:
-        """The name of its module, or of its folder, which stands for it as long as it cannot be loaded."""
+        """The name of its module or folder, which identifies it if it cannot be loaded."""
         *folders, module = self.where.partition(":")[0].split(".")
         return folders[-1] if module == "backend" else module
 
 
 def lazy(where: str) -> LazyImplementation:
-    """An implementation by ``"module:Class"``."""
+    """An implementation given as ``"module:Class"``."""
     return LazyImplementation(where)
 
 
@@ -122,29 +122,29 @@ def one_line(error: Exception) -> str:
 
 
 def without_x64(*operands: object) -> AbstractContextManager[None]:
-    """A context without ``jax_enable_x64``, unless an operand has a dtype of 64 bits.
+    """A context without ``jax_enable_x64``, unless an operand has a 64-bit dtype.
 
-    With it indices become int64, which GPU kernels cannot lower and which are slower elsewhere. Whether it is on, an
-    implementation is the same program.
+    With x64, indices become int64, which GPU kernels cannot lower and which are slower elsewhere. In this context an
+    implementation is the same program whether x64 is enabled or not.
     """
     dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
-    wide = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
-    return contextlib.nullcontext() if wide else jax.enable_x64(False)
+    has_64_bits = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
+    return contextlib.nullcontext() if has_64_bits else jax.enable_x64(False)
 
 
 class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     """A kernel whose config is a ``Choice`` among implementations: ``PortfolioKernel`` or ``InferenceKernel``.
 
-    An op gives ``prepare``, which puts ``platform`` (``None`` or a tuple of platforms in order of preference) among the
-    keyword arguments it returns, ``inputs`` and ``reference``; all methods below take what ``prepare`` returned. The
-    others have defaults that suit an op of few arrays and no matrix products.
+    An op defines ``inputs``, ``reference`` and ``prepare``, whose keyword arguments include ``platform`` (``None`` or a
+    tuple of platforms in order of preference). All methods below take the result of ``prepare``. The other methods have
+    defaults that suit an op with few arrays and no matmuls.
 
     Attributes:
       cases: named calls, for the command line, the capability table and tests.
-      cuda_tables: the tables of variants of its kernels in CUDA C++, by name, as ``"module:NAME"``.
-      core_dims: how many trailing dimensions of each argument are the op's own, in the words of NumPy's generalised
-        ufuncs; those before are shared and may be split over mesh axes. What is not named is whole on every device.
-      differentiable: whether it has gradients.
+      cuda_tables: the tables of variants of its CUDA C++ kernels, by name, as ``"module:NAME"``.
+      core_dims: for each argument the number of trailing core dimensions, in the sense of NumPy's generalised ufuncs;
+        the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
+      differentiable: True if the op has gradients.
       implementations: best first.
     """
 
@@ -161,25 +161,25 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, *args: Any, **kwargs: Any) -> Inputs:
-        """The prepared arguments as implementations take them: a pytree with the names of the arguments."""
+        """The prepared arguments in the form that implementations take: a pytree with the names of the arguments."""
 
     @abc.abstractmethod
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The oracle."""
 
     def problem(self, *args: Any, **kwargs: Any) -> Problem:
-        """What implementations may know of abstract prepared arguments when they are asked for reasons and params.
+        """The facts about a call, from abstract prepared arguments, by which implementations give reasons and params.
 
-        The inputs by default, with shapes in the place of arrays.
+        By default the inputs, with shapes in place of arrays.
         """
         return cast(Problem, self.inputs(*args, **kwargs))
 
     def outputs(self, inputs: Inputs, results: Results, *args: Any, **kwargs: Any) -> Any:
-        """What the caller gets of an implementation's results: by default the results."""
+        """The op's outputs, from an implementation's results: by default the results."""
         return results
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """FLOPs and bytes of a call: by default it multiplies no matrices, and moves every array once."""
+        """FLOPs and bytes of a call; by default it has no matmuls, and moves every array once."""
         operands, results = (inv.abstract_args, inv.abstract_kwargs), self.output_shapes(inv)
         size = array_bytes(operands) + array_bytes(results)
         if inv.direction == "backward":
@@ -187,30 +187,30 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return Cost(0.0, float(size))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """What no implementation can do without, whatever the values in the arrays are: see `time_bound_ms`.
+        """The minimum cost of any implementation, whatever the values in the arrays: see `time_bound_ms`.
 
-        By default results are written; of gradients a caller may want any.
+        By default the results are written; of the gradients, a caller may need only some.
         """
         return Cost(0.0, float(array_bytes(self.output_shapes(inv))) if inv.direction == "forward" else 0.0)
 
     def partitioning(self, inputs: Inputs) -> Partitioning | None:
-        """How the types of the arrays split the op over explicit mesh axes; ``None`` if they do not.
+        """The split of the op over explicit mesh axes that the arrays' types imply; ``None`` without such axes.
 
-        By default by leading dimensions, as ``core_dims`` says.
+        By default along leading dimensions, as given by ``core_dims``.
 
         Raises:
-          ValueError: they split it in a way that would need communication.
+          ValueError: the arrays are split in a way that would need communication.
         """
         return leading_partitioning(inputs, self.core_dims)
 
     def problem_of(self, inv: Invocation[Choice, Any]) -> Problem:
-        """The problem of a call, made once and kept on the invocation."""
+        """The problem of a call, computed once and kept on the invocation."""
         if "problem" not in inv.memo:
             inv.memo["problem"] = self.problem(*inv.abstract_args, **inv.abstract_kwargs)
         return inv.memo["problem"]
 
     def output_shapes(self, inv: Invocation[Choice, Any]) -> Any:
-        """The outputs of a call by shape, as the oracle has them, made once."""
+        """The abstract outputs of a call, as the oracle returns them, computed once."""
         if "outputs" not in inv.memo:
             leaves, tree = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
             arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -219,37 +219,37 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
                 args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
                 return self.reference(*args, **kwargs)
 
-            unplaced = {i: jax.ShapeDtypeStruct(each.shape, each.dtype) for i, each in arrays.items()}
-            inv.memo["outputs"] = jax.eval_shape(call, unplaced)
+            unsharded = {i: jax.ShapeDtypeStruct(each.shape, each.dtype) for i, each in arrays.items()}
+            inv.memo["outputs"] = jax.eval_shape(call, unsharded)
         return inv.memo["outputs"]
 
     def forward_results(self, inputs: Inputs, cfg: Choice) -> Results:
-        """What the chosen implementation computes, on each device's part where the types split the call."""
+        """Runs the chosen implementation, on each device's part if the arrays' types split the call."""
         forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
         return forward_locally(forward, self._partitioning(inputs), inputs)
 
     def _partitioning(self, inputs: Inputs) -> Partitioning | None:
-        with naming(self):
+        with errors_naming(self):
             return self.partitioning(inputs)
 
-    # What the framework asks of a kernel.
+    # Methods that the framework calls.
 
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
-        """The best that need not be built first, or else the best."""
+        """The best choice that needs no build first, or else the best one."""
         first = None
-        for each in self._in_order(inv):
+        for each in self._by_preference(inv):
             if not missing_builds(self.config_builds(inv, each)):
                 return each
             first = first or each
-        assert first is not None  # where there is none, that is an error
+        assert first is not None  # _by_preference raises if there is none
         return first
 
     def preferred_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
-        """The best, whether it must be built first or not."""
-        return next(self._in_order(inv))
+        """The best choice, whether it must be built first or not."""
+        return next(self._by_preference(inv))
 
     def config_space(self, inv: Invocation[Choice, Any]) -> Iterable[Choice]:
-        """What every implementation takes for itself, so that a budget reaches all; then the candidates of each."""
+        """The heuristic choice of every implementation, so that any budget reaches each; then all their candidates."""
         problem, choices = self.problem_of(inv), self._supported(inv)
         yield from choices
         for choice in choices:
@@ -257,13 +257,14 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
                 yield dataclasses.replace(choice, params=params)
 
     def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
-        """A config that the caller gave, for one direction.
+        """Resolves a config that the caller gave, for one direction.
 
-        Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params for the first implementation that
-        has such. A ``Choice`` of the other direction's params leaves this direction to selection.
+        Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params, which go to the first
+        implementation with that type. A ``Choice`` with the other direction's params leaves this direction to
+        selection.
 
         Raises:
-          TypeError: it is none of these, or params of another implementation.
+          TypeError: the config is none of these, or has params of another implementation.
           UnsupportedError: the implementation that it names cannot serve the call.
         """
         if isinstance(cfg, PerDirection):
@@ -274,8 +275,8 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         if isinstance(cfg, Choice):
             return self._checked_choice(cfg, inv)
         for choice in self._supported(inv):
-            mine, other = _params_types(self._implementation(choice), inv.direction)
-            if isinstance(cfg, mine):
+            expected, other = _params_types(self._implementation(choice), inv.direction)
+            if isinstance(cfg, expected):
                 return dataclasses.replace(choice, params=cfg)
             if isinstance(cfg, other):
                 return None
@@ -287,16 +288,16 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     def rejection_reasons(
         self, inv: Invocation[Choice, Any], cfg: Choice, measured: Sequence[Any]
     ) -> Mapping[str, tuple[str, ...]]:
-        """For every implementation but the chosen one its reasons, or how it did in the call's last tuning."""
+        """The reasons against every implementation but the chosen one, or its result in the call's last tuning."""
         times = [each.time_ms for each in measured if each.config == cfg and each.eligible]
         return {
-            name: tuple(why) or (_how_it_did(name, measured, times[0] if times else None),)
+            name: tuple(why) or (_measured_result(name, measured, times[0] if times else None),)
             for name, why in self.reasons(inv).items()
             if name != cfg.implementation
         }
 
     def config_reasons(self, inv: Invocation[Choice, Any], cfg: object) -> list[str]:
-        """Why a config that was found for this call once cannot run it here and now; a cache may hold anything."""
+        """Reasons why a config that once fitted this call cannot run it here and now; a cache may hold anything."""
         if not isinstance(cfg, Choice):
             return [f"a Choice was expected, got {type(cfg).__name__}"]
         lazy_implementation = self._lazy_implementation(cfg)
@@ -310,20 +311,20 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         if why:
             return why
         implementation = lazy_implementation.load()
-        wanted = _params_types(implementation, inv.direction)[0]
-        if not isinstance(cfg.params, wanted):
-            return [f"params of type {wanted.__name__} were expected, got {cfg.params!r}"]
+        expected = _params_types(implementation, inv.direction)[0]
+        if not isinstance(cfg.params, expected):
+            return [f"params of type {expected.__name__} were expected, got {cfg.params!r}"]
         why = implementation.config_reasons(problem, inv.target, inv.direction, cfg.params)
         return why or launch_reasons(self._footprints(inv, cfg), inv.target)
 
     def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
-        """The milliseconds that a call takes at the least on its device; a measurement below that is not believed."""
+        """A lower bound of the call's milliseconds on its device; a measurement below it is not credible."""
         return self._min_ms(inv, 1.0)
 
     def config_bound_ms(self, inv: Invocation[Choice, Any], cfg: Choice) -> float:
-        """The milliseconds that a call takes at the least with a config that can run it.
+        """A lower bound of the call's milliseconds with a config that can run it.
 
-        No less than `time_bound_ms`: the call's arithmetic is done on no more multiprocessors than its grid has blocks.
+        At least `time_bound_ms`: the call's arithmetic runs on no more multiprocessors than its grid has blocks.
         """
         times = math.prod(axis.size for axis in inv.mapped)
         # Elements of a mapped call may run at the same time.
@@ -334,16 +335,16 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return self._min_ms(inv, busy_share(all_blocks, inv.target))
 
     def _min_ms(self, inv: Invocation[Choice, Any], share: float) -> float:
-        """The least time of a call on a share of the device's multiprocessors."""
-        one = self.min_cost(inv)
+        """A lower bound of the call's milliseconds on a share of the device's multiprocessors."""
+        min_cost = self.min_cost(inv)
         times = math.prod(axis.size for axis in inv.mapped)
-        return min_ms(Cost(times * one.flops / share, times * one.bytes), inv.target)
+        return min_ms(Cost(times * min_cost.flops / share, times * min_cost.bytes), inv.target)
 
     def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
         return self._implementation(cfg).footprints(self.problem_of(inv), inv.target, inv.direction, cfg.params)
 
     def config_builds(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Build]:
-        """Builds that a config needs before it can run the call, made already or not."""
+        """The builds that a config needs to run the call, already made or not."""
         return self._implementation(cfg).builds(self.problem_of(inv), inv.target, inv.direction, cfg.params)
 
     def loaded(self) -> list[Implementation]:
@@ -361,7 +362,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return "".join(source_fingerprint(module)[:16] for module in modules)
 
     def lowering_packages(self, cfg: Choice) -> tuple[str, ...]:
-        """The packages whose sources decide what a config is lowered to; none if that is not to be kept on disk."""
+        """The packages whose sources determine the lowering of a config; empty if it must not be stored on disk."""
         implementation = self._implementation(cfg)
         if not implementation.keeps_lowering:
             return ()
@@ -371,7 +372,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     # The table of implementations.
 
     def reasons(self, inv: Invocation[Choice, Any]) -> dict[str, list[str]]:
-        """For every implementation all reasons why it cannot serve a call, whatever platforms the caller allows."""
+        """All reasons why each implementation cannot serve a call, whatever platforms the caller allows."""
         problem = self.problem_of(inv)
         return dict(self._reasons_of(each, inv, problem) for each in self.implementations)
 
@@ -387,19 +388,19 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
             return name, ["its programs are for given shapes, got symbolic dimensions of jax.export"]
         try:
             return name, each.not_supported_reasons(problem, inv.target, inv.direction)
-        # Exception: a probe asks drivers and libraries, which raise anything; the other backends run without them.
+        # Exception: a probe queries drivers and libraries, which may raise anything; the other backends still run.
         except Exception as error:
             return name, [f"its probe failed: {one_line(error)}"]
 
     def _supported(self, inv: Invocation[Choice, Any]) -> list[Choice]:
         """The heuristic choices of every implementation that can serve a call, best first."""
-        return list(self._in_order(inv))
+        return list(self._by_preference(inv))
 
-    def _in_order(self, inv: Invocation[Choice, Any]) -> Iterator[Choice]:
-        """The same, one after the other: what comes later is not loaded, nor asked, before it is wanted.
+    def _by_preference(self, inv: Invocation[Choice, Any]) -> Iterator[Choice]:
+        """Yields those choices lazily: a later implementation is neither loaded nor asked before it is needed.
 
         Raises:
-          UnsupportedError: there is none.
+          UnsupportedError: no implementation can serve the call.
         """
         allowed, problem, found = inv.abstract_kwargs.get("platform"), self.problem_of(inv), False
         for platform in (None,) if allowed is None else allowed:
@@ -444,13 +445,13 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return found.load()
 
     def _checked_choice(self, choice: Choice, inv: Invocation[Choice, Any]) -> Choice | None:
-        mine, other = _params_types(self._implementation(choice), inv.direction)
-        if isinstance(choice.params, other) and not isinstance(choice.params, mine):
+        expected, other = _params_types(self._implementation(choice), inv.direction)
+        if isinstance(choice.params, other) and not isinstance(choice.params, expected):
             return None
-        if not isinstance(choice.params, mine):
-            raise TypeError(f"{choice.params=} must be of type {mine.__name__} for {choice.implementation!r}")
+        if not isinstance(choice.params, expected):
+            raise TypeError(f"{choice.params=} must be of type {expected.__name__} for {choice.implementation!r}")
         lazy_implementation = self._lazy_implementation(choice)
-        assert lazy_implementation is not None  # or its params would not have been found right
+        assert lazy_implementation is not None  # otherwise _implementation would have raised
         why = self._reasons_of(lazy_implementation, inv, self.problem_of(inv))[1]
         if why:
             raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
@@ -472,7 +473,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
 
 
 class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Results], abc.ABC):
-    """A portfolio with gradients, which an implementation computes from any other's forward results."""
+    """A portfolio with gradients, each of which an implementation computes from any other's forward results."""
 
     differentiable: ClassVar[bool] = True
     run_is_forward: ClassVar[bool] = True
@@ -480,9 +481,10 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
     def cotangents(
         self, inputs: Inputs, results: Results, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
     ) -> Any:
-        """The cotangents of an implementation's results from those of ``outputs``.
+        """Maps the cotangents of ``outputs`` to those of an implementation's results.
 
-        By default outputs are the first arrays of the results, and the others, for the backward pass alone, have none.
+        By default the outputs are the first arrays of the results; the others serve the backward pass only, and have
+        none.
         """
         leaves, tree = jax.tree.flatten(results)
         return jax.tree.unflatten(tree, [*cotangents, *[None] * (len(leaves) - len(cotangents))])
@@ -491,7 +493,7 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
         """The best config whose code JAX can differentiate in forward mode.
 
         Raises:
-          TypeError: the caller's platforms have none.
+          TypeError: no implementation on the caller's platforms has such code.
         """
         for choice in self._supported(inv):
             if self._implementation(choice).forward_mode:
@@ -516,14 +518,14 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
     ) -> dict[str, Any]:
         with without_x64(args, kwargs):
             inputs = self.inputs(*args, **kwargs)
-            wanted = self.cotangents(inputs, residuals, cotangents, **kwargs)
+            result_cotangents = self.cotangents(inputs, residuals, cotangents, **kwargs)
             backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-            gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, wanted)
+            gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, result_cotangents)
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Results], abc.ABC):
-    """A portfolio without gradients: to differentiate it is a ``TypeError``."""
+    """A portfolio without gradients: differentiating it raises ``TypeError``."""
 
     differentiable: ClassVar[bool] = False
 
@@ -533,25 +535,25 @@ class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
             return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
 
     def no_gradient(self) -> str:
-        """Why a call cannot be differentiated."""
+        """The reason why a call cannot be differentiated."""
         return f"{self.name} is for inference and has no gradient; see flash_attention for training"
 
 
 def _choice_of(implementation: Implementation, problem: object, inv: Invocation[Choice, Any]) -> Choice:
-    """The choice that an implementation makes by itself."""
+    """An implementation's heuristic choice."""
     params = implementation.heuristic(problem, inv.target, inv.direction)
     return Choice(implementation.platform, implementation.algorithm, params)
 
 
-def _how_it_did(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:
-    """What a tuning's candidates of one implementation say, beside the chosen one."""
-    mine = [each for each in measured if each.config.implementation == name]
-    if not mine:
+def _measured_result(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:
+    """The result of one implementation's candidates in a tuning, relative to the chosen one."""
+    candidates = [each for each in measured if each.config.implementation == name]
+    if not candidates:
         return "supported, but not preferred: nothing measured it as faster"
-    times = [each.time_ms for each in mine if each.eligible]
+    times = [each.time_ms for each in candidates if each.eligible]
     if not times:
-        failed = [each for each in mine if not each.dropped]
-        how = f"every candidate failed: {failed[0].error}" if failed else f"not measured: {mine[0].error}"
+        failed = [each for each in candidates if not each.dropped]
+        how = f"every candidate failed: {failed[0].error}" if failed else f"not measured: {candidates[0].error}"
         return f"supported, but {how}"
     distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
     return f"supported, and measured at {min(times):.4g} ms at best{distance}"
@@ -561,6 +563,6 @@ _NAMES = frozenset(str(platform) for platform in Platform)
 
 
 def _params_types(implementation: Implementation, direction: Direction) -> tuple[type, type]:
-    """The types of params for a direction and for the other one."""
+    """The types of params for the direction and for the other one."""
     both = (implementation.forward_params, implementation.backward_params)
     return both if direction == "forward" else both[::-1]

@@ -1,4 +1,4 @@
-"""How a kernel becomes a function."""
+"""Turns a kernel into a public function."""
 
 import difflib
 import functools
@@ -16,9 +16,9 @@ _FLAX_KEYWORDS = frozenset(
         "force_fp32_for_softmax", "module", "promote_dtype", "qk_attn_weights_einsum", "attn_weights_value_einsum",
     }
 )  # fmt: skip
-"""What Flax passes to an ``attention_fn`` and no function of ours takes."""
+"""Keywords that Flax passes to an ``attention_fn`` and that none of our functions takes."""
 
-_ELSEWHERE = {
+_FOREIGN_NAMES = {
     "attention_bias": "bias",
     "attn_mask": "mask",
     "block_tables": "page_table",
@@ -47,26 +47,26 @@ _ELSEWHERE = {
     "window": "sliding_window",
     "window_size": "sliding_window",
 }
-"""Names that other libraries have for an argument of ours."""
+"""Names that other libraries use for our arguments."""
 
 
 def public_function[**P, R](
     prepare: Callable[Concatenate[Any, P], object], *, attention_fn: bool = False
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Gives a function the argument list of a kernel's ``prepare``: it is written once, there.
+    """Gives a function the argument list of a kernel's ``prepare``, so that it is written only once.
 
-    What ``prepare`` takes as ``**options: Unpack[...]`` of a ``TypedDict`` the function has as arguments of their own:
-    ``None`` by default, a flag ``False``. What its docstring does not say of them is that of the ``TypedDict``. A call
-    with other arguments is a ``TypeError`` of the function's own name, with a suggestion.
+    Options that ``prepare`` takes as ``**options: Unpack[...]`` of a ``TypedDict`` become keyword arguments: ``None``
+    by default, a flag ``False``. Their documentation comes from the ``TypedDict`` unless the function's docstring has
+    it. A call with other arguments is a ``TypeError`` with the function's own name and a suggestion.
 
     Args:
-      attention_fn: for a function that Flax Linen may get as its ``attention_fn``. Linen passes only those keywords
-        that a signature names, and would drop its dropout in silence: ``dropout_rng`` is named so that it is refused.
+      attention_fn: for a function that Flax Linen may be given as its ``attention_fn``. Linen passes only keywords that
+        a signature names, and would silently drop its dropout: ``dropout_rng`` is named in order to be refused.
     """
     _, *parameters = _expanded(inspect.signature(prepare).parameters.values())  # without self
     refused = inspect.Parameter("dropout_rng", inspect.Parameter.KEYWORD_ONLY, default=None)
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    least, most = sum(p.default is p.empty for p in positional), len(positional)
+    min_args, max_args = sum(p.default is p.empty for p in positional), len(positional)
     known = frozenset(p.name for p in parameters)
 
     def decorate(function: Callable[..., R]) -> Callable[P, R]:
@@ -79,7 +79,7 @@ def public_function[**P, R](
             if not kwargs.keys() <= known:
                 _refuse_keywords(name, kwargs, known)
                 kwargs = {key: value for key, value in kwargs.items() if key in known}
-            if not least <= len(args) <= most:
+            if not min_args <= len(args) <= max_args:
                 _bind(name, signature, args, kwargs)
             return function(*args, **kwargs)
 
@@ -91,10 +91,10 @@ def public_function[**P, R](
 
 
 def with_defaults(options: type, given: Mapping[str, object]) -> dict[str, Any]:
-    """Every option of a ``TypedDict``, as it was given or as it is by default.
+    """Every option of a ``TypedDict``, with its given or default value.
 
     Raises:
-      TypeError: something else was given.
+      TypeError: an unknown option was given.
     """
     found = {**_defaults(options), **given}
     if len(found) > len(options.__annotations__):
@@ -109,13 +109,13 @@ def _defaults(options: type) -> Mapping[str, bool | None]:
 
 
 def _options_of(parameter: inspect.Parameter) -> Any:
-    """The ``TypedDict`` whose fields a parameter takes; ``None`` if it is not of that kind."""
+    """The ``TypedDict`` whose fields a parameter takes; ``None`` for any other parameter."""
     unpacked = parameter.kind is parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack
     return get_args(parameter.annotation)[0] if unpacked else None
 
 
 def _expanded(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
-    """The parameters, with the fields of a ``TypedDict`` in the place of what takes them."""
+    """The parameters, with a ``TypedDict`` replaced by its fields."""
     for parameter in parameters:
         options = _options_of(parameter)
         if options is None:
@@ -127,7 +127,7 @@ def _expanded(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Param
 
 
 def _documented(prepare: Callable[..., Any]) -> dict[str, str]:
-    """What the docstrings of the ``TypedDict`` of a ``prepare`` say of each option, as lines of a section "Args"."""
+    """The documentation of each option in the ``TypedDict`` of a ``prepare``, as lines of a section "Args"."""
     found: dict[str, str] = {}
     for parameter in inspect.signature(prepare).parameters.values():
         options = _options_of(parameter)
@@ -139,7 +139,7 @@ def _documented(prepare: Callable[..., Any]) -> dict[str, str]:
 
 
 def _bases(kind: type) -> Iterator[type]:
-    """The ``TypedDict``s that one is made of, of which its ``__mro__`` knows nothing."""
+    """The ``TypedDict``s that one is made from, which are not in its ``__mro__``."""
     for base in types.get_original_bases(kind):
         if is_typeddict(base):
             yield from _bases(base)
@@ -154,13 +154,13 @@ def _entries(doc: str) -> dict[str, str]:
 
 
 def _with_options(doc: str | None, options: Mapping[str, str]) -> str | None:
-    """A docstring whose section "Args" ends with what it does not say itself."""
+    """Appends to a docstring's section "Args" the options that it does not document itself."""
     if not doc or not options:
         return doc
     doc = inspect.cleandoc(doc)
     before, heading, rest = doc.partition("Args:\n")
     section, gap, after = rest.partition("\n\n")
-    missing = "".join(said for name, said in options.items() if name not in _entries(doc))
+    missing = "".join(entry for name, entry in options.items() if name not in _entries(doc))
     return f"{before}{heading}{section.rstrip()}\n{missing.rstrip()}{gap}{after}"
 
 
@@ -183,7 +183,7 @@ def _short(signature: inspect.Signature) -> str:
 
 
 def _refuse_keywords(name: str, kwargs: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises for the keywords that a function does not have; Flax's generator of nothing is let through."""
+    """Raises for keywords that a function does not have; Flax's ``dropout_rng=None`` is accepted."""
     unknown = [key for key in kwargs if key not in known and not (key == "dropout_rng" and kwargs[key] is None)]
     if not unknown:
         return
@@ -197,7 +197,9 @@ def _refuse_keywords(name: str, kwargs: Mapping[str, object], known: frozenset[s
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown keyword; empty if none is near."""
+    """A suggestion for an unknown keyword, or the list of all."""
     known = list(known)
-    near = [_ELSEWHERE.get(key, "")] if _ELSEWHERE.get(key) in known else difflib.get_close_matches(key, known, 1)
+    near = (
+        [_FOREIGN_NAMES.get(key, "")] if _FOREIGN_NAMES.get(key) in known else difflib.get_close_matches(key, known, 1)
+    )
     return f"; did you mean {near[0]!r}?" if near else f" (it has {', '.join(sorted(known))})"

@@ -1,4 +1,4 @@
-"""Platforms, backends, and what one backend of an op gives: the table that selection and documentation read."""
+"""Platforms, and the interface of one backend of an op."""
 
 import abc
 import dataclasses
@@ -15,7 +15,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 
 @stable_id("tilewright/registry.Platform", formerly=("tilewright.kernels.registry:Platform",))
 class Platform(enum.StrEnum):
-    """By what means a kernel is written."""
+    """The language or system that a kernel is written in."""
 
     XLA = "xla"
     PALLAS = "pallas"
@@ -41,13 +41,13 @@ class KernelConfig:
     Attributes:
       block_q: query rows per tile.
       block_k: keys per tile.
-      block_d: head_dim per tile, where it is tiled.
+      block_d: head_dim per tile, if it is tiled.
       num_warps: warps of a GPU block.
       num_stages: stages of a GPU pipeline.
       platform: a platform's name, or "auto".
       backend: the hardware that the config is meant for.
       algorithm: one of several implementations on a platform.
-      priority: which config counts when several match; the highest.
+      priority: the config with the highest one applies if several match.
     """
 
     block_q: int = 128
@@ -73,19 +73,19 @@ class KernelConfig:
 class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
-    The first five methods read shapes, dtypes and the device only. ``Inputs``, ``Problem`` and ``Results`` are the op's
-    types, ``Forward`` and ``Backward`` those of the params of either direction.
+    The first five methods read only shapes, dtypes and the device. ``Inputs``, ``Problem`` and ``Results`` are the op's
+    types, ``Forward`` and ``Backward`` the types of either direction's params.
 
     Attributes:
-      algorithm: tells several implementations on one platform apart.
+      algorithm: distinguishes several implementations on one platform.
       forward_params: type of the params of ``forward``.
       backward_params: type of the params of ``backward``.
-      forward_mode: whether JAX can differentiate ``forward`` in forward mode.
-      symbolic_dimensions: whether shapes may have symbolic dimensions, of ``jax.export``.
-      late_import: what it imports with its first call, too slow for every program that only has it at hand: a module,
-        or ``"module:function"`` where a function imports the rest.
-      keeps_lowering: whether what it is lowered to is kept on disk. It is worth that where lowering takes long, and may
-        be where nothing of the process that lowered it is needed to run it.
+      forward_mode: True if JAX can differentiate ``forward`` in forward mode.
+      symbolic_dimensions: True if shapes may have symbolic dimensions of ``jax.export``.
+      late_import: a module that is imported with the first call, since that is too slow for programs that do not run
+        this backend; or ``"module:function"`` if the function imports the rest.
+      keeps_lowering: store the lowering on disk. That is worth it if lowering takes long, and possible if running the
+        lowered code needs nothing from the process that lowered it.
     """
 
     platform: ClassVar[Platform]
@@ -112,25 +112,26 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
     def config_reasons(
         self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
     ) -> list[str]:
-        """Every reason why params of the right type cannot serve a problem that this backend can; none by default."""
+        """Every reason why params of the right type cannot serve a supported problem; none by default."""
         return []
 
     def deprioritized(self, problem: Problem, device: Device, direction: Direction) -> bool:
-        """Whether, of a problem that this backend can serve, others are likely faster: they go first, unmeasured."""
+        """True if other backends are probably faster for the problem: they are preferred without measurements."""
         return False
 
     def footprints(
         self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
     ) -> Sequence[Footprint]:
-        """What params that can serve the problem take, of each kernel that multiplies matrices; none if not known."""
+        """The resources of each matmul kernel that the params launch; empty if unknown."""
         return ()
 
     def builds(
         self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
     ) -> Sequence[Build]:
-        """Builds that params need before they can run, made already or not; none by default.
+        """The builds that params need to run, already made or not; none by default.
 
-        Of several that may be needed in turn, as a compiled variant's facts decide, the first that is not known to do.
+        If several may be needed in turn, depending on a compiled variant's facts, the first one not known to be
+        unsuitable.
         """
         return ()
 
@@ -140,17 +141,17 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     @abc.abstractmethod
     def forward(self, inputs: Inputs, params: Forward) -> Results:
-        """The op's results, in the form that all backends of the op share as residuals."""
+        """Computes the op's results, which are also the residuals that all its backends share."""
 
     @abc.abstractmethod
     def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Backward) -> dict[str, Any]:
-        """Gradients by argument name, from any backend's forward results."""
+        """Computes gradients by argument name, from any backend's forward results."""
 
 
 class InferenceImplementation[Inputs, Problem, Results, Forward](
     Implementation[Inputs, Problem, Results, Forward, Never], abc.ABC
 ):
-    """A backend of an op that has no gradients."""
+    """A backend of an op without gradients."""
 
     @abc.abstractmethod
     def forward_reasons(self, problem: Problem, device: Device) -> list[str]:

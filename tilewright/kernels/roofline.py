@@ -1,4 +1,4 @@
-"""What devices can do at most, and so the least time that a call can take; a measurement below it is not believed."""
+"""Peak rates of devices, and the minimum time of a call that follows; a faster measurement is not credible."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ from tilewright.ops.types import Device
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """What a call must compute and move at least.
+    """The minimum that a call must compute and move.
 
     Attributes:
-      flops: floating-point operations of its matrix products.
+      flops: floating-point operations of its matmuls.
       bytes: device memory read and written, each array once.
     """
 
@@ -24,20 +24,20 @@ class Cost:
 
 
 def array_bytes(tree: Any, *, floating: bool = False) -> int:
-    """Bytes of the arrays in a tree, of floating-point ones alone if asked."""
+    """Bytes of the arrays in a tree, or of the floating-point ones only."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    wanted = [x for x in arrays if not floating or jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
+    counted = [x for x in arrays if not floating or jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in counted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peaks:
-    """Rated maxima of a device, from NVIDIA's data sheets.
+    """Rated peaks of a device, from NVIDIA's data sheets.
 
     Attributes:
-      flops: per second, of dense matrix products in 16 bits; no product of wider operands is faster.
+      flops: FLOP/s of dense 16-bit matmuls; matmuls of wider operands are no faster.
       bandwidth: bytes per second of device memory.
-      cache: bytes of the last cache before it, which may hold what the caller has just written.
+      cache: bytes of the last-level cache, which may hold arrays that the caller has just written.
     """
 
     flops: float
@@ -45,7 +45,7 @@ class Peaks:
     cache: int
 
 
-# By what a device's name holds; the first that fits.
+# The first entry that is part of the device's name applies.
 _PEAKS = (
     ("GH200", Peaks(989.4e12, 4.9e12, 60 << 20)),
     ("H200", Peaks(989.4e12, 4.8e12, 50 << 20)),
@@ -55,12 +55,12 @@ _PEAKS = (
 
 
 def peaks_of(device: Device) -> Peaks | None:
-    """The maxima of a device; ``None`` where they are not known here."""
+    """The peaks of a device; ``None`` if they are unknown."""
     return next((peaks for name, peaks in _PEAKS if device.kind == "gpu" and name in device.name), None)
 
 
 def min_ms(cost: Cost, device: Device) -> float:
-    """The milliseconds below which no kernel can be; 0 for a device that is not known here."""
+    """A lower bound in milliseconds for any kernel; 0 if the device's peaks are unknown."""
     peaks = peaks_of(device)
     if peaks is None:
         return 0.0

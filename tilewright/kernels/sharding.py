@@ -1,4 +1,4 @@
-"""Running an implementation on each device's part when the arrays' types say how they are split."""
+"""Runs an implementation on each device's part if the arrays' types say how they are split."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from tilewright.ops.kernel.arrays import explicit_sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientParts:
-    """How the gradient of one argument is put together.
+    """The assembly of one argument's gradient from the devices' parts.
 
     Attributes:
-      spec: of the gradient as the devices compute it.
-      summed: mesh axes over which every device has only its share of the sum.
-      wanted: the spec of the argument's own type, which the gradient must have in the end.
+      spec: the ``PartitionSpec`` of the gradient as the devices compute it.
+      summed: mesh axes over which every device has only a partial sum.
+      wanted: the ``PartitionSpec`` of the argument's own type, to which the gradient is resharded.
     """
 
     spec: PartitionSpec
@@ -32,15 +32,16 @@ class GradientParts:
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """How an op is split over the explicit axes of a mesh.
+    """The split of an op over the explicit axes of a mesh.
 
     Attributes:
       mesh: the mesh of the operands' types.
       inputs: a ``PartitionSpec`` for each leaf of the op's inputs.
-      results: for each of an implementation's results, and its cotangent.
-      gradients: by name, of every argument that may have one.
-      on_part: completes a device's part of the inputs with what depends on where it lies; runs under the mesh's axes.
-      on_gradients: likewise its part of the gradients, by name and without those that are ``None``, before the sums.
+      results: the same for each of an implementation's results, and for its cotangent.
+      gradients: by name, for every argument that may have one.
+      on_part: adds to a device's part of the inputs the data that depends on its position; runs under the mesh's axes.
+      on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the
+        sums.
     """
 
     mesh: AbstractMesh | Mesh
@@ -52,15 +53,14 @@ class Partitioning:
 
 
 def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partitioning | None:
-    """By the leading dimensions that arguments share, as their types say; every result has them first.
+    """Splits an op along the leading dimensions that arguments share, as in their types; results begin with them.
 
     Args:
       inputs: a pytree whose arrays have the names of arguments, as fields or keys.
-      core_dims: how many trailing dimensions of an argument are the op's own. One that it does not name is whole on
-        every device.
+      core_dims: the number of trailing core dimensions of an argument. An argument that is not listed is replicated.
 
     Raises:
-      ValueError: a dimension is split that is not shared, or one is split in two ways.
+      ValueError: a dimension that is not shared is split, or one is split in two ways.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs)
     arrays = {_argument(path): leaf for path, leaf in leaves}
@@ -76,8 +76,8 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
         return PartitionSpec(*(axes if size > 1 else None for axes, size in sizes))
 
     def gradient(name: str) -> GradientParts:
-        mine = [each for axes in spec_of(name) for each in axis_names(axes)]
-        summed = tuple(each for each in used if each not in mine)
+        own_axes = [each for axes in spec_of(name) for each in axis_names(axes)]
+        summed = tuple(each for each in used if each not in own_axes)
         return GradientParts(spec_of(name), summed, typed_spec(arrays[name]))
 
     return Partitioning(
@@ -89,28 +89,28 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
 
 
 def _argument(path: tuple[Any, ...]) -> str:
-    """The argument that a leaf is, by its path in the inputs."""
+    """The name of the argument that a leaf belongs to, by its path in the inputs."""
     return str(getattr(path[0], "name", None) or getattr(path[0], "key", None))
 
 
 def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[Any]:
-    """The mesh axes of every dimension that arrays share."""
-    said = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
+    """The mesh axes of every dimension that the arrays share."""
+    described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
     split: list[Any] = [None] * max(shared.values())
     for name, array in arrays.items():
         axes = typed_axes(array)
         if any(axes[shared[name] :]):
             allowed = f"be split by its first {shared[name]} dimensions alone" if shared[name] else "be whole"
-            raise ValueError(f"{name} must {allowed} ({said}); reshard it first")
+            raise ValueError(f"{name} must {allowed} ({described}); reshard it first")
         for position, each in enumerate(axes[: shared[name]]):
             if None not in (each, split[position]) and each != split[position]:
-                raise ValueError(f"arguments must be split alike or be whole ({said}); reshard {name} first")
+                raise ValueError(f"arguments must be split alike or be whole ({described}); reshard {name} first")
             split[position] = split[position] or each
     return split
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """What a ``PartitionSpec`` holds for one dimension, ``None``, a name or several, as a tuple of names."""
+    """The entry of a ``PartitionSpec`` for one dimension (``None``, a name or several) as a tuple of names."""
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
@@ -119,7 +119,7 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def forward_locally[Inputs, Results](
     forward: Callable[[Inputs], Results], partitioning: Partitioning | None, inputs: Inputs
 ) -> Results:
-    """``forward(inputs)``, on each device's part if there is a partitioning."""
+    """Runs ``forward(inputs)``, on each device's part if there is a partitioning."""
     if partitioning is None:
         return varying_as(forward(inputs), inputs)
     return jax.shard_map(
@@ -138,7 +138,7 @@ def backward_locally[Inputs, Results](
     results: Results,
     cotangents: Results,
 ) -> dict[str, Any]:
-    """``backward(inputs, results, cotangents)``, likewise; gradients of what every device shares are summed."""
+    """Runs ``backward(inputs, results, cotangents)`` likewise; gradients of replicated arguments are summed."""
     if partitioning is None:
         return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
     gradients = partitioning.gradients
@@ -163,9 +163,9 @@ def backward_locally[Inputs, Results](
 
 
 def varying_as[T](results: T, operands: object) -> T:
-    """Results with a type that varies over every axis of a ``shard_map`` over which an operand does.
+    """Gives results a type that varies over every axis of a ``shard_map`` over which an operand varies.
 
-    Pallas says of what a kernel computes that all devices have the same, and the gradients of what they share would
+    Pallas types the results of a kernel as equal on all devices, so that the gradients of replicated arguments would
     not be summed.
     """
     return vary_over(varying_axes(operands), results)
@@ -177,7 +177,7 @@ def varying_axes(tree: object) -> frozenset[str]:
 
 
 def vary_over[T](axes: frozenset[str], tree: T) -> T:
-    """The tree with every leaf varying over ``axes``, as what goes around a loop in ``shard_map`` must alike."""
+    """Makes every leaf vary over ``axes``, as the carry of a loop in ``shard_map`` must."""
 
     def vary(leaf: ArrayLike) -> ArrayLike:
         missing = tuple(sorted(axes - varying_axes(leaf)))
@@ -187,9 +187,9 @@ def vary_over[T](axes: frozenset[str], tree: T) -> T:
 
 
 def unvarying(array: jax.Array) -> jax.Array:
-    """The array with a type that varies over no axis: for a reference that a kernel changes, which has to have one.
+    """The array with a type that varies over no axis, as the reference that a kernel updates must have.
 
-    What follows from it has to be given back its type, as ``varying_as`` does for all that a kernel computes.
+    The type of its results must be restored, as ``varying_as`` does for all results of a kernel.
     """
     return _unvarying_p.bind(array) if varying_axes(array) else array
 
@@ -202,10 +202,10 @@ batching.primitive_batchers[_unvarying_p] = lambda arrays, axes: (_unvarying_p.b
 
 
 def placed[T](operands: T, specs: object, mesh: AbstractMesh | Mesh) -> T:
-    """Operands under the specs of a partitioning: what is whole on every device is cut there, which moves nothing."""
+    """Reshards operands to a partitioning's specs; slicing a replicated array moves no data."""
     leaves, tree = jax.tree.flatten(operands)
-    wanted = jax.tree.leaves(jax.tree.broadcast(specs, operands, is_leaf=_is_spec), is_leaf=_is_spec)
-    moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, wanted, strict=True)]
+    leaf_specs = jax.tree.leaves(jax.tree.broadcast(specs, operands, is_leaf=_is_spec), is_leaf=_is_spec)
+    moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, leaf_specs, strict=True)]
     return jax.tree.unflatten(tree, moved)
 
 
@@ -214,19 +214,19 @@ def _is_spec(leaf: object) -> bool:
 
 
 def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return jax.eval_shape(backward, *whole)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    return jax.eval_shape(backward, *structs)
 
 
 def _summed(part: jax.Array, axes: tuple[str, ...], dtype: np.dtype) -> jax.Array:
-    """The sum over mesh axes, in float32 at least."""
+    """The sum over mesh axes, accumulated in float32 or wider."""
     if axes:
         part = jax.lax.psum(part.astype(jnp.promote_types(part.dtype, jnp.float32)), axes)
     return part.astype(dtype)
 
 
 def explicit_mesh(*arrays: ArrayLike | jax.ShapeDtypeStruct) -> AbstractMesh | Mesh | None:
-    """The mesh over whose explicit axes the type of one of some arrays is split; ``None`` if none is."""
+    """The mesh over whose explicit axes the type of one of the arrays is split; ``None`` without such an array."""
     shardings = (explicit_sharding(jax.typeof(array)) for array in arrays)
     return next((sharding.mesh for sharding in shardings if sharding is not None), None)
 

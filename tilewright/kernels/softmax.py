@@ -1,4 +1,4 @@
-"""What every backend of an attention op needs of a softmax outside of its kernel: dtypes, shifts and sinks."""
+"""Parts of a softmax that every attention backend needs outside of its kernel: dtypes, shifts and sinks."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from jax.typing import DTypeLike
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """float64 for float64, else float32."""
+    """The accumulation dtype: float64 for float64, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def finite_shift(maximum: jax.Array) -> jax.Array:
-    """What to subtract from a row's logits: 0 where all of them are −inf, so that none becomes NaN."""
+    """The shift to subtract from a row's logits: 0 if all of them are −inf, to avoid NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
@@ -24,5 +24,5 @@ def sinks_statistics(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sinks_lse(softmax_aux: jax.Array | None) -> Any:
-    """``[heads]`` float32: all of a head's sinks as one; None where there are none."""
+    """The logsumexp of each head's sinks, ``[heads]`` float32; None without sinks."""
     return None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=1)

@@ -1,4 +1,4 @@
-"""Mapping a kernel over a batch or over devices with one selection, made for one element."""
+"""Maps a kernel over a batch or over devices, with one config selected for a single element."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tilewright.ops.lowering.programs import Programs
 
 
 class ElementChooser(ConfigChooser):
-    """Chooses for one element of a mapped call, whatever is mapped around it."""
+    """Chooses the config of one element of a mapped call and ignores the mapped axes around it."""
 
     def __init__(self, chooser: ConfigChooser):
         self._chooser = chooser
@@ -51,12 +51,12 @@ def vmap_with_config(
     executor: Executor[Any, Any] | None = None,
     cfg: object = None,
 ) -> Callable[..., Any]:
-    """``jax.vmap`` of a kernel with the config that one element would run with.
+    """``jax.vmap`` of a kernel, run with the config that a single element would get.
 
     Args:
       in_axes: as for ``jax.vmap``, for the positional arguments; keyword arguments are not mapped.
       out_axes: as for ``jax.vmap``.
-      executor: gives the chooser; the default executor's by default.
+      executor: supplies the chooser; the default executor by default.
       cfg: an explicit config.
     """
     element = _element_executor(kernel, executor)
@@ -74,16 +74,16 @@ def pmap_with_config(
     executor: Executor[Any, Any] | None = None,
     cfg: object = None,
 ) -> Callable[..., Any]:
-    """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all.
+    """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all devices.
 
-    Positional arrays have a leading axis of the number of local devices, and so have the results; everything else,
-    keyword arrays too, is the same on each device.
+    Positional arrays and results have a leading axis as long as the number of local devices. Everything else, keyword
+    arrays included, is replicated.
 
     Args:
       axis_name: the mesh axis, for collectives inside the kernel.
 
     Raises:
-      ValueError: a leading axis has another size.
+      ValueError: the leading axis of an array has another size.
     """
     element = _element_executor(kernel, executor)
 
@@ -98,9 +98,9 @@ def pmap_with_config(
                 raise ValueError(f"the leading axis of {array.shape=} must have the size of {len(devices)=}")
 
         def spread() -> Callable[..., Any]:
-            def on_each(slices: list[Any], whole: list[Any]) -> Any:
-                mine = arguments.join([array[0] for array in slices])
-                out = element(kernel, *mine, cfg=cfg, **options.join(whole))
+            def on_each(slices: list[Any], replicated: list[Any]) -> Any:
+                element_args = arguments.join([array[0] for array in slices])
+                out = element(kernel, *element_args, cfg=cfg, **options.join(replicated))
                 return jax.tree.map(lambda x: x[None], out)
 
             mesh = jax.sharding.Mesh(np.array(devices), (axis_name,))

@@ -1,4 +1,4 @@
-"""The executor: from a user's call to the chosen code, eagerly or under any transformation."""
+"""The executor: runs a kernel call with the selected implementation, eagerly or under any transformation."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ __all__ = ["ConfigChooser", "Executor", "Explanation", "default_executor"]
 class Executor(Generic[Cfg, Out]):
     """Runs kernels with configs from a chooser.
 
-    Eager calls are compiled once for each structure and set of shapes; a call under a trace becomes one equation of
-    the caller's program, whose config is chosen when that is lowered.
+    An eager call is compiled once for each argument structure and set of shapes. A call under a trace becomes one
+    equation of the caller's program; its config is chosen when that program is lowered.
     """
 
     def __init__(self, chooser: ConfigChooser):
@@ -61,7 +61,7 @@ class Executor(Generic[Cfg, Out]):
         return out
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
-        """The forward config that a call would run with, tuning it if the policy lets it."""
+        """Returns the forward config that a call would run with; tunes the call if the policy allows it."""
         inv, _ = prepared(kernel, args, kwargs, concrete=False)
         chosen: Cfg = self.chooser.choose(inv, cfg=cfg).config
         return chosen
@@ -69,10 +69,10 @@ class Executor(Generic[Cfg, Out]):
     def compile(
         self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **kwargs: object
     ) -> Callable[..., Out]:
-        """A function of arguments like the examples (arrays or ``ShapeDtypeStruct``), compiled now.
+        """Returns a function of arguments like the examples (arrays or ``ShapeDtypeStruct``), compiled now.
 
-        It has the semantics of calling the kernel with the same keywords: other shapes compile anew, and gradients,
-        ``jit`` and ``vmap`` work.
+        It behaves like calling the kernel with the same keywords: other shapes are compiled when they first occur, and
+        gradients, ``jit`` and ``vmap`` work.
         """
         arrays, structure = split((example_args, kwargs))
         selector = Selector(self.chooser, _static(cfg), current_overrides())
@@ -87,7 +87,8 @@ class Executor(Generic[Cfg, Out]):
     def explain(
         self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, quiet: bool = False, **kwargs: object
     ) -> "Explanation":
-        """Says which config a call would run with, where it comes from, and why nothing else; measures nothing.
+        """Explains which config a call would run with, where it comes from, and why others were rejected; measures
+        nothing.
 
         Args:
           quiet: return the explanation without printing it.
@@ -156,7 +157,7 @@ def call_kernel(
     kwargs: Mapping[str, object],
     known_shardings: Mapping[int, jax.sharding.Sharding],
 ) -> Any:
-    """Prepares a call and binds it."""
+    """Prepares a call and binds it as the call primitive."""
     check_kernel(kernel)
     given, named = prepare(kernel, args, kwargs)
     return apply(kernel, selector, tuple(given), dict(named), known_shardings)
@@ -176,7 +177,7 @@ def default_key_builder_with_sharding(
     kwargs: Mapping[str, object] | None = None,
     direction: str = "forward",
 ) -> str:
-    """The key under which the chain looks a call up."""
+    """Returns the key under which the selection chain looks a call up."""
     if not isinstance(args, tuple | list):
         raise TypeError(f"{args=} must be a tuple of the call's positional arguments")
     inv, _ = prepared(kernel, tuple(args), dict(kwargs or {}), concrete=False)
@@ -189,9 +190,9 @@ class ExplainedChoice:
 
     Attributes:
       step: the step of the selection chain that the config comes from.
-      time_ms: its measured time, if there is one.
-      rejected: for every other implementation why it was not taken.
-      detail: of the step: the lock, or the shapes that the config was measured for and how far they are.
+      time_ms: the config's measured time, if there is one.
+      rejected: the reasons why each other implementation was not chosen.
+      detail: more about the step: which lock, or which shapes the config was measured for and how far away they are.
     """
 
     direction: str
@@ -204,7 +205,7 @@ class ExplainedChoice:
 
     @property
     def origin(self) -> str:
-        """The step with its detail."""
+        """The step followed by its detail."""
         return f"{self.step}, {self.detail}" if self.detail else self.step
 
     def __str__(self) -> str:
@@ -216,7 +217,7 @@ class ExplainedChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which configs a call would run with, one choice for each direction that has its own."""
+    """The configs that a call would run with: one choice for each direction that the kernel defines."""
 
     op: str
     choices: tuple[ExplainedChoice, ...]

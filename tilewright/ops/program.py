@@ -1,4 +1,4 @@
-"""Whole programs: every kernel call that a lowered text names, found, tuned and explained."""
+"""Finds, tunes and explains every kernel call of a whole program, by the labels in its lowered text."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser
-from tilewright.ops.config.context import check_budget, current_overrides, in_force
+from tilewright.ops.config.context import applied_overrides, check_budget, current_overrides
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
@@ -27,20 +27,20 @@ from tilewright.ops.utils.describe import describe_config, describe_key
 
 
 @contextlib.contextmanager
-def only_reading() -> Iterator[None]:
-    """Nothing is tuned while the program is lowered, and the trace is not kept: a real call must see the winners."""
-    with in_force(dataclasses.replace(current_overrides(), token=object())):
+def inspection_only() -> Iterator[None]:
+    """Lowers without tuning and without keeping the trace, so that a later real call sees the tuned configs."""
+    with applied_overrides(dataclasses.replace(current_overrides(), token=object())):
         yield
 
 
 def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
-    """The lowered program of a call, in which nothing was tuned.
+    """Lowers a call without tuning anything.
 
     Args:
       fn: see ``tune``.
 
     Raises:
-      TypeError: it is no function, or it is lowered already and there are arguments.
+      TypeError: ``fn`` is no function, or it is lowered already and arguments were given.
     """
     if isinstance(fn, jax.stages.Compiled):
         raise TypeError("a compiled program no longer holds all labels of its calls; give the function, or its Lowered")
@@ -50,20 +50,20 @@ def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
         return _jax_lowered(fn)
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
-    with only_reading():
-        method = getattr(fn, "lower", None)  # of jax.jit, nnx.jit and eqx.filter_jit
+    with inspection_only():
+        method = getattr(fn, "lower", None)  # a method of the results of jax.jit, nnx.jit and eqx.filter_jit
         lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
     return _jax_lowered(lowered)
 
 
 def _jax_lowered(lowered: Any) -> jax.stages.Lowered:
-    """What JAX knows of what JAX, Flax or Equinox return for a lowered function."""
+    """The ``jax.stages.Lowered`` inside of what JAX, Flax or Equinox return for a lowered function."""
     found: jax.stages.Lowered = getattr(lowered, "lowered", lowered)
     return found
 
 
 def _is_lowered(fn: object) -> bool:
-    """Whether it is what JAX, Flax or Equinox return for a lowered function."""
+    """True for what JAX, Flax or Equinox return for a lowered function."""
     return isinstance(fn, jax.stages.Lowered) or isinstance(getattr(fn, "lowered", None), jax.stages.Lowered)
 
 
@@ -74,7 +74,7 @@ def _lower_plain(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mappi
 
 
 def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, list[Any]]:
-    """A function, jitted, of its arrays and positional numbers, with everything else as it is; and these."""
+    """A jitted function of the call's arrays and positional numbers, everything else bound; and those arrays."""
     static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
     rest = {name: value for name, value in kwargs.items() if name not in static}
     leaves, tree = jax.tree.flatten((args, rest))
@@ -82,8 +82,8 @@ def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping
 
     def flat(arrays: list[Any]) -> Any:
         given = iter(arrays)
-        again = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)]
-        args, rest = jax.tree.unflatten(tree, again)
+        rebuilt = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)]
+        args, rest = jax.tree.unflatten(tree, rebuilt)
         results = jax.tree.leaves(fn(*args, **rest, **static))
         return [result for result in results if _is_traceable(result)]
 
@@ -91,7 +91,7 @@ def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping
 
 
 def _is_traceable(leaf: object) -> bool:
-    """Whether ``jax.jit`` takes a leaf as an array."""
+    """True if ``jax.jit`` accepts the leaf as an array."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | numbers.Number) or callable(
         getattr(leaf, "__jax_array__", None)
     )
@@ -103,13 +103,13 @@ def _labels(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) 
 
 
 def find_invocations(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
-    """The kernel calls of a function, forward and backward, each once, read from its lowered program.
+    """Returns the kernel calls of a function, forward and backward, each once, read from its lowered program.
 
-    Calls with an explicit config are left out: nothing else would ever be chosen for them.
+    Calls with an explicit config are left out, since no other config would ever run.
 
     Args:
       fn: see ``tune``.
-      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place.
+      *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place.
     """
     found = [each.invocation() for each in _labels(fn, args, kwargs) if each.step != "explicit"]
     return list({inv.key: inv for inv in found}.values())
@@ -130,33 +130,34 @@ def tune(
 ) -> AutotuningResult:
     """Tunes every kernel call of a function, forward and backward, and stores the winners for later calls.
 
-    The function is lowered, not run; each call is measured on sampled inputs. Calls that the persistent cache has
-    complete measurements of are taken from there. In a terminal or a notebook it shows its progress.
+    The function is lowered, not run; each call is measured on sampled inputs. Calls whose complete measurements are in
+    the persistent cache are not measured again. In a terminal or a notebook the progress is shown.
 
-    Kernels that must be compiled by nvcc are compiled beside the measurements, on the cores that are spare. What is not
-    made in time is left out, named in the result, and goes on being compiled: the next tuning measures it.
+    Kernels that nvcc must compile are built in the background, on spare cores, while others are measured. Those that
+    are not built in time are left out and named in the result; their builds continue, and the next tuning measures
+    them.
 
     Args:
       fn: any function that ``jax.jit`` can trace; what ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit`` returned, with
         its own static arguments; or what their ``lower`` returned, without arguments.
-      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place. Of a plain function keywords that are
-        Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
-      tuner: how to measure.
-      budget_s: seconds that all of this may take, lowering and builds included; by default 120 for each call of a
-        kernel, ``math.inf`` for no limit.
-      call_budget_s: seconds for each call, within that.
+      *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place. For a plain function, keywords
+        that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
+      tuner: settings of the measurements.
+      budget_s: seconds for the whole tuning, lowering and builds included; by default 120 for each kernel call,
+        ``math.inf`` for no limit.
+      call_budget_s: seconds for each call, within the total.
       verify: check candidates against the kernels' references.
-      reuse: ``False`` measures again what is already known.
-      confirm: run the function with what was chosen and with what would run without, in turn, and say in the result's
-        ``confirmation`` which was faster: a kernel that wins alone can lose beside others at the power limit. It runs
-        on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
-      on_event: is called with the events of the tuning, instead of the progress that is shown otherwise.
+      reuse: ``False`` measures again what the cache already holds.
+      confirm: run the function with the tuned configs and with those that would run untuned, alternating, and report
+        the faster in the result's ``confirmation``: a kernel that wins alone can lose beside others at the power limit.
+        It runs on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
+      on_event: called with the events of the tuning, instead of showing the progress.
       chooser: the chain to store the winners in; the default executor's by default.
 
     Raises:
       ExceptionGroup: every candidate of a call failed.
-      ValueError: ``confirm`` without arrays to run with.
-      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
+      ValueError: ``confirm`` was asked for without concrete arrays to run on.
+      KeyboardInterrupt: the caller was interrupted; the measurements made so far are kept.
     """
     began = time.monotonic()
     if confirm:
@@ -165,7 +166,7 @@ def tune(
         "tuner": tuner, "call_budget_s": call_budget_s, "verify": verify, "chooser": chooser, "on_event": on_event,
     }  # fmt: skip
     check_budget(budget_s)
-    autotuner = Autotuner(**options)  # what is wrong with the options is said before the function is lowered
+    autotuner = Autotuner(**options)  # Wrong options raise here, before the function is lowered.
     invocations = find_invocations(fn, *args, **kwargs)
     untuned = ConfigCache()
     for inv in invocations if confirm else ():
@@ -195,18 +196,18 @@ def tune_invocations(
     reuse: bool,
     **options: Any,
 ) -> AutotuningResult:
-    """Tunes the calls that were found in programs, for a caller who shows what an interrupt left.
+    """Tunes calls that were found in programs, and returns a result even after an interrupt.
 
     Args:
-      began: when the budget began, of ``time.monotonic``: finding the calls took some of it.
-      budget_s: of all; as ``tune`` takes it.
-      **options: of the ``Autotuner``.
+      began: ``time.monotonic()`` at the start of the budget: finding the calls already used some of it.
+      budget_s: seconds for all calls, as in ``tune``.
+      **options: passed on to the ``Autotuner``.
 
     Raises:
       ExceptionGroup: every candidate of a call failed.
     """
     total = DEFAULT_CALL_S * max(1, len(invocations)) if budget_s is None else budget_s
-    # A budget is positive: one that finding the calls has used up leaves out every call, and says so.
+    # A budget must be positive: if finding the calls has used it up, every call is left out and reported so.
     left = max(total - (time.monotonic() - began), 1e-9)
     return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
 
@@ -216,7 +217,7 @@ class ExplainedCall:
     """One kernel call of a program, in one direction.
 
     Attributes:
-      arguments: its arrays and options, short.
+      arguments: the call's arrays and options in short form.
     """
 
     op: str
@@ -248,7 +249,7 @@ class ExplainedCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramExplanation:
-    """Which configs the kernel calls of a program would run with; iterable by call, and shown by ``print``."""
+    """The configs that the kernel calls of a program would run with; iterable by call, and readable when printed."""
 
     calls: tuple[ExplainedCall, ...]
 
@@ -289,14 +290,14 @@ class ProgramExplanation:
 def explain(
     fn: Callable[..., Any], *args: object, chooser: ConfigChooser | None = None, **kwargs: object
 ) -> ProgramExplanation:
-    """Says which implementation and config every kernel call of a function would run with, and why not the others.
+    """Explains which implementation and config every kernel call of a function would use, and why not the others.
 
     The function is lowered, not run, and nothing is measured.
 
     Args:
       fn: see ``tune``.
-      *args, **kwargs: its arguments, or ``ShapeDtypeStruct`` in their place.
-      chooser: where configs come from; the default executor's by default.
+      *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place.
+      chooser: the source of configs; the default executor's chooser by default.
 
     Returns:
       One entry for each call and direction, in the order of the program; ``print`` it, or show it in a notebook.

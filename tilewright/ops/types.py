@@ -1,4 +1,4 @@
-"""The type variables of the framework and what it says of devices."""
+"""Type variables of the framework, and its description of devices."""
 
 import dataclasses
 from typing import Literal, TypeVar
@@ -7,7 +7,7 @@ Cfg = TypeVar("Cfg")
 """A kernel's configuration: any frozen, hashable value; a dataclass where it is to be stored."""
 
 Out = TypeVar("Out")
-"""What a kernel returns: an array or a pytree of arrays."""
+"""The return type of a kernel: an array or a pytree of arrays."""
 
 Direction = Literal["forward", "backward"]
 
@@ -23,7 +23,7 @@ class Device:
       capability: compute capability of an NVIDIA GPU, such as (9, 0), else None.
       cores: streaming multiprocessors, TPU cores or CPU threads; 0 where unknown.
       fingerprint: the string that stands for the device in cache keys.
-      present: whether this process can run on it, and so measure.
+      present: True if this process can run, and so measure, on the device.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MappedAxis:
-    """One ``vmap`` around a call: its size, and which operand leaves it maps (each along its axis 0)."""
+    """One ``vmap`` around a call: its size, and a flag per operand leaf that it maps (each along its axis 0)."""
 
     size: int
     mapped: tuple[bool, ...]

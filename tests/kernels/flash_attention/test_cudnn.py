@@ -35,7 +35,7 @@ from tilewright.kernels.flash_attention.cudnn.backend import (
     CudnnBackwardParams,
     CudnnForwardParams,
     CudnnMask,
-    carrying,
+    with_d_lse_columns,
 )
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -512,7 +512,7 @@ def test_a_bias_of_minus_infinity_masks(dtype: str):
 def test_the_gradient_to_lse_is_carried_in_full(size: float, dtype: str):
     inputs = inputs_of(case_of(dtype=dtype))
     d_out, d_lse = cotangents(inputs)
-    out, d_out = jax.jit(carrying)(jnp.zeros_like(d_out), d_out, d_lse * size)
+    out, d_out = jax.jit(with_d_lse_columns)(jnp.zeros_like(d_out), d_out, d_lse * size)
     assert out.dtype == d_out.dtype == dtype
     sums = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).transpose(0, 2, 1)
     assert (

@@ -166,7 +166,7 @@ def test_a_place_for_d_query_belongs_to_sums():
 
     def run(x: jax.Array) -> Any:
         call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC)
-        return wide_key_value_kernel(call, nothing, (), order=nothing, d_query=x)
+        return wide_key_value_kernel(call, nothing, (), order=nothing, dq_accumulator=x)
 
     with pytest.raises(ValueError, match="deterministic"):
         jax.eval_shape(run, jax.ShapeDtypeStruct((1, BLOCK, 1, 256), jnp.bfloat16))

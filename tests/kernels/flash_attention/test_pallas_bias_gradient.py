@@ -16,7 +16,7 @@ from tests.kernels.flash_attention.test_pallas_transforms import check, with_gra
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.hopper.backend import SEPARATE_BYTES, PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backend import UNREDUCED_BYTES, PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams, WideBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -154,7 +154,7 @@ def test_a_large_bias_is_added_up():
     large = dataclasses.replace(
         problem, batch=64, q_length=1024, kv_length=1024, bias=jax.ShapeDtypeStruct((1, 2, 1024, 1024), jnp.bfloat16)
     )
-    assert SEPARATE_BYTES < 64 * 2 * 1024 * 1024 * 4
+    assert UNREDUCED_BYTES < 64 * 2 * 1024 * 1024 * 4
     assert not BACKEND.heuristic(large, device, "backward").deterministic
 
 

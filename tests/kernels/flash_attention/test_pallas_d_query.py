@@ -18,9 +18,9 @@ from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ROW,
     STRIP,
-    EarlyConversions,
+    OverlappedConversion,
     convert_kernel,
-    d_query_shape,
+    dq_accumulator_shape,
 )
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
@@ -32,7 +32,7 @@ ONE_PROGRAM = dataclasses.replace(H100, cores=1)
 def test_conversion_of_all_sums(block_q: int, q_length: int, head_dim: int):
     shape = (2, q_length, 2, head_dim)
     batch, _, heads, _ = shape
-    sums = np.zeros(d_query_shape(block_q, batch, heads, q_length, head_dim), np.float32)
+    sums = np.zeros(dq_accumulator_shape(block_q, batch, heads, q_length, head_dim), np.float32)
     values = np.random.default_rng(0).standard_normal(shape, np.float32)
     rows_of_strip = block_q * STRIP // ROW
     for b, row, head, column in np.ndindex(*shape):
@@ -50,7 +50,7 @@ def test_conversion_of_all_sums(block_q: int, q_length: int, head_dim: int):
 def test_only_what_is_complete_is_asked_for(programs: int, row_steps: np.ndarray):
     matrices, tiles, whole = 24, len(row_steps), 31
     lists = program_lists(program_order(row_steps, matrices, 4), row_steps, programs)
-    plan = EarlyConversions.plan(lists, row_steps, whole)
+    plan = OverlappedConversion.plan(lists, row_steps, whole)
     assert plan is not None
     asked = plan.items[plan.items >= 0]
     assert len(np.unique(asked)) == len(asked)
@@ -69,7 +69,7 @@ def test_only_what_is_complete_is_asked_for(programs: int, row_steps: np.ndarray
 
 def test_nothing_is_asked_for_of_one_head():
     row_steps = np.full(4, 8)
-    assert EarlyConversions.plan(program_lists(program_order(row_steps, 1, 1), row_steps, 2), row_steps, 4) is None
+    assert OverlappedConversion.plan(program_lists(program_order(row_steps, 1, 1), row_steps, 2), row_steps, 4) is None
 
 
 SIZES: dict[str, Any] = {"head_dim": 64, "dtype": "bfloat16"}

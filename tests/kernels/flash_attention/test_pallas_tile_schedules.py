@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.kernels.flash_attention.hopper.forward import masked_visits
+from tilewright.kernels.flash_attention.hopper.forward import masked_steps
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.hopper.schedule import (
     ITEM_OVERHEAD,
@@ -80,4 +80,4 @@ def test_more_programs_than_items_leave_none_without():
     ],
 )
 def test_visits_that_need_the_mask(mask, rows, columns, block_rows, expected):
-    assert masked_visits(schedule_of(mask, rows, columns, block_rows)) == expected
+    assert masked_steps(schedule_of(mask, rows, columns, block_rows)) == expected

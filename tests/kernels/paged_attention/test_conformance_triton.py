@@ -21,7 +21,7 @@ from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
-from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
+from tilewright.kernels.paged_attention.triton import positions
 from tilewright.kernels.paged_attention.triton.backend import MAX_SPLITS, TritonPagedAttention
 from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
@@ -93,7 +93,7 @@ def test_small_weights_of_many_keys_count():
 
 
 def test_both_backends_are_cut_to_the_same_lengths():
-    assert triton_kernels.FAR.value == FAR
+    assert positions.FAR.value == FAR
 
 
 def test_vmap_runs_one_after_the_other():

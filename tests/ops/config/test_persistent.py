@@ -211,8 +211,8 @@ class TestTypes:
         assert cache.put("key", config)
         assert cache.get("key") == cache.get("key", expected_type=Local) == config
         name = f"{__name__}:{Local.__qualname__}"
-        assert name in persistent._seen_types
-        del persistent._seen_types[name]
+        assert name in persistent._local_types
+        del persistent._local_types[name]
         assert cache.get("key") is None
         assert cache.entry("key").config is None
         assert cache.entry("key").readable == repr(config)

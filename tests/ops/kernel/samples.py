@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from tilewright.ops import Invocation, Kernel
-from tilewright.ops.utils.memory import forget_all
+from tilewright.ops.utils.memory import clear_all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ FORMS = (Product, Recomputing, Pair)
 @contextlib.contextmanager
 def watching(kernel: type[Product] = Product) -> Iterator[list[Seen]]:
     """Collects what is traced inside, as if none of it had been traced before."""
-    forget_all()
+    clear_all()
     start = len(kernel.traced)
     seen: list[Seen] = []
     try:

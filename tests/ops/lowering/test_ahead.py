@@ -88,8 +88,8 @@ def compiled(client, files, program, **options):
 
 
 def test_each_kernel_becomes_a_program_that_does_what_its_call_does(program):
-    codes = mlir_modules.calls_apart(program, ahead.TARGETS)
-    assert codes == mlir_modules.calls_apart(program, ahead.TARGETS)  # their hashes name files
+    codes = mlir_modules.extract_calls(program, ahead.TARGETS)
+    assert codes == mlir_modules.extract_calls(program, ahead.TARGETS)  # their hashes name files
     first, second = (str(ir.Module.parse(code)) for code in codes)
     if '"second"' in first:
         first, second = second, first

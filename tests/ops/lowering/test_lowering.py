@@ -29,7 +29,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.lowering import lowering, mlir_modules
 from tilewright.ops.tuning.workload import Workload
-from tilewright.ops.utils.memory import forget_all
+from tilewright.ops.utils.memory import clear_all
 
 A, B = operands((4, 4), (4, 4))
 
@@ -91,9 +91,9 @@ def counting(monkeypatch: Any = None) -> Iterator[Counts]:
 def fresh(monkeypatch, tmp_path):
     """A process that has lowered nothing, on a machine that has lowered nothing."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
-    forget_all()
+    clear_all()
     yield
-    forget_all()
+    clear_all()
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ class TestOneProgram:
             for found in (find_labels_in_lowered(lowered), find_labels_in_lowered(lowered.compile())):
                 configs = labels_to_configs(found)
                 assert sorted(cfg.block for cfg in configs.values()) == [32, 64]
-            forget_all()  # the second time from the disk
+            clear_all()  # the second time from the disk
 
 
 class TestAFreshProcess:
@@ -279,7 +279,7 @@ class TestAFreshProcess:
             first = step().lower(A, B)
         assert counts == Counts(2, 2)
         assert entries() == 4  # of each stage its results and its module
-        forget_all()
+        clear_all()
         with counting() as counts:
             second = step().lower(A, B)
         assert counts == Counts(0, 0)
@@ -297,11 +297,11 @@ class TestAFreshProcess:
         jax.jit(lambda a: executor(kernel, a, B))(A)
         assert entries() == 0
         monkeypatch.delenv("TILEWRIGHT_LOWERED")
-        forget_all()
+        clear_all()
         jax.jit(lambda a: executor(kernel, a, B))(A)
         assert entries() == 2
         monkeypatch.setenv("TILEWRIGHT_LOWERED", "0")
-        forget_all()
+        clear_all()
         with counting() as counts:
             jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
         assert counts == Counts(1, 1)
@@ -310,7 +310,7 @@ class TestAFreshProcess:
         """They are a dict with a tuple in it."""
         kernel = Counted()
         want = jax.jit(jax.grad(partial(loss, executor, kernel), (0, 1)))(A, B)
-        forget_all()
+        clear_all()
         got = jax.jit(jax.grad(lambda a, b: loss(executor, kernel, a, b), (0, 1)))(A, B)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -330,7 +330,7 @@ class TestAFreshProcess:
             other = jax.jit(lambda x: x).lower(jnp.ones(3)).compiler_ir()
             module = b"no module" if damage == "no module" else mlir_modules.bytecode_of(other)
             assert lowering._FILES.put(_key_in(data), {"targets": []}, module)
-        forget_all()
+        clear_all()
         with counting() as counts, caplog.at_level(logging.WARNING):
             got = call()
         assert counts.lowered == 1
@@ -343,7 +343,7 @@ class TestAFreshProcess:
         (path,) = (path for path in lowering._FILES.path.iterdir() if "-cpu-" in path.name)
         data = path.read_bytes()
         lowering._FILES.put(_key_in(data), {"targets": ["os.system"]}, data.split(b"\n", 2)[2])
-        forget_all()
+        clear_all()
         with counting() as counts:
             jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
         assert counts.lowered == 1
@@ -392,7 +392,7 @@ class TestTransforms:
                 got = jax.jit(made(partial(loss, executor, kernel)))()
             assert bool(counts.lowered) == bool(counts.traced) == lowers
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-            forget_all()
+            clear_all()
 
     def test_in_a_shard_map(self, executor, kernel):
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
@@ -409,7 +409,7 @@ class TestTransforms:
             assert bool(counts.lowered) == bool(counts.traced) == lowers
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-            forget_all()
+            clear_all()
 
     def test_on_automatic_axes(self, executor, kernel):
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
@@ -431,7 +431,7 @@ class TestTransforms:
             got = jax.jit(lambda a: executor(kernel, a, B), donate_argnums=0)(given)
             assert given.is_deleted()
             np.testing.assert_allclose(got, A @ B, rtol=1e-6)
-            forget_all()
+            clear_all()
 
     @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")])
     def test_export(self, executor, kernel, platforms):
@@ -439,7 +439,7 @@ class TestTransforms:
             exported = jax.export.export(jax.jit(lambda a: executor(kernel, a, B)), platforms=platforms)(A)
             again = jax.export.deserialize(exported.serialize())
             np.testing.assert_allclose(again.call(A), A @ B, rtol=1e-6)
-            forget_all()
+            clear_all()
 
     def test_export_with_symbolic_sizes_is_lowered_in_place(self, executor, kernel):
         (size,) = jax.export.symbolic_shape("n")
@@ -492,7 +492,7 @@ class TestTransforms:
         with overlay_cache(ConfigCache()), counting() as counts:
             jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
             assert counts.lowered == 0
-            forget_all()
+            clear_all()
             jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
         assert counts == Counts(0, 0)
 
@@ -508,7 +508,7 @@ class TestTransforms:
         for _ in range(2):
             got = jax.jit(lambda key: executor(kernel, key))(jax.random.key(3))
             np.testing.assert_array_equal(got, jax.random.normal(jax.random.key(3), (3,)))
-            forget_all()
+            clear_all()
 
     def test_disabled_jit_runs_the_kernel_itself(self, executor, kernel):
         with jax.disable_jit(), counting() as counts:

@@ -169,7 +169,7 @@ class TestTuning:
         nvcc.behave("fast", "hang")
         (call,), events = tuned(Compiled(tmp_path, "fast"), budget_s=2.0)
         assert (call.winner.config, set(call.left_out)) == ("plain", {"fast"})
-        (process,) = [p for p in background._left_alone if p.poll() is None]
+        (process,) = [p for p in background._detached if p.poll() is None]
         assert process.wait(60) == 0  # it ends the compiler by itself
         assert not of(BuildMade, events)
 
@@ -223,7 +223,7 @@ class TestTuning:
         assert not result.entries
         assert len(result.left_out) == 1
         assert type(events[-1]) is BuildsLeft
-        for process in background._left_alone:
+        for process in background._detached:
             process.terminate()
 
 

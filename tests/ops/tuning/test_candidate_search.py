@@ -325,13 +325,13 @@ class TestDropping:
 
 def test_a_cancelled_race_starts_nothing():
     bench = Said([1.0, 0.5])
-    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False, cancelled=lambda: True)
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_continue=lambda: False, cancelled=lambda: True)
     assert race(bench, 2, stopped)[0] is None
     assert not bench.started
 
 
 def test_without_time_the_heuristic_is_measured_nevertheless():
-    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_go_on=lambda: False)
+    stopped = dataclasses.replace(LIMITS, may_start=lambda: False, may_continue=lambda: False)
     assert race(Said([1.0, 0.5]), 2, stopped)[0] == 0
 
 

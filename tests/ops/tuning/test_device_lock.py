@@ -41,7 +41,7 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
             order.append("compiled later")
 
     def measure() -> None:
-        with device_lock.alone():
+        with device_lock.exclusive():
             order.append("measured")
             time.sleep(0.02)
 
@@ -60,19 +60,19 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
 
 def test_within_a_turn_another_is_had_at_once(tmp_path: Path) -> None:
     device_lock = DeviceLock(tmp_path / "device")
-    with device_lock.alone(), device_lock.alone(), device_lock.shared():
+    with device_lock.exclusive(), device_lock.exclusive(), device_lock.shared():
         pass
-    with device_lock.shared(), device_lock.alone():
+    with device_lock.shared(), device_lock.exclusive():
         pass
-    with device_lock.alone():
+    with device_lock.exclusive():
         pass
 
 
 def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
     device_lock = DeviceLock(tmp_path / "device")
-    with pytest.raises(ValueError, match="in a turn"), device_lock.alone():
+    with pytest.raises(ValueError, match="in a turn"), device_lock.exclusive():
         raise ValueError("in a turn")
-    with device_lock.alone():
+    with device_lock.exclusive():
         pass
 
 
@@ -92,7 +92,7 @@ def compile():
 
 def measure():
     for _ in range(6):
-        with device_lock.alone():
+        with device_lock.exclusive():
             start = time.monotonic()
             time.sleep(0.005)
             said.append(("alone", start, time.monotonic()))
@@ -121,7 +121,7 @@ def test_processes_leave_each_other_alone(tmp_path: Path) -> None:
 
 def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
     held = "import sys, time; from pathlib import Path; from tilewright.ops.tuning.device_lock import DeviceLock\n"
-    held += "with DeviceLock(Path(sys.argv[1])).alone(): print('alone', flush=True); time.sleep(600)"
+    held += "with DeviceLock(Path(sys.argv[1])).exclusive(): print('alone', flush=True); time.sleep(600)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     command = [sys.executable, "-c", held, str(tmp_path / "device")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -130,7 +130,7 @@ def test_a_killed_process_gives_its_turn_back(tmp_path: Path) -> None:
         assert gate_is_closed(tmp_path / "device")
         process.kill()
         process.wait()
-        with DeviceLock(tmp_path / "device").alone():
+        with DeviceLock(tmp_path / "device").exclusive():
             pass
 
 

@@ -117,7 +117,7 @@ def test_memory_is_counted_in_bytes():
 
 @pytest.mark.slow
 def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(isolation, "why_not_sent", lambda task: "")
+    monkeypatch.setattr(isolation, "reason_not_sendable", lambda task: "")
     monkeypatch.setattr(isolation.pickle, "dumps", lambda task: b"nonsense")
     with pytest.raises(RuntimeError, match=r"UnpicklingError|pickle"):
         tuned(Hostile("right"))
@@ -128,7 +128,7 @@ class Slow(isolation.Worker):
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.holds = self.born_with = 0
+        self.held_bytes = self.initial_bytes = 0
 
     def begin(self, task: Any, timeout_s: float) -> None:
         pass

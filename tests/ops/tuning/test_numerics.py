@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tilewright.ops.tuning import numerics
-from tilewright.ops.tuning.numerics import tree_violations, violations, widened
+from tilewright.ops.tuning.numerics import promoted, tree_violations, violations
 
 RNG = np.random.default_rng(0)
 WANT = RNG.standard_normal((64, 64)).astype(np.float32)
@@ -110,5 +110,5 @@ def test_other_dtypes():
 
 def test_widening():
     values = [jnp.ones(2, d) for d in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float32, jnp.int8, bool)]
-    assert [x.dtype for x in widened(values)] == [jnp.float32] * 4 + [jnp.int8, bool]
-    assert widened([jax.random.key(0)])[0].dtype == jax.random.key(0).dtype
+    assert [x.dtype for x in promoted(values)] == [jnp.float32] * 4 + [jnp.int8, bool]
+    assert promoted([jax.random.key(0)])[0].dtype == jax.random.key(0).dtype

@@ -61,7 +61,7 @@ def test_functions_take_turns(clock):
 
 def test_a_measurement_may_end_early(clock):
     answers = iter([True, False])
-    found = time_interleaved([clock(1.0)], (), warmup=0, iters=9, may_go_on=lambda: next(answers))
+    found = time_interleaved([clock(1.0)], (), warmup=0, iters=9, may_continue=lambda: next(answers))
     assert len(found[0].samples_ms) == 2
 
 

@@ -25,7 +25,7 @@ from tilewright.ops import (
     policy_override,
 )
 from tilewright.ops.utils.device import current_device, device_for_platform, devices_for_platforms
-from tilewright.ops.utils.target import target_in_force
+from tilewright.ops.utils.target import active_target
 
 H200, A100, T4, TPU = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla T4", "TPU v5e"
 A, B = operands((8, 5), (5, 4))
@@ -53,7 +53,7 @@ def test_selection_sees_it_and_afterwards_the_device_that_is_here():
         assert (device_fingerprint(), device_kind(), get_device_platform()) == ("gpu:NVIDIA H200:9.0", "gpu", "triton")
         assert device_fingerprint(jax.devices()[0]) != device_fingerprint()
     assert current_device() == here
-    assert target_in_force() is None
+    assert active_target() is None
 
 
 @pytest.mark.parametrize(("name", "platform", "call"), [(H200, "cuda", ["mosaic_gpu_v2"]), (TPU, "tpu", [])])
@@ -207,7 +207,7 @@ def test_inside_of_a_traced_function():
 
     with pytest.raises(TargetDeviceError, match=r"stands around jax.jit\(f\).lower"):
         jax.jit(inside)(A)
-    assert target_in_force() is None
+    assert active_target() is None
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from tilewright.ops.utils.untraced import measuring_alone, outside_traces
+from tilewright.ops.utils.untraced import measurement_lock, run_untraced
 
 VARIABLE = contextvars.ContextVar("tests_variable", default=0)
 
@@ -17,7 +17,7 @@ def test_results_are_concrete_inside_any_trace():
     found = []
 
     def function(x):
-        found.append(outside_traces(lambda cancelled: float(jnp.sum(jnp.ones(3)))))
+        found.append(run_untraced(lambda cancelled: float(jnp.sum(jnp.ones(3)))))
         return x * 2
 
     traced = [
@@ -28,7 +28,7 @@ def test_results_are_concrete_inside_any_trace():
     assert traced[0] == traced[1]
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        assert outside_traces(lambda cancelled: jax.sharding.get_abstract_mesh().empty)
+        assert run_untraced(lambda cancelled: jax.sharding.get_abstract_mesh().empty)
 
 
 def test_settings_of_the_caller_hold():
@@ -40,10 +40,10 @@ def test_settings_of_the_caller_hold():
     token = VARIABLE.set(7)
     try:
         with jax.enable_x64(True), jax.default_device(device), jax.default_matmul_precision("highest"):
-            assert outside_traces(look) == (jnp.float64, {device}, "highest", 7)
+            assert run_untraced(look) == (jnp.float64, {device}, "highest", 7)
     finally:
         VARIABLE.reset(token)
-    assert outside_traces(look)[0] == jnp.float32
+    assert run_untraced(look)[0] == jnp.float32
 
 
 def test_errors_come_back():
@@ -51,17 +51,17 @@ def test_errors_come_back():
         raise LookupError("inside")
 
     with pytest.raises(LookupError, match="inside"):
-        outside_traces(fail)
+        run_untraced(fail)
 
 
 def test_turns_are_taken_by_threads_and_shared_within_one():
     inside, most = [], []
 
     def work():
-        with measuring_alone(), measuring_alone():
+        with measurement_lock(), measurement_lock():
             inside.append(1)
             most.append(len(inside))
-            outside_traces(lambda cancelled: measuring_alone().__enter__())
+            run_untraced(lambda cancelled: measurement_lock().__enter__())
             inside.pop()
 
     threads = [threading.Thread(target=work) for _ in range(8)]

@@ -1,1 +1,1 @@
-"""The commands as they are typed: arguments and help; what they do is imported when they are called."""
+"""The commands as they are typed: arguments and help. Their work is imported when they are called."""

@@ -1,4 +1,4 @@
-"""``tilewright bench``."""
+"""The arguments and help of ``tilewright bench``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,9 +31,9 @@ def bench(
     from tilewright.cli.targets import is_function
 
     cases = tuple(case or ()) or (() if shape or is_function(target) or shapes is not None else ("all",))
-    wanted = options.CallOptions(shape, cases, kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward)
+    call = options.CallOptions(shape, cases, kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward)
     if iters < 1:
         raise typer.BadParameter(f"{iters} is not at least 1", param_hint="--iters")
     from tilewright.cli.benching import bench_and_report
 
-    bench_and_report(target, wanted, iters=iters, json_file=json_file)
+    bench_and_report(target, call, iters=iters, json_file=json_file)

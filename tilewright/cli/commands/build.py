@@ -1,4 +1,4 @@
-"""``tilewright build``."""
+"""The arguments and help of ``tilewright build``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ def build(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="Only what this needs: an op, of which all if it has neither --shape nor --case, or a function of "
+            help="Build only what this needs: an op (everything of it without --shape and --case), or a function of "
             "yours: module:function.",
             show_default=False,
             autocompletion=completion.targets,
@@ -21,28 +21,30 @@ def build(
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            "--arch", help="A GPU architecture, such as 90a; repeatable; else this GPU's.", show_default=False
+            "--arch", help="A GPU architecture, such as 90a; repeatable; default: this GPU's.", show_default=False
         ),
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             "--device",
-            help="A GPU that is not here, by JAX's name: 'NVIDIA H200'; repeatable.",
+            help="A GPU that need not be present, by JAX's name: 'NVIDIA H200'; repeatable.",
             show_default=False,
             autocompletion=completion.devices,
         ),
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option("--table", help="A table's name, or module:NAME; repeatable; else all.", show_default=False),
+        typer.Option("--table", help="A table's name, or module:NAME; repeatable; default: all.", show_default=False),
     ] = None,
     group: Annotated[
         list[str] | None, typer.Option("--group", help="Only this group; repeatable.", show_default=False)
     ] = None,
     lock: Annotated[
         Path | None,
-        typer.Option("--lock", help="Only what the decisions of a lock file need, on its device.", show_default=False),
+        typer.Option(
+            "--lock", help="Build only what the decisions of a lock file need, on its device.", show_default=False
+        ),
     ] = None,
     shape: options.Shape = None,
     case: options.Cases = None,
@@ -55,7 +57,9 @@ def build(
     backward: options.Backward = True,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, help="Compilers at once; else by cores and memory.", show_default=False),
+        typer.Option(
+            "--jobs", "-j", min=1, help="Compilers at once; default: by cores and memory.", show_default=False
+        ),
     ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Build nothing, show what is built.")] = False,
     sources: Annotated[
@@ -65,10 +69,10 @@ def build(
 ) -> None:
     """Compile CUDA kernels ahead of their first use: all, or what an op, a program or a lock file needs.
 
-    What is built or shipped already is left alone. Ctrl-C keeps what was finished; a group that fails keeps none of the
-    others from being built.
+    Groups that are built or shipped already are kept. Ctrl-C keeps finished groups, and a group that fails does not
+    stop the others.
     """
-    wanted = options.CallOptions(
+    call = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     from tilewright.cli.cuda.building import build_and_report, list_builds, named_tables, write_sources
@@ -77,5 +81,5 @@ def build(
     if sources is not None:
         write_sources(named_tables(table or []), sources)
         raise typer.Exit
-    needs = needs_of(target, wanted, lock, table or [], arch or [], group or [], device or [])
+    needs = needs_of(target, call, lock, table or [], arch or [], group or [], device or [])
     raise typer.Exit(list_builds(needs()) if list_only else build_and_report(needs, jobs))

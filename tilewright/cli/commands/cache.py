@@ -1,4 +1,4 @@
-"""``tilewright cache``: what earlier tunings left on disk."""
+"""``tilewright cache``: the tuned configs that earlier tunings stored on disk."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,13 @@ from tilewright.cli.output import FAILED, Failure, complain, counted
 app = typer.Typer(help="The tuned configs on disk: list, show, remove, export, import, clear.", no_args_is_help=True)
 
 Folder = Annotated[
-    Path | None, typer.Option("--path", help="The folder of another cache than the user's.", show_default=False)
+    Path | None, typer.Option("--path", help="The folder of a cache other than the user's.", show_default=False)
 ]
 
 
 @app.command("list")
 def list_(path: Folder = None) -> None:
-    """One row for each entry: its id, the call, its config, its time."""
+    """Show one row for each entry: its id, the call, its config, its time."""
     from tilewright.cli.entries import entries_table, open_cache
     from tilewright.cli.output import stdout
 
@@ -37,7 +37,7 @@ def show(
     ],
     path: Folder = None,
 ) -> None:
-    """Everything about one entry: key, config, toolchain, and every candidate that was measured."""
+    """Show everything about one entry: key, config, toolchain, and every candidate that was measured."""
     from tilewright.cli.entries import entry_text, find_entry, open_cache
 
     cache = open_cache(path)
@@ -137,7 +137,7 @@ def _clear_lowered(yes: bool, path: Path | None) -> None:
 
 
 def _confirmed(question: str) -> bool:
-    """Asks the user; the end of the input without an answer is a usage error."""
+    """Asks the user; returns True for yes. Without an answer it raises a usage error."""
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer:

@@ -1,4 +1,4 @@
-"""``tilewright explain``."""
+"""The arguments and help of ``tilewright explain``."""
 
 from tilewright.cli import options
 
@@ -16,10 +16,10 @@ def explain(
     backward: options.Backward = True,
     device: options.Device = None,
 ) -> None:
-    """Print which config every kernel call would run with, where it comes from, and why no other. Measures nothing."""
-    wanted = options.CallOptions(
+    """Show which config every kernel call would run with, where it comes from, and why no other. Measures nothing."""
+    call = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     from tilewright.cli.explaining import explain_and_print
 
-    explain_and_print(target, wanted, device)
+    explain_and_print(target, call, device)

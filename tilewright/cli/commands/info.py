@@ -1,8 +1,8 @@
-"""``tilewright info``."""
+"""The arguments and help of ``tilewright info``."""
 
 
 def info() -> None:
-    """Show the device, the versions, and which backends of each op can be loaded, and if not why."""
+    """Show the device, the versions, and the backends of each op: which can be loaded, and why others cannot."""
     from tilewright.cli.info.inventory import print_inventory
 
     print_inventory()

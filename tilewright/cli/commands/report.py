@@ -1,4 +1,4 @@
-"""``tilewright report``."""
+"""The arguments and help of ``tilewright report``."""
 
 import datetime
 from pathlib import Path
@@ -11,8 +11,8 @@ def report(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="What 'tune --json', 'bench --json' or 'cache export' wrote; where two know a call, the later counts. "
-            "Without files: everything that the disk cache knows of this device.",
+            help="Files of 'tune --json', 'bench --json' or 'cache export'; the last file with a call wins. "
+            "Default: everything in the disk cache for this device.",
             show_default=False,
         ),
     ] = None,
@@ -22,7 +22,7 @@ def report(
     date: Annotated[
         datetime.datetime | None,
         typer.Option(
-            formats=["%Y-%m-%d"], help="The date on the page instead of today's; nothing else in it changes by itself.",
+            formats=["%Y-%m-%d"], help="The date on the page instead of today's.",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""``tilewright tune``."""
+"""The arguments and help of ``tilewright tune``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,37 +21,39 @@ def tune(
     backward: options.Backward = True,
     budget: Annotated[
         float | None,
-        typer.Option(help="Seconds for all of it, builds included; else 120 for each call.", show_default=False),
+        typer.Option(
+            help="Seconds for the whole tuning, builds included; default: 120 for each call.", show_default=False
+        ),
     ] = None,
     call_budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what the cache knows.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the cache holds.")] = False,
     isolation: Annotated[
         str,
         typer.Option(
-            help="Run candidates in a process of their own: auto, process or none.",
+            help="Run candidates in a separate process: auto, process or none.",
             autocompletion=completion.isolations,
         ),
     ] = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a process of its own.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a separate process.")] = 120.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
     ] = None,
     lock: Annotated[
         Path | None,
         typer.Option(
-            "--lock", help="Pin the winners in a lock file, beside what it has decided before.", show_default=False
+            "--lock", help="Pin the winners in a lock file, and keep its earlier decisions.", show_default=False
         ),
     ] = None,
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
-    Kernels in CUDA C++ are compiled beside the measurements; what is not made in time is left out, named, and goes on
-    being compiled for the next time.
+    Kernels in CUDA C++ are compiled while others are measured. Those that are not built in time are left out, named,
+    and go on being compiled for the next time.
 
-    Candidates run in a process of their own: what crashes or hangs is noted, and the tuning goes on. Ctrl-C keeps what
-    was measured, and a tuning that was killed goes on where it was.
+    Candidates run in a separate process: a crash or a hang is recorded, and the tuning goes on. Ctrl-C keeps all
+    measurements, and the next run resumes a tuning that was killed.
     """
-    wanted = options.CallOptions(
+    call = options.CallOptions(
         shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
     )
     for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
@@ -61,4 +63,4 @@ def tune(
 
     limits = {"budget_s": budget, "call_budget_s": call_budget}
     tuner = tuner_of(isolation, timeout)
-    raise typer.Exit(tune_and_report(target, wanted, tuner, again=again, json_file=json_file, lock_file=lock, **limits))
+    raise typer.Exit(tune_and_report(target, call, tuner, again=again, json_file=json_file, lock_file=lock, **limits))

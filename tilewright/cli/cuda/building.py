@@ -1,4 +1,4 @@
-"""The work of ``tilewright build`` after its arguments are parsed."""
+"""The work of ``tilewright build``, after its arguments are read."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tilewright.cli.choices import meant, one_of
+from tilewright.cli.choices import one_of, suggest
 from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
 from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
@@ -32,17 +32,17 @@ from tilewright.kernels.cuda import (
 from tilewright.kernels.cuda.devices import architecture, capability_of, parse_architecture
 from tilewright.kernels.cuda.shipped import shipped_folders
 from tilewright.kernels.cuda.toolchain import missing
-from tilewright.ops.tuning.progress import event_bar, is_watched
+from tilewright.ops.tuning.progress import event_bar, is_interactive
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def named_tables(names: Sequence[str]) -> list[VariantTable]:
-    """The tables of these names, or all that there are.
+    """The tables with these names, or all tables.
 
     Raises:
-      typer.BadParameter: there is no table of one of the names.
+      typer.BadParameter: no table has one of the names.
     """
     found = [_find_table(name) for name in names or cuda_tables()]
     if not found:
@@ -51,28 +51,28 @@ def named_tables(names: Sequence[str]) -> list[VariantTable]:
 
 
 def named_groups(tables: Sequence[VariantTable], architectures: Sequence[str], names: Sequence[str]) -> list[Group]:
-    """The groups of these names, or all that there are, for each architecture, or else this GPU's.
+    """The groups with these names, or all groups, for each architecture or else for this GPU.
 
     Raises:
-      typer.BadParameter: a name or an architecture names nothing.
+      typer.BadParameter: a name or an architecture is unknown.
     """
-    wanted = capabilities(architectures)
-    groups = [group for each in tables for capability in wanted for group in groups_of(each, capability)]
+    targets = capabilities(architectures)
+    groups = [group for each in tables for capability in targets for group in groups_of(each, capability)]
     chosen = only_named(groups, names, {group for each in tables for group in each.groups})
     if not chosen:
-        said = ", ".join(architectures) or "this GPU"
-        raise typer.BadParameter(f"none of these groups has anything for {said}", param_hint="--arch")
+        described = ", ".join(architectures) or "this GPU"
+        raise typer.BadParameter(f"none of these groups has anything for {described}", param_hint="--arch")
     return chosen
 
 
 def only_named(groups: Sequence[Group], names: Sequence[str], known: Collection[str] | None = None) -> list[Group]:
-    """The groups of these names, or all if there is no name; each once.
+    """The groups with these names, or all if no name is given; each once.
 
     Args:
-      known: the names that there are; by default those of the groups.
+      known: the existing names; by default those of the groups.
 
     Raises:
-      typer.BadParameter: there is no group of one of the names.
+      typer.BadParameter: no group has one of the names.
     """
     for name in names:
         one_of(name, sorted({group.name for group in groups} if known is None else known), "group", "--group")
@@ -83,7 +83,7 @@ def architectures_of(devices: Sequence[str]) -> list[str]:
     """The architectures of GPUs by name.
 
     Raises:
-      typer.BadParameter: a name is none of a GPU.
+      typer.BadParameter: a name is not that of an NVIDIA GPU.
     """
     found = []
     for name in devices:
@@ -95,10 +95,10 @@ def architectures_of(devices: Sequence[str]) -> list[str]:
 
 
 def capabilities(architectures: Sequence[str]) -> list[int]:
-    """The compute capabilities, times ten, of architectures such as "90a", or else of this GPU.
+    """Ten times the compute capabilities of architectures such as "90a", or else of this GPU.
 
     Raises:
-      typer.BadParameter: one is none, or none is named and this is no such GPU.
+      typer.BadParameter: an architecture is unknown, or none is given and there is no NVIDIA GPU here.
     """
     if not architectures:
         capability = capability_of(here())
@@ -114,7 +114,7 @@ def capabilities(architectures: Sequence[str]) -> list[int]:
 def _find_table(name: str) -> VariantTable:
     known = cuda_tables()
     if ":" not in name and name not in known:
-        hint = f"{meant(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
+        hint = f"{suggest(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
         raise typer.BadParameter(f"no table {name!r}; {hint}", param_hint="--table")
     found = import_named(known.get(name, name), "NAME")
     if not isinstance(found, VariantTable):
@@ -123,11 +123,11 @@ def _find_table(name: str) -> VariantTable:
 
 
 class BuildProgress:
-    """Shows the events of a build, and keeps what was finished: a bar in a terminal, else a line for each event.
+    """Shows the events of a build, and keeps its results: a bar in a terminal, else a line for each event.
 
     Attributes:
-      done: what was finished so far.
-      failed: what could not be built.
+      done: the groups finished so far.
+      failed: the groups that could not be built.
     """
 
     def __init__(self, console: "Console", total: int):
@@ -135,9 +135,9 @@ class BuildProgress:
         self.done: dict[Group, GroupDone] = {}
         self.failed: dict[Group, BuildError] = {}
         self._total = total
-        self._watched = is_watched(sys.stderr)
+        self._is_interactive = is_interactive(sys.stderr)
         self._running: list[Group] = []
-        self.bar.disable = not self._watched
+        self.bar.disable = not self._is_interactive
         self._task = self.bar.add_task("building", total=total, running="")
 
     def on_event(self, event: Event) -> None:
@@ -147,34 +147,34 @@ class BuildProgress:
         match event:
             case GroupStarted():
                 self._running.append(event.group)
-                self._say(f"building {event.group}")
+                self._print(f"building {event.group}")
             case GroupDone():
                 self.done[event.group] = event
                 if event.seconds:
-                    self._say(f"built {event.group} {_took(event)}")
+                    self._print(f"built {event.group} {_build_result(event)}")
             case GroupFailed():
                 self.failed[event.group] = event.error
-                self._say(f"failed: {event.error.message}")
+                self._print(f"failed: {event.error.message}")
         running = ", ".join(map(str, self._running))
         self.bar.update(self._task, completed=len(self.done) + len(self.failed), running=running)
 
     @property
-    def seen(self) -> set[Group]:
+    def finished(self) -> set[Group]:
         """The groups that were finished or failed."""
         return {*self.done, *self.failed}
 
-    def expect(self, total: int) -> None:
+    def set_total(self, total: int) -> None:
         """Sets the number of groups."""
         self._total = total
         self.bar.update(self._task, total=total)
 
-    def _say(self, what: str) -> None:
-        if not self._watched:
+    def _print(self, text: str) -> None:
+        if not self._is_interactive:
             ended = len(self.done) + len(self.failed)
-            print(f"{what} ({ended} of {self._total})", file=sys.stderr, flush=True)
+            print(f"{text} ({ended} of {self._total})", file=sys.stderr, flush=True)
 
     def report_failures(self) -> None:
-        """Prints why each failed group could not be built, with the compiler's output, equal reasons once."""
+        """Prints, for each group that failed, the compiler's output and the reason; equal ones once."""
         outputs = dict.fromkeys(error.output for error in self.failed.values() if error.output)
         for output in outputs:
             print(output, file=sys.stderr)
@@ -183,10 +183,10 @@ class BuildProgress:
 
 
 def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> int:
-    """Builds, prints what was built, and returns the exit code; a failure does not stop the other builds.
+    """Builds, prints the results, and returns the exit code; a failure does not stop the other builds.
 
     Args:
-      needs: what is to be built, as far as it can be told; asked again when all of that is built.
+      needs: returns the groups to build, as far as they are known; asked again when all of those are built.
 
     Raises:
       Interrupted: by Ctrl-C or SIGTERM.
@@ -199,16 +199,16 @@ def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> 
             waiting = groups
             while waiting:
                 build(waiting, jobs=jobs, on_event=progress.on_event, keep_going=True)
-                fresh = any(done.seconds for done in progress.done.values())
-                waiting = [group for group in needs() if group not in progress.seen] if fresh else []
+                any_built = any(done.seconds for done in progress.done.values())
+                waiting = [group for group in needs() if group not in progress.finished] if any_built else []
                 groups = groups + waiting
-                progress.expect(len(groups))
+                progress.set_total(len(groups))
         except KeyboardInterrupt:
             interrupted = True
     if progress.done:
-        _print_groups(groups, {group: _took(done) for group, done in progress.done.items()})
+        _print_groups(groups, {group: _build_result(done) for group, done in progress.done.items()})
     if not groups:
-        typer.echo("nothing of it needs a kernel that nvcc compiles" + _as_far_as_can_be_told())
+        typer.echo("nothing of it needs a kernel that nvcc compiles" + _compiler_remark())
         return 0
     now = sum(1 for done in progress.done.values() if done.seconds)
     typer.echo(f"{now} of {len(groups)} built now, {len(progress.done) - now} were there, in {BuildCache().path}")
@@ -219,60 +219,60 @@ def build_and_report(needs: Callable[[], Sequence[Group]], jobs: int | None) -> 
     return FAILED if progress.failed else 0
 
 
-def _as_far_as_can_be_told() -> str:
-    """A remark for where a missing compiler may be why nothing is needed; else empty."""
+def _compiler_remark() -> str:
+    """A remark for an empty list of groups if a missing compiler may be the reason; else empty."""
     reasons = missing(None)
     return f"; but nothing could be compiled here: {'; '.join(reasons)}" if reasons else ""
 
 
 def write_sources(tables: Sequence[VariantTable], folder: Path) -> None:
-    """Writes the generated sources of each table into a folder of its name, and says so."""
+    """Writes the generated sources of each table into a folder of its name, and reports it."""
     for each in tables:
         files = generate(each)
-        place = folder / each.name
+        table_folder = folder / each.name
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            table_folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
-                (place / name).write_text(text)
+                (table_folder / name).write_text(text)
         except OSError as error:
-            raise typer.BadParameter(f"cannot write to {str(place)!r}: {error.strerror}") from error
-        typer.echo(f"{counted(len(files), 'file')} of {each.name} written to {place}")
+            raise typer.BadParameter(f"cannot write to {str(table_folder)!r}: {error.strerror}") from error
+        typer.echo(f"{counted(len(files), 'file')} of {each.name} written to {table_folder}")
 
 
 def list_builds(groups: Sequence[Group]) -> int:
-    """Prints of every group whether it is built, and if not, why it cannot be; returns the exit code."""
+    """Prints for every group whether it is built, or why it cannot be; returns the exit code."""
     if not groups:
-        typer.echo("nothing of it needs a kernel that nvcc compiles" + _as_far_as_can_be_told())
+        typer.echo("nothing of it needs a kernel that nvcc compiles" + _compiler_remark())
         return 0
     found = {group: locate(group) for group in groups}
-    said = {}
-    for group, place in found.items():
+    states = {}
+    for group, library in found.items():
         why = "; ".join(missing(group.capability, group.table.packages))
-        said[group] = _whence(place.path, place.shipped) if place else f"no: {why}" if why else "no"
-    _print_groups(groups, said)
-    shipped = sum(1 for place in found.values() if place and place.shipped)
-    built = sum(1 for place in found.values() if place) - shipped
+        states[group] = _library_info(library.path, library.shipped) if library else f"no: {why}" if why else "no"
+    _print_groups(groups, states)
+    shipped = sum(1 for library in found.values() if library and library.shipped)
+    built = sum(1 for library in found.values() if library) - shipped
     typer.echo(f"{built} of {len(groups)} built in {BuildCache().path}")
     if shipped:
         typer.echo(f"{shipped} shipped in {', '.join(map(str, shipped_folders()))}")
     return 0
 
 
-def _print_groups(groups: Sequence[Group], said: dict[Group, str]) -> None:
-    made = table("CUDA kernels", "table", "group", "architecture", "variants", "built", right=("variants",))
+def _print_groups(groups: Sequence[Group], states: dict[Group, str]) -> None:
+    rows = table("CUDA kernels", "table", "group", "architecture", "variants", "built", right=("variants",))
     for group in groups:
         variants = sum(1 for variant in group.table.in_group(group.name) if variant.runs_on(group.capability))
-        made.add_row(group.table.name, group.name, f"sm_{group.target}", str(variants), said.get(group, "no"))
-    stdout().print(made)
+        rows.add_row(group.table.name, group.name, f"sm_{group.target}", str(variants), states.get(group, "no"))
+    stdout().print(rows)
 
 
-def _took(done: GroupDone) -> str:
+def _build_result(done: GroupDone) -> str:
     if done.seconds:
         return f"in {done.seconds:.0f} s, {size_of(done.library)}"
-    return _whence(done.library, done.shipped) if done.shipped else f"already, {size_of(done.library)}"
+    return _library_info(done.library, done.shipped) if done.shipped else f"already, {size_of(done.library)}"
 
 
-def _whence(library: Path, shipped: bool) -> str:
+def _library_info(library: Path, shipped: bool) -> str:
     return f"shipped, {size_of(library)}" if shipped else size_of(library)
 
 
@@ -283,7 +283,7 @@ def size_of(file: Path) -> str:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Makes SIGTERM end the build and its compilers as Ctrl-C does; the compilers have no terminal."""
+    """Makes SIGTERM end the build as Ctrl-C does, including its compilers, which no terminal would signal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

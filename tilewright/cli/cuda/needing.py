@@ -1,4 +1,4 @@
-"""The compiled groups that an op, a program or a lock file needs."""
+"""Finds the compiled groups that an op, a program or a lock file needs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda import Group
 from tilewright.kernels.cuda.devices import architecture
-from tilewright.kernels.cuda.kernel import noting_groups
+from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.ops import Lock, default_executor
 from tilewright.ops.config.lockfile import Decision, key_fields
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
@@ -23,12 +23,12 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.kernel import Invocation, live_kernel
 from tilewright.ops.lowering.programs import Decisions
-from tilewright.ops.program import lower, only_reading
+from tilewright.ops.program import inspection_only, lower
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import device_of_fingerprint
 
 type Needs = Callable[[], list[Group]]
-"""The groups as far as they can be told now: once some are built, what they say of themselves may call for others."""
+"""Returns the groups known to be needed; once some are built, their facts may call for others."""
 
 
 def needs_of(
@@ -40,10 +40,10 @@ def needs_of(
     names: Sequence[str],
     devices: Sequence[str] = (),
 ) -> Needs:
-    """The groups that the arguments of ``tilewright build`` ask for.
+    """Translates the arguments of ``tilewright build`` into the groups to build.
 
     Raises:
-      typer.BadParameter: they do not go together, or name nothing.
+      typer.BadParameter: the arguments exclude each other, or name something unknown.
     """
     if sum((target is not None, lock is not None, bool(tables))) > 1:
         raise typer.BadParameter("give one of a target, --lock and --table")
@@ -59,10 +59,10 @@ def needs_of(
         groups = only_named(groups_of_op(target, architectures), names)
         return lambda: groups
     if architectures:
-        what = (
+        reason = (
             "a lock file is of one device" if target is None else "what a call needs depends on the device (--device)"
         )
-        raise typer.BadParameter(f"{what}: --arch is for tables and whole ops", param_hint="--arch")
+        raise typer.BadParameter(f"{reason}: --arch is for tables and whole ops", param_hint="--arch")
     if len(devices) > 1:
         raise typer.BadParameter("what a call needs depends on the device: give one", param_hint="--device")
     if lock is not None:
@@ -74,7 +74,7 @@ def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
     """Every group of an op, for each architecture or else for this GPU.
 
     Raises:
-      typer.BadParameter: there is no such op, or an architecture names nothing.
+      typer.BadParameter: the op or an architecture is unknown.
     """
     op = find_op(name)
     devices = [
@@ -85,10 +85,10 @@ def groups_of_op(name: str, architectures: Sequence[str]) -> list[Group]:
 
 
 def groups_of_calls(target: str, options: CallOptions, device: str | None = None) -> list[Group]:
-    """The groups that a program's calls run by if everything is built; the program is lowered, not run.
+    """The groups that a program's calls would run by if everything were built; the program is lowered, not run.
 
     Args:
-      device: the name of one that is not here; this one by default.
+      device: the name of a device that is not present; this process's device by default.
 
     Raises:
       typer.BadParameter: the target or its options are wrong.
@@ -97,8 +97,8 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
     here()
     known = None if device is None else named_device(device)
     chooser, instead = default_executor().chooser, []
-    # Both also for what traces the calls to see whether they can be.
-    with only_reading(), noting_groups() as noted:
+    # Both also apply while named_calls traces the calls to check them.
+    with inspection_only(), recording_groups() as noted:
         calls = named_calls(target, options, known)
         with on_device(known), Decisions() as decisions:
             for call in calls:
@@ -109,9 +109,9 @@ def groups_of_calls(target: str, options: CallOptions, device: str | None = None
 
 
 def groups_of_lock(file: Path) -> list[Group]:
-    """The groups that the decisions of a lock file need on its device, which need not be here.
+    """The groups that the decisions of a lock file need on its device, which need not be present.
 
-    Those on ops that are not ours, or on ours of another version, are passed over; a line says so.
+    Decisions on foreign ops, or on other versions of ours, are skipped, with a line that says so.
 
     Raises:
       LockError: the file cannot be used.
@@ -119,14 +119,14 @@ def groups_of_lock(file: Path) -> list[Group]:
     lock = Lock.load(file)
     device = device_of_fingerprint(lock.device)
     found: list[Build] = []
-    passed: dict[str, int] = {}
+    skipped: dict[str, int] = {}
     for decision in lock.decisions:
         try:
             found += _builds_of(decision, device)
         except (LookupError, UnsupportedError, *REBUILD_ERRORS) as error:
             why = f"{decision.op}: {first_line(error)}"
-            passed[why] = passed.get(why, 0) + 1
-    for why, number in passed.items():
+            skipped[why] = skipped.get(why, 0) + 1
+    for why, number in skipped.items():
         complain(f"{counted(number, 'decision')} of {file} passed over, on {why}")
     return _groups(found)
 
@@ -135,16 +135,16 @@ def _builds_of(decision: Decision, device: Device) -> Sequence[Build]:
     """The builds that one decision needs.
 
     Raises:
-      LookupError, UnsupportedError, or one of ``REBUILD_ERRORS``: what it speaks of is not here.
+      LookupError, UnsupportedError, or one of ``REBUILD_ERRORS``: its op, implementation or config is unknown here.
     """
-    said = key_fields(decision.key)
-    known = live_kernel(decision.op, said["version"])
+    fields = key_fields(decision.key)
+    known = live_kernel(decision.op, fields["version"])
     if known is None and decision.op not in OPS:
         raise LookupError("there is no such op here")
     op = kernel(decision.op) if known is None else known
-    if op.version != said["version"]:
-        raise LookupError(f"its version here is {op.version}, not {said['version']}")
-    inv = Invocation.of_description(op, said, "forward" if decision.direction == "forward" else "backward", device)
+    if op.version != fields["version"]:
+        raise LookupError(f"its version here is {op.version}, not {fields['version']}")
+    inv = Invocation.of_description(op, fields, "forward" if decision.direction == "forward" else "backward", device)
     config = rebuild_config(decision.config, type(op.heuristic_cfg(inv)))
     return op.config_builds(inv, config)
 

@@ -1,1 +1,1 @@
-"""The work of ``tilewright info``: the machine, and each backend's reasons on it."""
+"""The work of ``tilewright info``: facts of the machine, and the state of each backend."""

@@ -1,4 +1,4 @@
-"""The tables that ``tilewright info`` shows."""
+"""The tables that ``tilewright info`` prints."""
 
 import platform
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def print_inventory() -> None:
-    """Prints one table of facts and one of backends.
+    """Prints a table of facts and a table of backends.
 
     Raises:
-      Failure: JAX finds no device; the rest is shown first.
+      Failure: JAX finds no device; raised after everything else is shown.
     """
     console = stdout()
     facts = table("tilewright", "what", "value")
@@ -44,7 +44,7 @@ def print_inventory() -> None:
 
 
 def device_facts() -> Iterator[tuple[str, str]]:
-    """The device, by name."""
+    """Facts of the device, each with its name."""
     device = here()
     capability = "" if device.capability is None else " (compute capability {}.{})".format(*device.capability)
     yield "device", f"{device.name}{capability}, {counted(jax.local_device_count(), 'device')} of kind {device.kind}"
@@ -52,7 +52,7 @@ def device_facts() -> Iterator[tuple[str, str]]:
 
 
 def machine_facts() -> Iterator[tuple[str, str]]:
-    """The versions and places, by name."""
+    """Versions and folders, each with its name."""
     yield "tilewright", __version__
     yield "python", platform.python_version()
     yield from ((f"toolchain: {name}", version) for name, version in toolchain_fingerprint().items())
@@ -68,10 +68,10 @@ def machine_facts() -> Iterator[tuple[str, str]]:
 
 
 def backends_table(backends: list[ServedBackend]) -> "Table":
-    """One row for each backend of each op."""
-    made = table("backends", "op", "backend", "serves", "why it does not", whole=("op", "backend"))
+    """A table with a row for each backend of each op."""
+    rows = table("backends", "op", "backend", "serves", "why it does not", unwrapped=("op", "backend"))
     shown = ""
     for each in backends:
-        made.add_row("" if each.op == shown else each.op, each.name, ", ".join(each.devices) or "nothing", each.why)
+        rows.add_row("" if each.op == shown else each.op, each.name, ", ".join(each.devices) or "nothing", each.why)
         shown = each.op
-    return made
+    return rows

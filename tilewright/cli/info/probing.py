@@ -1,4 +1,4 @@
-"""Probing backends: each is loaded, and asked which devices it could serve."""
+"""Loads each backend and asks which devices it could serve."""
 
 import dataclasses
 import importlib
@@ -19,12 +19,12 @@ from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device
 
 STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
-"""The device to ask about on a machine without a GPU: packages can be installed before there is one."""
+"""The device to ask about if there is no GPU, so that other missing requirements can be installed beforehand."""
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot"}
 )
-"""Extras of this package, by the package that they bring."""
+"""Our extras, by the package that they install."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class ServedBackend:
     """One backend of one op.
 
     Attributes:
-      devices: names of those present that it serves, in one case at least.
-      why: one line: why it serves nothing, or not all of them.
+      devices: names of the present devices that it serves in at least one case.
+      why: one line with the reasons why it serves none of them, or not all.
     """
 
     op: str
@@ -43,7 +43,7 @@ class ServedBackend:
 
 
 def served_backends() -> list[ServedBackend]:
-    """Every backend of every op. Takes seconds, for what is installed is imported."""
+    """Probes every backend of every op. Takes seconds, since installed packages are imported."""
     present = present_devices()
     return [
         _served(op, lazy, problems, present)
@@ -54,7 +54,7 @@ def served_backends() -> list[ServedBackend]:
 
 
 def present_devices() -> list[Device]:
-    """One of each kind and name, the default one first; none if JAX finds none."""
+    """One device of each kind and name, the default one first; empty if JAX finds none."""
     try:
         others = [each for platform in ("cuda", "rocm", "tpu", "cpu") for each in local_devices(platform)]
         found = [current_device(), *map(_device, others)]
@@ -69,42 +69,42 @@ def _device(device: Any) -> Device:
 
 
 def problems_of(op: str) -> Iterator[Any]:
-    """Problems of all of an op's cases, in short: what a backend serves none of, it does not serve."""
-    chosen = kernel(op)
+    """Problems of all of an op's cases with brief sizes: a backend that serves none of them serves nothing."""
+    op_kernel = kernel(op)
     cases = {}
-    for table in chosen.cases.by_device.values():
+    for table in op_kernel.cases.by_device.values():
         for case in table.values():
-            sizes = {name: size for name, size in chosen.cases.brief.items() if getattr(case, name) is not None}
+            sizes = {name: size for name, size in op_kernel.cases.brief.items() if getattr(case, name) is not None}
             for dtype in (case.dtype, "bfloat16"):
                 short = dataclasses.replace(case, name="probe", dtype=dtype, **sizes)
                 cases[repr(short)] = short
     for case in cases.values():
         positional, keywords = case.arguments()
-        inv, _ = prepared(chosen, positional, keywords, concrete=False)
-        yield chosen.problem_of(inv)
+        inv, _ = prepared(op_kernel, positional, keywords, concrete=False)
+        yield op_kernel.problem_of(inv)
 
 
 def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present: Sequence[Device]) -> ServedBackend:
     try:
         loaded = lazy.load()
     except Exception as error:  # an import runs code of packages that may be broken in any way
-        return ServedBackend(op, lazy.module_name, (), said_of(error))
+        return ServedBackend(op, lazy.module_name, (), load_failure(error))
     name = implementation_name(loaded.platform, loaded.algorithm)
     if not problems:
         return ServedBackend(op, name, (), "it can be loaded, and there is no device to ask it about")
     reasons = {device.name: common_reasons(loaded, problems, device) for device in present}
-    able = tuple(device for device, against in reasons.items() if not against)
-    if able:
+    serving = tuple(device for device, reasons_against in reasons.items() if not reasons_against)
+    if serving:
         broken = _late_import_error(loaded)
-        return ServedBackend(op, name, () if broken else able, broken)
-    against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
+        return ServedBackend(op, name, () if broken else serving, broken)
+    reasons_against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
     if all(device.kind == "cpu" for device in present):
-        against += common_reasons(loaded, problems, STAND_IN)
-    return ServedBackend(op, name, (), one_line(against))
+        reasons_against += common_reasons(loaded, problems, STAND_IN)
+    return ServedBackend(op, name, (), one_line(reasons_against))
 
 
 def common_reasons(loaded: Implementation, problems: Sequence[Any], device: Device) -> list[str]:
-    """The reasons of a backend against every problem; none as soon as it serves one."""
+    """The reasons that a backend gives for every problem; empty as soon as it serves one."""
     common: list[str] | None = None
     for problem in problems:
         reasons = loaded.not_supported_reasons(problem, device, "forward")
@@ -121,25 +121,25 @@ def _late_import_error(backend: Implementation) -> str:
         if function:
             getattr(found, function)()
     except Exception as error:  # as above
-        return said_of(error)
+        return load_failure(error)
     return ""
 
 
-def said_of(error: Exception) -> str:
-    """The reason why a backend cannot be loaded, in one line, with what to install."""
+def load_failure(error: Exception) -> str:
+    """One line that tells why a package cannot be loaded, and what to install."""
     package = (getattr(error, "name", None) or "").partition(".")[0]
     kind = "" if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: "
     hint = f"; pip install 'tilewright[{EXTRAS[package]}]'" if package in EXTRAS else ""
     return f"cannot be loaded: {kind}{first_line(error)}{hint}"
 
 
-# What a reason says of the device, which stands above the table.
+# The part of a reason about the device, whose name is shown above the table.
 _OF_DEVICE = re.compile(r", got [^,;]* \(device\.capability=.*\)$")
 _OF_EXTRA = re.compile(r"needs the package (\S+).* \(extra (\w+)\), which is not installed")
 
 
 def one_line(reasons: Sequence[str]) -> str:
-    """Reasons without repetition; packages of one extra together, with the command that installs them."""
+    """Reasons without repetition; packages of one extra are combined, with the command that installs them."""
     packages: dict[str, list[str]] = {}
     rest = []
     for reason in dict.fromkeys(reasons):

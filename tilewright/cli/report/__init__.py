@@ -1,1 +1,1 @@
-"""The work of ``tilewright report``: calls from files and the cache, and the page about them."""
+"""The work of ``tilewright report``: collects calls from files and the cache, and renders a page about them."""

@@ -1,4 +1,4 @@
-"""Tuned calls for a report, from result files and from the disk cache, with the facts that it shows."""
+"""The data of a report: tuned calls from result files and from the disk cache."""
 
 import contextlib
 import dataclasses
@@ -17,18 +17,18 @@ from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.utils.describe import describe_config, describe_key
 
-# Longer than any sample; what lies beyond is damage, and no axis has room for it.
-LONGEST_MS = 1e12
+# Longer than any sample; a larger value comes from a damaged file, and no axis could show it.
+MAX_MS = 1e12
 
 
-def sound(time_ms: float | None) -> float | None:
-    """A time if it can be one."""
-    return time_ms if time_ms is not None and 0 <= time_ms < LONGEST_MS else None
+def valid_time(time_ms: float | None) -> float | None:
+    """Returns the time if it is valid, else None."""
+    return time_ms if time_ms is not None and 0 <= time_ms < MAX_MS else None
 
 
 def time_of(candidate: Candidate | None) -> float | None:
     """The median of a candidate, if it has one."""
-    return None if candidate is None else sound(candidate.time_ms)
+    return None if candidate is None else valid_time(candidate.time_ms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ReportedCall:
 
     Attributes:
       device: fingerprint of the device that was measured.
-      toolchain: versions of what compiled the candidates.
-      origin: the file that it is known from and the step that found it, or the disk cache.
-      remarks: what else a reader should know of the measurement.
+      toolchain: versions of the packages that compiled the candidates.
+      origin: the file that holds it and the step that found it, or the disk cache.
+      remarks: further facts about the measurement.
     """
 
     call: TunedCall
@@ -79,7 +79,7 @@ class ReportedCall:
 
     @property
     def speedup(self) -> float | None:
-        """The default's time over the chosen one's."""
+        """The default's time divided by the chosen candidate's."""
         before, after = time_of(self.default), time_of(self.chosen)
         return before / after if before and after else None
 
@@ -90,11 +90,11 @@ class ReportedCall:
 
     @property
     def regret_ms(self) -> float | None:
-        return None if time_of(self.chosen) is None else sound(self.call.regret_ms)
+        return None if time_of(self.chosen) is None else valid_time(self.call.regret_ms)
 
     @property
     def regret_is_noise(self) -> bool:
-        """True if the two medians differ by less than the sum of their noises."""
+        """True if the two medians differ by no more than the sum of their noises."""
         if self.fastest is None or self.regret_ms is None:
             return False
         return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
@@ -105,42 +105,42 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def merged(*parts: Iterable[ReportedCall]) -> list[ReportedCall]:
-    """All calls; if two parts have the same call, the later counts."""
+    """Merges calls; a later part replaces the same call of an earlier one."""
     return list({reported.call.key: reported for part in parts for reported in part}.values())
 
 
 def calls_of_file(file: Path) -> tuple[list[ReportedCall], int]:
-    """The calls of a file that a command wrote, and how many of its entries hold no measurements that can be read.
+    """The calls in a file that a command wrote, and the number of its entries without readable measurements.
 
-    A file makes us import nothing: its kernels need not be installed.
+    Reading a file imports nothing, so its kernels need not be installed.
 
     Raises:
-      typer.BadParameter: it cannot be read.
-      ValueError: it is none of these, of another schema, or holds no call.
+      typer.BadParameter: the file cannot be read.
+      ValueError: the file is of another kind or schema, or holds no call.
     """
-    said = document_of(file)
-    match kind_of(said):
+    document = document_of(file)
+    match kind_of(document):
         case Kind.EXPORT:
             found = _calls_of_export(file)
         case Kind.BENCH:
-            found = _calls_of_bench(file, said), 0
+            found = _calls_of_bench(file, document), 0
         case Kind.LOCK:
             raise ValueError(f"it is {Kind.LOCK.value}")
         case _:
-            found = _calls_of_tuning(file, said), 0
+            found = _calls_of_tuning(file, document), 0
     if not found[0]:
         raise ValueError("it holds no call" + (" with measurements" if found[1] else ""))
     return found
 
 
-def _calls_of_tuning(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
-    """Calls from ``tune --json``. Configs become text, so that no kernel has to be loaded."""
+def _calls_of_tuning(file: Path, document: dict[str, Any]) -> list[ReportedCall]:
+    """Reads a result of ``tune --json``. Configs become text, so that nothing must be imported."""
     try:
-        with contextlib.suppress(KeyError, TypeError, AttributeError):  # of which from_json says more
-            for entry in said["entries"]:
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # from_json reports these in more detail
+            for entry in document["entries"]:
                 for candidate in entry["candidates"]:
                     candidate["config"] = describe_config(candidate["config"])
-        result = AutotuningResult.from_json(json.dumps(said))
+        result = AutotuningResult.from_json(json.dumps(document))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     cut = ("the tuning was interrupted",) if result.interrupted else ()
@@ -151,7 +151,7 @@ def _calls_of_tuning(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
 
 
 def _calls_of_export(file: Path) -> tuple[list[ReportedCall], int]:
-    """Calls from ``cache export``; entries of all devices."""
+    """Reads a result of ``cache export``, with entries of all devices."""
     with tempfile.TemporaryDirectory() as folder:
         cache = open_cache(Path(folder))
         cache.import_(file)
@@ -161,12 +161,12 @@ def _calls_of_export(file: Path) -> tuple[list[ReportedCall], int]:
     return [reported for calls, _ in parts for reported in calls], sum(left_out for _, left_out in parts)
 
 
-def _calls_of_bench(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
-    """Calls from ``bench --json``: each case in each direction is a call, each implementation a candidate."""
+def _calls_of_bench(file: Path, document: dict[str, Any]) -> list[ReportedCall]:
+    """Reads a result of ``bench --json``: each case in each direction is a call, each implementation a candidate."""
     try:
-        environment, op = said["environment"], str(said["op"])
+        environment, op = document["environment"], str(document["op"])
         fields: dict[tuple[str, str], list[Candidate]] = {}
-        for each in said["measurements"]:
+        for each in document["measurements"]:
             candidate = Candidate(
                 str(each["implementation"]),
                 tuple(map(float, each["samples_ms"])),
@@ -176,7 +176,7 @@ def _calls_of_bench(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
             fields.setdefault((str(each["case"]), str(each["stage"])), []).append(candidate)
         return [
             ReportedCall(
-                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_first_able(candidates), "bench"),
+                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_with_default(candidates), "bench"),
                 str(environment["fingerprint"]),
                 dict(environment["toolchain"]),
                 f"{file} (bench)",
@@ -188,29 +188,29 @@ def _calls_of_bench(file: Path, said: dict[str, Any]) -> list[ReportedCall]:
         raise ValueError(f"not the JSON of a bench: {error!r}") from error
 
 
-def _first_able(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
-    """The candidates and the index of the first that was measured, which is marked as the default."""
+def _with_default(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
+    """The candidates, with the first that was measured marked as the default, and its index."""
     first = next((i for i, each in enumerate(candidates) if each.samples_ms), 0)
     return tuple(dataclasses.replace(each, heuristic=i == first) for i, each in enumerate(candidates)), first
 
 
-def calls_of_cache(entries: Iterable[Entry], device: str, place: str = "disk cache") -> tuple[list[ReportedCall], int]:
-    """The calls that a disk cache has measurements of on one kind of device, and how many of its entries have none.
+def calls_of_cache(entries: Iterable[Entry], device: str, origin: str = "disk cache") -> tuple[list[ReportedCall], int]:
+    """The calls on one kind of device that a cache has measurements of, and the number of entries without any.
 
     Args:
-      place: what the entries are of, in words.
+      place: a name of the cache, for people.
     """
     wanted = [entry for entry in entries if str(key_fields(entry).get("device", "?")) == device]
-    found = [_call_of_entry(entry, device, place) for entry in wanted]
+    found = [_call_of_entry(entry, device, origin) for entry in wanted]
     calls = [reported for reported in found if reported is not None]
     return sorted(calls, key=lambda r: (r.call.op, r.call.shapes, r.call.direction != "forward")), len(found) - len(
         calls
     )
 
 
-def _call_of_entry(entry: Entry, device: str, place: str) -> ReportedCall | None:
+def _call_of_entry(entry: Entry, device: str, origin: str) -> ReportedCall | None:
     try:
-        candidates = tuple(_candidate(said) for said in entry.measurements)
+        candidates = tuple(_candidate(measurement) for measurement in entry.measurements)
         key = key_fields(entry)
         call = TunedCall(
             str(key.get("op", "?")),
@@ -227,12 +227,12 @@ def _call_of_entry(entry: Entry, device: str, place: str) -> ReportedCall | None
     remarks = _remarks(call.complete)
     if entry.stale:
         remarks = (*remarks, "stale: measured with other versions than those installed now, so not in use")
-    return ReportedCall(call, device, entry.toolchain, f"{place}, {entry.created:%Y-%m-%d %H:%M}", remarks)
+    return ReportedCall(call, device, entry.toolchain, f"{origin}, {entry.created:%Y-%m-%d %H:%M}", remarks)
 
 
-def _candidate(said: Mapping[str, Any]) -> Candidate:
-    """A stored measurement; where the type of its config is not loaded, the whole comes as tagged JSON."""
-    return Candidate(**{name: untagged_if_loaded(value) for name, value in said.items()})
+def _candidate(measurement: Mapping[str, Any]) -> Candidate:
+    """A stored measurement; one whose config's type is not loaded is stored as tagged JSON."""
+    return Candidate(**{name: untagged_if_loaded(value) for name, value in measurement.items()})
 
 
 def _chosen(entry: Entry, candidates: Sequence[Candidate]) -> int:

@@ -1,18 +1,19 @@
-"""HTML in which whatever is not markup already is escaped, by construction."""
+"""HTML that is escaped by construction, except for text that is markup already."""
 
 import html
 import re
 import unicodedata
 
-# Without content, so that they are closed at once: of HTML, and of SVG.
+# HTML and SVG elements without content, which are closed at once.
 _VOID = frozenset({"meta", "circle", "line", "path", "rect"})
 _SUSPECT = re.compile(r"[^\n\t -~]")
-# Controls, invisible format characters (which also turn the direction of writing), lone surrogates, separators.
+# Control and invisible format characters (including those that change the writing direction), lone surrogates,
+# separators.
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 class Markup(str):
-    """Text that is HTML; made by `element` and `joined` alone."""
+    """Text that is HTML; created only by `element` and `joined`."""
 
     __slots__ = ()
 
@@ -21,31 +22,32 @@ def element(tag: str, /, *children: object, **attributes: object) -> Markup:
     """One element with its content.
 
     Args:
-      children: markup, or anything else as text.
-      attributes: ``class_`` is ``class``, ``aria_label`` is ``aria-label``; those that are ``None`` are left out.
+      children: markup, or other values, which are escaped.
+      attributes: ``class_`` stands for ``class``, ``aria_label`` for ``aria-label``; those that are ``None`` are left
+        out.
     """
-    said = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if tag in _VOID:
-        return Markup(f"<{tag}{said}/>")
-    return Markup(f"<{tag}{said}>{joined(*children)}</{tag}>")
+        return Markup(f"<{tag}{written}/>")
+    return Markup(f"<{tag}{written}>{joined(*children)}</{tag}>")
 
 
 def joined(*children: object, between: str = "") -> Markup:
-    """Children one after the other."""
+    """Concatenates children."""
     return Markup(escaped(between).join(escaped(child) for child in children))
 
 
 def escaped(value: object) -> Markup:
-    """Text as HTML that shows it, markup as it is."""
+    """Escapes text for HTML; returns markup unchanged."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value))))
 
 
 def visible(text: str) -> str:
-    """Text that spells out what a page cannot hold or a reader cannot see: ``\\x1b``, ``\\u202e``, ``\\ud800``."""
+    """Spells out characters that a page cannot hold or a reader cannot see: ``\\x1b``, ``\\u202e``, ``\\ud800``."""
     return _SUSPECT.sub(_spell, text.replace("\r\n", "\n"))
 
 
@@ -59,6 +61,6 @@ def _spell(found: re.Match[str]) -> str:
 
 
 def word(value: object, limit: int = 400) -> str:
-    """A value as one line of at most ``limit`` characters; said where it is cut."""
+    """A value as one line of at most ``limit`` characters; a cut is marked."""
     text = str(value)
     return " ".join(text[:limit].split()) + (f"… ({len(text) - limit:,} more characters)" if len(text) > limit else "")

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else and runs no script; well-formed XML too."""
+"""Renders a report as one self-contained HTML page without scripts, which is well-formed XML too."""
 
 import base64
 import dataclasses
@@ -8,29 +8,29 @@ from typing import Any, Literal
 
 from tilewright._version import __version__
 from tilewright.cli.output import counted
-from tilewright.cli.report.calls import ReportedCall, geometric_mean, sound, time_of
+from tilewright.cli.report.calls import ReportedCall, geometric_mean, time_of, valid_time
 from tilewright.cli.report.markup import Markup, element, joined, word
 from tilewright.cli.report.plot import FieldPlot
-from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, of_each_implementation
+from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, rows_per_implementation
 from tilewright.cli.report.style import STYLE
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 
-# Characters of all failures' messages together, and of one: the longest that compilers print without a dump.
+# Characters of all failures' messages together, then limits for one: the longest that compilers print without a dump.
 ALL_MESSAGES = 1_000_000
-LONGEST_MESSAGE, SHORTEST_MESSAGE = 20_000, 500
-# Beyond these the page would grow by its repetitions of configs.
+MAX_MESSAGE, MIN_MESSAGE = 20_000, 500
+# Beyond these, repetitions of configs would make the page too large.
 MAX_TOOLTIPS = 2000
 MAX_NAMES = 12
 
 
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
-    """The page; the same calls and date give the same text."""
+    """Renders the page; the same calls and date give the same text."""
     title = f"Tuning report: {counted(len(calls), 'call')} on {_listed(c.device for c in calls)}"
-    best = of_each_implementation(calls)
+    best = rows_per_implementation(calls)
     sections = []
-    all_groups = [_groups(reported, everything=best is None) for reported in calls]
-    limit = max(SHORTEST_MESSAGE, min(LONGEST_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
+    all_groups = [_groups(reported, show_all=best is None) for reported in calls]
+    limit = max(MIN_MESSAGE, min(MAX_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
     all_shown = [Shown.of(reported, best) for reported in calls]
     tooltips = sum(len(shown.ranked) for shown in all_shown) <= MAX_TOOLTIPS
     for number, (reported, shown, groups) in enumerate(zip(calls, all_shown, all_groups, strict=True), 1):
@@ -82,13 +82,13 @@ def _summary(calls: Sequence[ReportedCall], date: str) -> Markup:
     )
 
 
-def _definitions(said: dict[str, Any], kind: str, *, group: bool = False) -> Markup:
-    pairs = [(element("dt", name), element("dd", value)) for name, value in said.items()]
+def _definitions(entries: dict[str, Any], kind: str, *, group: bool = False) -> Markup:
+    pairs = [(element("dt", name), element("dd", value)) for name, value in entries.items()]
     return element("dl", *(element("div", *pair) if group else joined(*pair) for pair in pairs), class_=kind)
 
 
 def _table(kind: str, caption: str, columns: Sequence[str], rows: Iterable[Markup]) -> Markup:
-    """A table in a box that scrolls, also by keyboard. ``kind`` is its class, by which the style knows its columns."""
+    """A table in a box that scrolls, also by keyboard. ``kind`` is the CSS class that styles its columns."""
     heads = element("tr", *(element("th", name, scope="col") for name in columns))
     table = element("table", element("caption", caption), element("thead", heads), element("tbody", *rows), class_=kind)
     box = "scroll tall" if kind == "field" else "scroll"
@@ -175,20 +175,20 @@ def _figure(reported: ReportedCall, shown: Shown, name: str, *, tooltips: bool) 
     if not reported.measured:
         return element("p", "No candidate was measured, so there is nothing to draw.", class_="soft")
     order = "numbered as in the table" if shown.complete else "in the order of the table"
-    said = f"Each column is a candidate, {order}: dots are samples, the bar is their median."
+    caption = f"Each column is a candidate, {order}: dots are samples, the bar is their median."
     if reported.default is reported.chosen:
-        said += " The disc is the chosen candidate, which is the default too."
+        caption += " The disc is the chosen candidate, which is the default too."
     else:
-        said += " The disc is the chosen candidate, the open square the default."
+        caption += " The disc is the chosen candidate, the open square the default."
     if any(not c.eligible for c in shown.candidates):
-        said += " A cross is the median of one that failed."
+        caption += " A cross is the median of one that failed."
     if reported.unmeasured:
-        said += f" Not drawn for want of a time: {counted(len(reported.unmeasured), 'candidate')}."
+        caption += f" Not drawn for want of a time: {counted(len(reported.unmeasured), 'candidate')}."
     plot = FieldPlot(reported, shown.candidates, f"{name}-plot", tooltips=tooltips).markup()
     return element(
         "figure",
         element("div", plot, class_="plot", tabindex=0, role="region", aria_label=f"Plot of call {name[5:]}"),
-        element("figcaption", said),
+        element("figcaption", caption),
     )
 
 
@@ -202,7 +202,7 @@ def _candidates_table(reported: ReportedCall, shown: Shown, groups: Sequence["_G
 
 
 def _left_out(reported: ReportedCall, shown: Shown) -> Markup:
-    """A sentence about candidates without a row: how many, and where they are."""
+    """The number of candidates without a row, and where to find them."""
     if shown.complete:
         return Markup()
     slower = sum(shown.left_out.values())
@@ -211,20 +211,20 @@ def _left_out(reported: ReportedCall, shown: Shown) -> Markup:
     parts += [f"{len(reported.unmeasured)} without"] if reported.unmeasured else []
     if not parts:
         return Markup()
-    said = f"Shown are the best of every implementation. Left out: {', and '.join(parts)}. All are in "
-    return element("p", said, element("code", word(reported.origin)), ".", class_="soft")
+    text = f"Shown are the best of every implementation. Left out: {', and '.join(parts)}. All are in "
+    return element("p", text, element("code", word(reported.origin)), ".", class_="soft")
 
 
 def _candidate_row(
     reported: ReportedCall, candidate: Candidate, rank: int | None, name: str, group: "_Group | None"
 ) -> Markup:
-    mine, chosen = time_of(candidate), time_of(reported.chosen)
+    time_ms, chosen = time_of(candidate), time_of(reported.chosen)
     tags = _tags(reported, candidate)
     figures = (
-        milliseconds(mine),
-        milliseconds(sound(candidate.noise_ms) if len(candidate.samples_ms) > 1 else None),
+        milliseconds(time_ms),
+        milliseconds(valid_time(candidate.noise_ms) if len(candidate.samples_ms) > 1 else None),
         len(candidate.samples_ms),
-        f"{mine / chosen:.2f}×" if mine is not None and chosen else "–",
+        f"{time_ms / chosen:.2f}×" if time_ms is not None and chosen else "–",
     )
     remarks: list[Markup] = [element("span", tag, class_=f"tag {tag}") for tag in tags]
     if group is not None and group.shown:
@@ -242,7 +242,7 @@ def _candidate_row(
 
 def _tags(reported: ReportedCall, candidate: Candidate) -> list[str]:
     marked = {"chosen": reported.chosen, "default": reported.default}
-    return [tag for tag, one in marked.items() if one is candidate]
+    return [tag for tag, marked_candidate in marked.items() if marked_candidate is candidate]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,9 +250,9 @@ class _Group:
     """Candidates of a call with the same message.
 
     Attributes:
-      kind: "failure", or "reason" why they were not measured.
-      number: from 1, among those of the kind.
-      shown: whether the page shows the message.
+      kind: "failure", or "reason" for candidates that were not measured.
+      number: number within the kind, from 1.
+      shown: True if the page shows the message.
     """
 
     kind: Literal["failure", "reason"]
@@ -264,37 +264,37 @@ class _Group:
         return f"{name}-{self.kind}-{self.number}"
 
 
-def _groups(reported: ReportedCall, *, everything: bool) -> list[_Group]:
-    """All candidates that failed or were not measured, by what is said of them."""
-    # Bounds differ from candidate to candidate, and are no evidence of anything.
+def _groups(reported: ReportedCall, *, show_all: bool) -> list[_Group]:
+    """Groups all candidates that failed or were not measured by their message."""
+    # Bounds in the reasons differ between candidates, which is not worth a group each.
     by_kind = {
-        "failure": by_message(reported.failed, alike=not everything),
-        "reason": by_message(reported.dropped, alike=True),
+        "failure": by_message(reported.failed, ignore_numbers=not show_all),
+        "reason": by_message(reported.dropped, ignore_numbers=True),
     }
     return [
-        _Group(kind, number, same, everything or number <= MAX_MESSAGES)  # type: ignore[arg-type]
+        _Group(kind, number, same, show_all or number <= MAX_MESSAGES)  # type: ignore[arg-type]
         for kind, found in by_kind.items()
         for number, same in enumerate(found, 1)
     ]
 
 
 def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], name: str, limit: int) -> Markup:
-    made = []
+    elements = []
     for kind, title, total in (
         ("failure", "Failures", len(reported.failed)),
         ("reason", "Not measured", len(reported.dropped)),
     ):
-        mine = [group for group in groups if group.kind == kind]
-        made += [element("h3", f"{title}: {counted(total, 'candidate')}")] if mine else []
-        for group in mine:
+        groups_of_kind = [group for group in groups if group.kind == kind]
+        elements += [element("h3", f"{title}: {counted(total, 'candidate')}")] if groups_of_kind else []
+        for group in groups_of_kind:
             if group.shown:
-                made += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
-        hidden = [group for group in mine if not group.shown]
-        if hidden:
-            whose = counted(sum(len(group.candidates) for group in hidden), "candidate")
-            said = f"Left out: {counted(len(hidden), 'further message')}, of {whose}. All are in "
-            made.append(element("p", said, element("code", word(reported.origin)), ".", class_="soft"))
-    return joined(*made)
+                elements += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
+        not_shown = [group for group in groups_of_kind if not group.shown]
+        if not_shown:
+            num_candidates = counted(sum(len(group.candidates) for group in not_shown), "candidate")
+            text = f"Left out: {counted(len(not_shown), 'further message')}, of {num_candidates}. All are in "
+            elements.append(element("p", text, element("code", word(reported.origin)), ".", class_="soft"))
+    return joined(*elements)
 
 
 def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> list[Markup]:
@@ -305,12 +305,12 @@ def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> lis
         more += "; their numbers differ, these are of the first"
     check = f", check {word(candidates[0].check, 40)}" if group.kind == "failure" else ""
     head = f"{group.kind.capitalize()} {group.number}, {counted(len(candidates), 'candidate')}{check}: "
-    said = element("p", element("strong", head), names, more, id=group.id_of(name))
-    return [said, _message(str(candidates[0].error), limit)]
+    head_line = element("p", element("strong", head), names, more, id=group.id_of(name))
+    return [head_line, _message(str(candidates[0].error), limit)]
 
 
 def _message(message: str, limit: int) -> Markup:
-    """The message of a compiler or a check, as text; a long one is cut in the middle, with a note."""
+    """Formats the message of a compiler or a check; the middle of a long one is left out, and that is marked."""
     if len(message) <= limit:
         return element("pre", message, tabindex=0)
     tail = limit // 4
@@ -324,8 +324,8 @@ def _environment(calls: Sequence[ReportedCall]) -> Markup:
     for number, reported in enumerate(calls, 1):
         numbers.setdefault((word(reported.device), _versions(reported)), []).append(number)
     rows = [
-        element("tr", element("td", device), element("td", versions), element("td", _ranges(which)))
-        for (device, versions), which in numbers.items()
+        element("tr", element("td", device), element("td", versions), element("td", _ranges(call_numbers)))
+        for (device, versions), call_numbers in numbers.items()
     ]
     return element(
         "section",
@@ -346,7 +346,7 @@ def _config(candidate: Candidate) -> Markup:
 
 def _timing(candidate: Candidate) -> str:
     time_ms = time_of(candidate)
-    noise = f" ± {milliseconds(sound(candidate.noise_ms))}" if len(candidate.samples_ms) > 1 else ""
+    noise = f" ± {milliseconds(valid_time(candidate.noise_ms))}" if len(candidate.samples_ms) > 1 else ""
     return f", {milliseconds(time_ms)}{noise}" if time_ms is not None else ", no time"
 
 
@@ -355,17 +355,17 @@ def _versions(reported: ReportedCall) -> str:
 
 
 def _listed(values: Iterable[Any], otherwise: str = "") -> str:
-    """The different values in the order of their first; or ``otherwise``, if it is given and there are several."""
+    """The distinct values in order of appearance; or ``otherwise``, if it is given and there are several."""
     different = list(dict.fromkeys(word(value) for value in values))
     return otherwise if otherwise and len(different) > 1 else "; ".join(different)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``1–3, 5`` for 1, 2, 3, 5."""
-    said: list[list[int]] = []
+    """Formats 1, 2, 3, 5 as ``1–3, 5``."""
+    spans: list[list[int]] = []
     for number in numbers:
-        if said and number == said[-1][-1] + 1:
-            said[-1][1:] = [number]
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
         else:
-            said.append([number])
-    return ", ".join("–".join(map(str, span)) for span in said)
+            spans.append([number])
+    return ", ".join("–".join(map(str, span)) for span in spans)

@@ -1,23 +1,23 @@
-"""The field of a call's candidates as a picture: every sample a dot, every median a bar, fastest first."""
+"""A plot of a call's candidates: every sample a dot, every median a bar, fastest first."""
 
 import math
 from collections.abc import Sequence
 
 from tilewright.cli.output import counted
-from tilewright.cli.report.calls import ReportedCall, sound, time_of
+from tilewright.cli.report.calls import ReportedCall, time_of, valid_time
 from tilewright.cli.report.markup import Markup, element, word
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 
-# In units of the picture, which are about half a pixel: paths of whole numbers are short.
+# In units of the picture, about half a pixel, so that paths have short whole numbers.
 WIDTH, HEIGHT = 1920, 640
 LEFT, RIGHT, TOP, BOTTOM = 150, 40, 110, 90
-# From this ratio of the slowest to the fastest sample on, a linear axis would press the fast ones together.
+# If the slowest sample exceeds the fastest by more than this factor, the axis is logarithmic to separate the fast ones.
 LOG_FROM = 6.0
 
 
 class Axis:
-    """Milliseconds to a height in the picture."""
+    """Maps milliseconds to a height in the picture."""
 
     def __init__(self, times_ms: list[float]):
         low, high = min(times_ms), max(times_ms)
@@ -37,7 +37,7 @@ class Axis:
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM))
 
     def ticks(self) -> list[float]:
-        """Up to nine round numbers."""
+        """Returns up to nine round numbers."""
         if not self.log:
             return list(_round_steps(self.low, self.high))
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -56,12 +56,12 @@ def _round_steps(low: float, high: float) -> list[float]:
 
 
 class FieldPlot:
-    """The picture of one call.
+    """The plot of one call.
 
     Args:
-      field: the candidates that it shows, which have a time, fastest first.
-      name: an id of the page, from which those of the title and the description are made.
-      tooltips: whether every candidate says its config under the pointer.
+      field: the candidates with a time, fastest first.
+      name: an id within the page, from which the ids of title and description are derived.
+      tooltips: give every candidate a tooltip with its config.
     """
 
     def __init__(self, reported: ReportedCall, field: Sequence[Candidate], name: str, *, tooltips: bool):
@@ -75,8 +75,8 @@ class FieldPlot:
     def x(self, rank: int) -> int:
         return round(LEFT + (rank - 0.5) * self.slot)
 
-    def _place(self, candidate: Candidate) -> int | None:
-        """Its column, from 1."""
+    def _column(self, candidate: Candidate) -> int | None:
+        """The candidate's column, from 1."""
         return next((i for i, other in enumerate(self.field, 1) if other is candidate), None)
 
     def markup(self) -> Markup:
@@ -99,32 +99,32 @@ class FieldPlot:
 
     def _description(self) -> str:
         first, last = time_of(self.field[0]), time_of(self.field[-1])
-        said = [f"{counted(len(self.field), 'candidate')}, medians from {milliseconds(first)} to {milliseconds(last)}"]
-        for what, candidate in (("chosen", self.reported.chosen), ("default", self.reported.default)):
-            rank = candidate and self._place(candidate)
+        parts = [f"{counted(len(self.field), 'candidate')}, medians from {milliseconds(first)} to {milliseconds(last)}"]
+        for role, candidate in (("chosen", self.reported.chosen), ("default", self.reported.default)):
+            rank = candidate and self._column(candidate)
             if candidate and rank:
-                said.append(f"the {what} one is number {rank} with {milliseconds(time_of(candidate))}")
-        return "; ".join(said) + "."
+                parts.append(f"the {role} one is number {rank} with {milliseconds(time_of(candidate))}")
+        return "; ".join(parts) + "."
 
     def _time_axis(self) -> Markup:
-        made = [element("text", f"ms per call{', log scale' * self.axis.log}", x=16, y=36)]
+        elements = [element("text", f"ms per call{', log scale' * self.axis.log}", x=16, y=36)]
         for tick in self.axis.ticks():
             y = self.axis.at(tick)
-            made.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-            made.append(element("text", f"{tick:.4g}", class_="end", x=LEFT - 16, y=y + 9))
-        return element("g", *made, class_="axis")
+            elements.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+            elements.append(element("text", f"{tick:.4g}", class_="end", x=LEFT - 16, y=y + 9))
+        return element("g", *elements, class_="axis")
 
     def _rank_axis(self) -> Markup:
         count, base = len(self.field), HEIGHT - BOTTOM
         step = next(s for s in (1, 2, 5, *(f * 10**k for k in range(1, 9) for f in (1, 2, 5))) if count / s <= 20)
         ranks = [1, *range(step, count + 1, step)] if step > 1 else range(1, count + 1)
-        made = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base)]
-        made += [element("text", rank, class_="middle", x=self.x(rank), y=base + 36) for rank in ranks]
-        made.append(element("text", "candidates, fastest first", class_="end", x=WIDTH - RIGHT, y=HEIGHT - 12))
-        return element("g", *made, class_="axis")
+        elements = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base)]
+        elements += [element("text", rank, class_="middle", x=self.x(rank), y=base + 36) for rank in ranks]
+        elements.append(element("text", "candidates, fastest first", class_="end", x=WIDTH - RIGHT, y=HEIGHT - 12))
+        return element("g", *elements, class_="axis")
 
     def _samples(self) -> Markup:
-        # Lines without length under round caps: a tenth of the bytes of circles.
+        # Lines of zero length with round caps, which take a tenth of the bytes of circles.
         dots = dict.fromkeys(
             f"M{self.x(rank)} {self.axis.at(sample)}h0"
             for rank, candidate in enumerate(self.field, 1)
@@ -141,19 +141,19 @@ class FieldPlot:
                 right.append(f"M{x - half} {y}h{2 * half}")
             else:
                 wrong.append(f"M{x - 10} {y - 10}l20 20m0-20l-20 20")
-        made = [element("path", class_="bars", d="".join(right))]
-        return element("g", *made, *([element("path", class_="wrong", d="".join(wrong))] if wrong else []))
+        elements = [element("path", class_="bars", d="".join(right))]
+        return element("g", *elements, *([element("path", class_="wrong", d="".join(wrong))] if wrong else []))
 
     def _marks(self) -> list[Markup]:
         chosen, default = self.reported.chosen, self.reported.default
         if default is chosen:
             return [self._mark(chosen, "chosen", "default, kept", 80)]
-        made = [self._mark(default, "default", "default", 44)] if default else []
-        return [*made, self._mark(chosen, "chosen", "chosen", 80)]
+        marks = [self._mark(default, "default", "default", 44)] if default else []
+        return [*marks, self._mark(chosen, "chosen", "chosen", 80)]
 
     def _mark(self, candidate: Candidate, kind: str, label: str, top: int) -> Markup:
-        """A label above, a line down from it, and a disc (chosen) or an open square (default) on the median."""
-        rank, time_ms = self._place(candidate), time_of(candidate)
+        """A label at the top, a line down from it, and a disc (chosen) or an open square (default) on the median."""
+        rank, time_ms = self._column(candidate), time_of(candidate)
         if rank is None or time_ms is None:
             return Markup()
         x, y = self.x(rank), self.axis.at(time_ms)
@@ -187,5 +187,5 @@ class FieldPlot:
 
 
 def _samples(candidate: Candidate) -> list[float]:
-    """Those that can be times, and the median of all."""
-    return [s for s in (*candidate.samples_ms, candidate.time_ms) if sound(s) is not None and s is not None]
+    """The valid samples, and the median of all."""
+    return [s for s in (*candidate.samples_ms, candidate.time_ms) if valid_time(s) is not None and s is not None]

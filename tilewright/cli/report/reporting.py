@@ -1,4 +1,4 @@
-"""The work of ``tilewright report`` after its arguments are parsed."""
+"""The work of ``tilewright report``, after its arguments are read."""
 
 import datetime
 import os
@@ -16,13 +16,13 @@ from tilewright.ops.utils.folders import absolute, replace_file
 
 
 def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -> str:
-    """Writes the page and returns a line that says what is in it.
+    """Writes the page and returns a line that summarises it.
 
     Raises:
-      typer.BadParameter: there is nothing to report, or no place to write it to. Nothing is written then.
+      typer.BadParameter: there is nothing to report, or the page cannot be written. Nothing is written then.
     """
-    _check_place(out, files)
-    calls = merged(*map(_read, files)) if files else _known_here()
+    _check_output_path(out, files)
+    calls = merged(*map(_read, files)) if files else _calls_on_this_device()
     date = date or datetime.datetime.now(datetime.UTC).date()
     page = render(calls, date=date.isoformat()).encode()
     try:
@@ -32,7 +32,7 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
     return f"{counted(len(calls), 'call')}, {len(page) / 1024:.0f} KiB written to {out}"
 
 
-def _check_place(out: Path, files: Sequence[Path]) -> None:
+def _check_output_path(out: Path, files: Sequence[Path]) -> None:
     if not absolute(out).parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     if out.is_dir():
@@ -42,24 +42,24 @@ def _check_place(out: Path, files: Sequence[Path]) -> None:
 
 
 def _read(file: Path) -> list[ReportedCall]:
-    """The calls that a command's file has measurements of."""
+    """Reads the measurements in a file that a command wrote."""
     try:
         calls, left_out = calls_of_file(file)
     except ValueError as error:
-        wanted = "what 'tune --json', 'bench --json' or 'cache export' writes"
-        raise typer.BadParameter(f"{str(file)!r} cannot be reported, which takes {wanted}: {error}") from error
+        expected = "what 'tune --json', 'bench --json' or 'cache export' writes"
+        raise typer.BadParameter(f"{str(file)!r} cannot be reported, which takes {expected}: {error}") from error
     if left_out:
         _complain_of(left_out, str(file))
     return calls
 
 
-def _complain_of(left_out: int, place: str) -> None:
-    said = "holds" if left_out == 1 else "hold"
-    complain(f"{counted(left_out, 'entry', 'entries')} of {place} {said} no measurements that can be read: left out")
+def _complain_of(left_out: int, origin: str) -> None:
+    verb = "holds" if left_out == 1 else "hold"
+    complain(f"{counted(left_out, 'entry', 'entries')} of {origin} {verb} no measurements that can be read: left out")
 
 
-def _known_here() -> list[ReportedCall]:
-    """The calls that the user's disk cache has measurements of on the present device."""
+def _calls_on_this_device() -> list[ReportedCall]:
+    """The measurements on the present device in the user's disk cache."""
 
     cache, device = open_cache(), here().fingerprint
     calls, left_out = calls_of_cache(cache.entries(), device)

@@ -1,4 +1,4 @@
-"""The candidates of a call that a page shows, if all of them would be too many."""
+"""Selects the candidates of a call that a page shows, if there are too many to read."""
 
 import dataclasses
 import re
@@ -8,29 +8,29 @@ from collections.abc import Iterable, Sequence
 from tilewright.cli.report.calls import ReportedCall
 from tilewright.ops.kernel.candidates import Candidate
 
-# Up to so many candidates a page shows all of them; of more, so many rows altogether, as far as three of each
-# implementation are not more.
+# A page shows all candidates up to MAX_CANDIDATES. Beyond that it shows MAX_ROWS in total, but at least MIN_OF_EACH of
+# each implementation.
 MAX_CANDIDATES = 2000
 MAX_ROWS = 1500
-FEWEST_OF_EACH, MAX_OF_EACH = 3, 20
-# Different messages of one call that a page with many candidates shows.
+MIN_OF_EACH, MAX_OF_EACH = 3, 20
+# Number of different messages of one call on a page with many candidates.
 MAX_MESSAGES = 8
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
 def implementation_of(candidate: Candidate) -> str:
-    """The implementation that a candidate's config, in words, begins with; empty if it names none."""
+    """The implementation at the beginning of a candidate's config text; empty if it names none."""
     first = str(candidate.config).partition(" ")[0]
     return "" if "=" in first else first
 
 
-def of_each_implementation(calls: Sequence[ReportedCall]) -> int | None:
-    """The number of candidates of each implementation that a page shows of a call; ``None`` for all."""
+def rows_per_implementation(calls: Sequence[ReportedCall]) -> int | None:
+    """The number of candidates of each implementation of each call that a page shows; ``None`` for all."""
     if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
         return None
     fields = sum(len(set(map(implementation_of, reported.measured))) for reported in calls)
-    return max(FEWEST_OF_EACH, min(MAX_OF_EACH, MAX_ROWS // max(1, fields)))
+    return max(MIN_OF_EACH, min(MAX_OF_EACH, MAX_ROWS // max(1, fields)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Shown:
     """The candidates of a call that a page shows.
 
     Attributes:
-      ranked: those with a time, fastest first, with their places among all of the call.
-      unmeasured: those without a time that have a row of their own.
-      left_out: how many of each implementation have a time and no row.
-      complete: whether this is all of the call.
+      ranked: candidates with a time, fastest first, with their rank among all candidates of the call.
+      unmeasured: candidates without a time that have a row of their own.
+      left_out: for each implementation the number of candidates with a time and without a row.
+      complete: True if these are all candidates of the call.
     """
 
     ranked: tuple[tuple[int, Candidate], ...]
@@ -51,19 +51,19 @@ class Shown:
 
     @classmethod
     def of(cls, reported: ReportedCall, best: int | None) -> "Shown":
-        """All of a call, or every implementation's best and what stands out: chosen, default and fastest."""
+        """All candidates of a call, or the best of each implementation plus the chosen, default and fastest ones."""
         ranked = tuple(enumerate(reported.measured, 1))
         if best is None:
             return cls(ranked, tuple(reported.unmeasured), {}, True)
-        standing_out = {id(c) for c in (reported.chosen, reported.default, reported.fastest)}
-        seen: Counter[str] = Counter()
+        always_shown = {id(c) for c in (reported.chosen, reported.default, reported.fastest)}
+        num_shown: Counter[str] = Counter()
         left_out: Counter[str] = Counter()
         kept = []
         for rank, candidate in ranked:
             name = implementation_of(candidate)
-            # One that was found wrong takes no place of one that is right.
-            seen[name] += candidate.eligible
-            if id(candidate) in standing_out or (candidate.eligible and seen[name] <= best):
+            # A candidate that was found wrong takes no row from one that is right.
+            num_shown[name] += candidate.eligible
+            if id(candidate) in always_shown or (candidate.eligible and num_shown[name] <= best):
                 kept.append((rank, candidate))
             else:
                 left_out[name] += 1
@@ -71,18 +71,18 @@ class Shown:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those with a time."""
+        """The candidates with a time."""
         return [candidate for _, candidate in self.ranked]
 
 
-def by_message(candidates: Iterable[Candidate], *, alike: bool) -> list[list[Candidate]]:
-    """Candidates with the same message together, in the order of the first of each.
+def by_message(candidates: Iterable[Candidate], *, ignore_numbers: bool) -> list[list[Candidate]]:
+    """Groups candidates by message, in order of first appearance.
 
     Args:
-      alike: whether messages that differ in numbers alone are the same.
+      alike: treat messages that differ only in numbers as the same.
     """
     found: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         message = str(candidate.error)
-        found.setdefault(_NUMBER.sub("0", message) if alike else message, []).append(candidate)
+        found.setdefault(_NUMBER.sub("0", message) if ignore_numbers else message, []).append(candidate)
     return list(found.values())

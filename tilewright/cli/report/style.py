@@ -1,4 +1,4 @@
-"""The looks of a report: light, dark, narrow and on paper."""
+"""The style sheet of a report, for light and dark mode, narrow screens and paper."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #55606f; --line: #d5dae1; --page: #fff; --card: #f5f7f9;

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++: a header with a table of variants becomes a kernel; it knows no op (see docs/cuda.md).
+"""Makes kernels in CUDA C++ from a header and a table of variants; knows no op (see docs/cuda.md).
 
 Not loaded by ``import tilewright``.
 """

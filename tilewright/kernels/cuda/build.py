@@ -1,4 +1,4 @@
-"""Compiles groups: several at once, as far as cores and memory go."""
+"""Compiles groups of variants, several at once within the limits of cores and memory."""
 
 import concurrent.futures
 import contextlib
@@ -26,12 +26,12 @@ from tilewright.ops.kernel.builds import Build, parallel_compilers
 from tilewright.ops.utils.serialize import canonical_json
 
 COMPILE_LIMIT_S = 3600.0
-"""The time that a compiler may take for one group: many times what the slowest one takes on a busy machine."""
+"""Maximum time of a compiler for one group: many times that of the slowest group on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group(Build):
-    """One group of a table for one compute capability (times ten): what is compiled into one shared object."""
+    """One group of a table for one compute capability (times ten), compiled into one shared object."""
 
     table: VariantTable
     name: str
@@ -64,10 +64,10 @@ class Group(Build):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedObject:
-    """The place of a group's shared object.
+    """The location of a group's shared object.
 
     Attributes:
-      shipped: whether an installed wheel brings it; otherwise it was built here.
+      shipped: True if it is part of an installed wheel; otherwise it was built here.
     """
 
     path: Path
@@ -83,11 +83,11 @@ class GroupStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupDone:
-    """A group is there.
+    """A group's shared object is available.
 
     Attributes:
-      seconds: what it took to compile; 0 if it was there already, or another process built it.
-      shipped: whether an installed wheel brings it.
+      seconds: compile time; 0 if it existed already, or another process built it.
+      shipped: True if it is part of an installed wheel.
     """
 
     group: Group
@@ -108,17 +108,17 @@ type Event = GroupStarted | GroupDone | GroupFailed
 
 
 def groups_of(table: VariantTable, capability: int) -> list[Group]:
-    """All groups with anything for a compute capability, such as 90."""
+    """All groups with variants for a compute capability, such as 90."""
     return [Group(table, name, capability) for name in table.groups_for(capability)]
 
 
 def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None:
-    """The shared object of a group, if there is one anywhere that may be used; every use of one asks here.
+    """Locates the shared object of a group; every use of one goes through here.
 
-    What a wheel brings comes first: so all processes of a job run the same objects, whatever was built beside them.
+    Shipped objects come first, so that all processes of a job run the same ones, whatever was built locally.
 
     Raises:
-      BuildError: the cache is not ours alone.
+      BuildError: the cache may be written by others.
     """
     cache = cache or BuildCache()
     shipped = find_shipped(shipped_key(group)) if cache.shipped else None
@@ -129,10 +129,10 @@ def locate(group: Group, cache: BuildCache | None = None) -> SharedObject | None
 
 
 def find(group: Group, cache: BuildCache | None = None) -> Path | None:
-    """The shared object of a group that is built already, or that a wheel brings.
+    """The shared object of a group that is built or shipped.
 
     Raises:
-      BuildError: the cache is not ours alone.
+      BuildError: the cache may be written by others.
     """
     found = locate(group, cache)
     return None if found is None else found.path
@@ -147,24 +147,24 @@ def build(
     timeout_s: float = COMPILE_LIMIT_S,
     keep_going: bool = False,
 ) -> dict[Group, Path]:
-    """Builds what is not built yet and returns all shared objects.
+    """Builds the groups that are missing and returns all shared objects.
 
     Args:
-      jobs: compilers at once; by default as many as there are cores, and as many as fit into the free memory.
+      jobs: number of compilers at once; by default limited by cores and free memory.
       on_event: called from several threads, one call at a time.
-      timeout_s: how long the compiler may take for one group, and how long to wait for another process that builds it.
-      keep_going: build the others although one failed; those that failed are missing in the result.
+      timeout_s: limit for one group's compiler, and for waiting for another process that builds the group.
+      keep_going: continue after a failure; failed groups are missing in the result.
 
     Raises:
-      BuildError: one cannot be built, or not in time; the others are given up. Not with ``keep_going``.
+      BuildError: a group could not be built in time; the others are cancelled. Not raised with ``keep_going``.
     """
-    wanted = list(dict.fromkeys(groups))
+    distinct = list(dict.fromkeys(groups))
     cache = cache or BuildCache()
     limit = Limit(threading.Event(), timeout_s)
-    reporting = threading.Lock()
+    report_lock = threading.Lock()
 
     def report(event: Event) -> None:
-        with reporting:
+        with report_lock:
             if on_event is not None:
                 on_event(event)
 
@@ -177,8 +177,8 @@ def build(
                 raise
             return None
 
-    with concurrent.futures.ThreadPoolExecutor(jobs or default_jobs(wanted), thread_name_prefix="nvcc") as pool:
-        futures = {pool.submit(build_one, group): group for group in wanted}
+    with concurrent.futures.ThreadPoolExecutor(jobs or default_jobs(distinct), thread_name_prefix="nvcc") as pool:
+        futures = {pool.submit(build_one, group): group for group in distinct}
         try:
             done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
             for future in done:
@@ -191,12 +191,12 @@ def build(
 
 
 def default_jobs(groups: Iterable[Group]) -> int:
-    """As many compilers as there are cores, and as many of the largest groups as fit into the free memory."""
+    """The number of compilers: one per core, limited by how many of the largest groups fit into free memory."""
     return parallel_compilers(group.memory_bytes for group in groups)
 
 
 def build_key(group: Group) -> BuildKey:
-    """What a group's shared object is known by, here and now.
+    """The key of a group's shared object in the cache of this machine.
 
     Raises:
       OSError: the table's header cannot be read.
@@ -237,7 +237,7 @@ def _hash_content(group: Group, headers: str) -> str:
 
 
 def _sources(group: Group) -> Mapping[str, str]:
-    # Without the manifest: a group must not be built anew for a change to another one.
+    # Without the manifest, which changes with other groups and must not trigger a rebuild.
     return {"dispatch.h": dispatch_header(group.table), f"{group.name}.cu": group_source(group.table, group.name)}
 
 
@@ -251,7 +251,7 @@ def _build_one(group: Group, cache: BuildCache, limit: Limit, report: Callable[[
         key = build_key(group)
         try:
             with cache.lock(key, limit):
-                found = locate(group, cache)  # another process may have built it while this one waited
+                found = locate(group, cache)  # another process may have built it in the meantime
                 if found is None:
                     report(GroupStarted(group))
                     started = time.perf_counter()
@@ -289,17 +289,17 @@ def _ended(code: int) -> str:
 
 
 def _run(command: list[str], folder: Path, limit: Limit) -> tuple[int, str]:
-    """Exit code and output of a compiler; it is killed, with all that it started, when the build is given up.
+    """Runs a compiler, which is killed with its children when the build is cancelled; returns exit code and output.
 
     Raises:
-      Cancelled: the build was given up.
-      TimedOut: it took longer than it may.
+      Cancelled: the build was cancelled.
+      TimedOut: it exceeded its time limit.
     """
-    scratch = folder / "scratch"  # nvcc's own temporary files go where they are removed whatever happens
+    scratch = folder / "scratch"  # nvcc's temporary files, removed in any case
     scratch.mkdir()
-    log = scratch / "output.txt"
+    log_file = scratch / "output.txt"
     wait = limit.waiting("nvcc was still running, and was ended")
-    with open(log, "wb") as file:
+    with open(log_file, "wb") as file:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, "TMPDIR": str(scratch)}, stdin=subprocess.DEVNULL, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -308,9 +308,9 @@ def _run(command: list[str], folder: Path, limit: Limit) -> tuple[int, str]:
             while process.poll() is None:
                 wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # its session's, which is there until it is waited for
+            os.killpg(process.pid, signal.SIGKILL)  # kills the process group, which exists until it is waited for
             process.wait()
             raise
-    output = log.read_text(errors="replace").strip()
+    output = log_file.read_text(errors="replace").strip()
     shutil.rmtree(scratch)
     return process.returncode, output

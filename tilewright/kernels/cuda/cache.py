@@ -1,4 +1,4 @@
-"""Compiled groups on disk: one folder each, known by what it was compiled from, for their owner alone."""
+"""Compiled groups on disk: one folder each, keyed by everything they were compiled from, private to their owner."""
 
 import contextlib
 import dataclasses
@@ -30,19 +30,20 @@ RECORD = "record.json"
 
 _RECORD_LIMIT = 1 << 20
 _LEFTOVER = re.compile(r"\.(?:build|lock)-([0-9a-f]{32})(?:-[0-9a-f]+)?")
-_LEFTOVER_LIFETIME_S = 86400.0  # where there are no locks to tell who is alive
+_LEFTOVER_LIFETIME_S = 86400.0  # used where there are no locks to show which processes are alive
 _POLL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildKey:
-    """What one group's shared object is known by.
+    """The key of one group's shared object.
 
     Attributes:
       target: nvcc's name of the architecture, such as "90a".
-      content: hash of generated sources, the table's headers and flags.
-      packages: hashes of the headers of packages; only of those that are installed here.
-      compiler: its identity; empty where nothing can be compiled, and then a build by any compiler will do.
+      content: hash of the generated sources, the table's headers and the flags.
+      packages: hashes of the headers of packages, for installed packages only.
+      compiler: the compiler's identity; empty if nothing can be compiled here, and then a build by any compiler is
+        accepted.
     """
 
     table: str
@@ -70,21 +71,21 @@ class BuildKey:
         return _digest(self.name.encode())[:32]
 
 
-class TimedOut(Exception):  # no TimeoutError, which as an OSError would say that the file system has no locks
-    """Something took longer than it may; says what."""
+class TimedOut(Exception):  # not a TimeoutError: that is an OSError, which here means that the file system has no locks
+    """A step exceeded its time limit; the message says which."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """The bounds of a build: it goes on until it is given up, and for so many seconds."""
+    """The limits of a build: cancellation, and a maximum time."""
 
     cancelled: threading.Event
     timeout_s: float
 
-    def waiting(self, what: str) -> Callable[[], None]:
-        """A function that waits a moment each time; from now on its time counts.
+    def waiting(self, step: str) -> Callable[[], None]:
+        """Returns a function that waits a moment on each call; the time limit starts now.
 
-        It raises `Cancelled` once the build is given up, and `TimedOut`, which says ``what``, when the time is over.
+        It raises `Cancelled` once the build is cancelled, and ``TimedOut(what)`` when the time is over.
         """
         deadline = time.monotonic() + self.timeout_s
 
@@ -92,44 +93,45 @@ class Limit:
             if self.cancelled.wait(_POLL_S):
                 raise Cancelled
             if time.monotonic() > deadline:
-                raise TimedOut(what)
+                raise TimedOut(step)
 
         return wait
 
 
 class BuildCache:
-    """The folder ``cuda`` among Tilewright's caches; any number of processes may build into it at once.
+    """The folder ``cuda`` in Tilewright's cache folder; any number of processes may build into it at once.
 
     Args:
-      path: another folder; it is made on the first build.
-      shipped: whether what an installed wheel brings is used in place of a build; for the user's own folder by default.
+      path: another folder; it is created on the first build.
+      shipped: use the objects of an installed wheel instead of building; by default only with the user's own folder.
     """
 
     def __init__(self, path: Path | None = None, *, shipped: bool | None = None) -> None:
-        self.path = cache_folder("cuda") if path is None else absolute(path)  # nvcc runs elsewhere
+        # absolute, because nvcc runs in another folder
+        self.path = cache_folder("cuda") if path is None else absolute(path)
         self.shipped = path is None if shipped is None else shipped
 
     def find(self, key: BuildKey) -> Path | None:
-        """The shared object of a group, if it is there and is what was compiled; its bytes are read.
+        """The shared object of a group, if it exists and matches its record; its bytes are read.
 
         Raises:
-          BuildError: the cache is not ours alone.
+          BuildError: the cache may be written by others.
         """
-        if not self._is_there():
+        if not self._check_folder():
             return None
         names = [key.name] if key.compiler else self._names(key.prefix)
         for name in names:
             folder = self.path / name
             if not folder.is_dir():
                 continue
-            reason = _not_intact(folder, key)
+            reason = _reason_not_intact(folder, key)
             if not reason:
                 return folder / LIBRARY
             logger.warning("the build in %s is not used: %s", folder, reason)
         return None
 
     def publish(self, key: BuildKey, staging: Path, remarks: Mapping[str, Any]) -> Path:
-        """Makes a staging folder with its finished ``library.so`` the group's folder, whatever stood there before."""
+        """Renames a staging folder with its finished ``library.so`` to the group's folder, replacing an earlier one."""
         for path in staging.iterdir():
             os.chmod(path, 0o600)
         library = staging / LIBRARY
@@ -151,7 +153,7 @@ class BuildCache:
                     raise
             else:
                 return final / LIBRARY
-            # What stands there was not intact when the build began; nor does a folder of the same name differ if it is.
+            # The existing folder was not intact when the build began, or is equal: its name holds the hash of its key.
             aside = self._temporary(key)
             with contextlib.suppress(FileNotFoundError):
                 os.rename(final, aside)
@@ -159,7 +161,7 @@ class BuildCache:
 
     @contextlib.contextmanager
     def staging(self, key: BuildKey) -> Iterator[Path]:
-        """A folder to build in; it is gone at the end, unless it was published."""
+        """A folder to build in, removed at the end unless it was published."""
         folder = self._temporary(key)
         os.mkdir(folder, 0o700)
         try:
@@ -169,16 +171,17 @@ class BuildCache:
 
     @contextlib.contextmanager
     def lock(self, key: BuildKey, limit: Limit) -> Iterator[None]:
-        """Lets one process at a time build a group; those of one host, one for each GPU, would all compile the same.
+        """Lets one process at a time build a group, since the processes of one host, one per GPU, would all compile the
+        same.
 
-        What killed processes left behind is removed. Without locks (some network file systems) all of them build, and
-        the last one's folder stays.
+        Removes the leftovers of killed processes. Without locks (some network file systems) every process builds, and
+        the last one's folder remains.
 
         Raises:
-          BuildError: the cache is not ours alone.
-          OSError: it cannot be written.
-          Cancelled: the wait was given up.
-          TimedOut: another process holds it for too long.
+          BuildError: the cache may be written by others.
+          OSError: the cache cannot be written.
+          Cancelled: the build was cancelled.
+          TimedOut: another process held the lock for too long.
         """
         self._make()
         self._sweep()
@@ -187,7 +190,7 @@ class BuildCache:
         with locked(self.path / f".lock-{key.lock_name}", limit.waiting("another process is building it")):
             yield
 
-    def _is_there(self) -> bool:
+    def _check_folder(self) -> bool:
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -210,14 +213,14 @@ class BuildCache:
 
     def _make(self) -> None:
         make_folder(self.path)
-        self._is_there()
+        self._check_folder()
 
     def _names(self, prefix: str) -> list[str]:
-        """Folders of builds, newest first."""
+        """The folders of builds, newest first."""
         found = []
         for name in os.listdir(self.path):
             if name.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):  # another process may have replaced it meanwhile
+                with contextlib.suppress(FileNotFoundError):  # another process may have replaced it
                     found.append((os.lstat(self.path / name).st_mtime, name))
         return [name for _, name in sorted(found, reverse=True)]
 
@@ -225,7 +228,7 @@ class BuildCache:
         return self.path / f".build-{key.lock_name}-{secrets.token_hex(8)}"
 
     def _sweep(self) -> None:
-        """Removes the staging folders and locks of processes that are no more."""
+        """Removes the staging folders and locks of processes that have ended."""
         left: dict[str, list[Path]] = {}
         for path in self.path.iterdir():
             match = _LEFTOVER.fullmatch(path.name)
@@ -243,8 +246,8 @@ class BuildCache:
                 os.close(descriptor)
 
 
-def _not_intact(folder: Path, key: BuildKey) -> str:
-    """Why a build may not be loaded; empty if it may."""
+def _reason_not_intact(folder: Path, key: BuildKey) -> str:
+    """The reason why a build must not be loaded; empty if it is intact."""
     for path, kind in ((folder, stat.S_ISDIR), (folder / RECORD, stat.S_ISREG), (folder / LIBRARY, stat.S_ISREG)):
         try:
             status = os.lstat(path)

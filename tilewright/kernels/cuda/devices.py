@@ -1,4 +1,4 @@
-"""What is known of a CUDA device without asking it: programs are lowered for cards that are not there."""
+"""The properties of a CUDA device, without querying it: programs are also lowered for absent devices."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,16 @@ from tilewright.kernels.footprint import block_limits
 from tilewright.ops.types import Device
 
 _MIN_SHARED_BYTES = 48 << 10
-"""What a block has on every device."""
+"""Shared memory that a block has on every device."""
 
 
 def capability_of(device: Device) -> int | None:
-    """The compute capability times ten, such as 90; ``None`` where there is none or it is not known."""
+    """Ten times the compute capability, such as 90; ``None`` if there is none or it is unknown."""
     return None if device.capability is None else 10 * device.capability[0] + device.capability[1]
 
 
 def device_values(device: Device) -> Mapping[str, int] | None:
-    """The device as predicates read it; ``None`` where it has no compute capability. The C++ side asks the device."""
+    """The device's values for predicates; ``None`` without a compute capability. The C++ side queries the device."""
     capability = capability_of(device)
     if capability is None:
         return None
@@ -25,18 +25,18 @@ def device_values(device: Device) -> Mapping[str, int] | None:
 
 
 def architecture(capability: int) -> str:
-    """nvcc's name of a target, such as "86" or "90a".
+    """nvcc's name of a target architecture, such as "86" or "90a".
 
-    From 9.0 on with the features of that architecture alone: what is built is for one device, and wgmma needs them.
+    From 9.0 on with the features of that architecture alone: the build is for one device, and wgmma needs them.
     """
     return f"{capability}a" if capability >= 90 else str(capability)
 
 
 def parse_architecture(text: str) -> int:
-    """The compute capability times ten of "90a", "90", "sm_90a" or "9.0".
+    """Parses "90a", "90", "sm_90a" or "9.0" to ten times the compute capability.
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: the text has none of these forms.
     """
     digits = text.removeprefix("sm_").removesuffix("a").replace(".", "", 1)
     if not (digits.isascii() and digits.isdigit() and 50 <= int(digits) < 1000):

@@ -1,4 +1,4 @@
-"""A kernel in CUDA C++: selects the variant for a problem, has it built on first need, and calls it."""
+"""A kernel in CUDA C++: selects the variant for a problem, builds it when first needed, and calls it."""
 
 import contextlib
 import logging
@@ -19,30 +19,30 @@ from tilewright.kernels.cuda.library import Library
 from tilewright.kernels.cuda.requirements import Values
 from tilewright.kernels.cuda.table import Variant, VariantTable
 from tilewright.ops.types import Device
-from tilewright.ops.utils.memory import forget_all
+from tilewright.ops.utils.memory import clear_all
 
 logger = logging.getLogger(__name__)
 
 type Problem = Mapping[str, int]
 
-_NOTED: ContextVar[dict[Group, None] | None] = ContextVar("noted groups", default=None)
+_NEEDED_GROUPS: ContextVar[dict[Group, None] | None] = ContextVar("noted groups", default=None)
 
 
 @contextlib.contextmanager
-def noting_groups() -> Iterator[dict[Group, None]]:
-    """Has calls in this context note the groups that they come to, and compile none of them.
+def recording_groups() -> Iterator[dict[Group, None]]:
+    """Records the groups that calls in this context need, and compiles none of them.
 
-    What is lowered meanwhile is there to be read and must not run: a group that is not there is taken to serve whatever
-    is known of it, and its results are zeros.
+    Programs lowered in this context are for inspection and must not run: a group that is not built is assumed to serve
+    everything not known otherwise, and its results are zeros.
     """
     noted: dict[Group, None] = {}
-    forget_all()  # what was traced before would not be traced again, and so note nothing
-    token = _NOTED.set(noted)
+    clear_all()  # an earlier trace would be reused, and record nothing
+    token = _NEEDED_GROUPS.set(noted)
     try:
         yield noted
     finally:
-        _NOTED.reset(token)
-        forget_all()  # and what was traced here must not run
+        _NEEDED_GROUPS.reset(token)
+        clear_all()  # traces made here must not run
 
 
 class CudaKernel:
@@ -51,7 +51,7 @@ class CudaKernel:
     A problem is a mapping from the table's fields to integers.
 
     Args:
-      cache: another build cache than the user's.
+      cache: a build cache other than the user's.
     """
 
     def __init__(self, table: VariantTable, cache: BuildCache | None = None) -> None:
@@ -60,63 +60,63 @@ class CudaKernel:
 
     @property
     def cache(self) -> BuildCache:
-        """The build cache; the user's is looked up at each use, as the environment may change."""
+        """The build cache; the user's is determined at each use, since the environment may change."""
         return self._cache or BuildCache()
 
     def reasons(self, problem: Problem, device: Device) -> list[str]:
-        """Why no variant can serve a problem on a device, as far as that is known without compiling anything.
+        """Reasons why no variant can serve a problem on a device, as far as they are known without compiling.
 
-        It is said of the variants that come nearest: against them least stands. Empty is no promise: what needs a
-        compiled kernel's facts is told by `select`.
+        The reasons are those of the variants with the fewest unmet requirements. An empty list is no promise:
+        requirements on a compiled kernel's facts are checked by `select`.
         """
         values = self._values(problem, device)
         if values is None:
             return [_no_capability(device)]
         capability = values.device["capability"]
-        mine = self.table.for_capability(capability)
-        if not mine:
+        variants = self.table.for_capability(capability)
+        if not variants:
             return [f"no variant of {self.table.name} is for compute capability {capability / 10}"]
-        said: dict[int, list[str]] = {}  # by how many requirements are not met
-        for variant in mine:
-            unmet = _against(variant, values)
-            against = unmet or self._reasons_so_far(variant, values)
-            if not against:
+        by_num_unmet: dict[int, list[str]] = {}  # reasons by number of unmet requirements
+        for variant in variants:
+            unmet = _unmet_without_facts(variant, values)
+            variant_reasons = unmet or self._reasons_without_compiling(variant, values)
+            if not variant_reasons:
                 return []
-            said.setdefault(len(unmet), []).extend(against)
-        return list(dict.fromkeys(said[min(said)]))
+            by_num_unmet.setdefault(len(unmet), []).extend(variant_reasons)
+        return list(dict.fromkeys(by_num_unmet[min(by_num_unmet)]))
 
     def select(self, problem: Problem, device: Device) -> tuple[Variant | None, dict[str, list[str]]]:
-        """The first variant that can serve a problem, and of every one before it the reasons why it cannot.
+        """The first variant that can serve a problem, and for every one before it the reasons why it cannot.
 
-        Builds the groups of those variants whose requirements of problem and device are met, until one is accepted.
+        Builds the groups of variants whose requirements on problem and device are met, until one variant is accepted.
 
         Raises:
-          BuildError: a group cannot be compiled, though there is a compiler.
+          BuildError: a group failed to compile.
         """
         values = self._values(problem, device)
         if values is None:
             return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
         reasons: dict[str, list[str]] = {}
         for variant in self.table.variants:
-            against = _against(variant, values) or self._reasons_compiled(variant, values)
-            if not against:
+            unmet = _unmet_without_facts(variant, values) or self._reasons_compiled(variant, values)
+            if not unmet:
                 return variant, reasons
-            reasons[variant.name] = against
+            reasons[variant.name] = unmet
         return None, reasons
 
     def needed(self, problem: Problem, device: Device, variants: Sequence[Variant] | None = None) -> Group | None:
-        """The group that holds the first variant that can serve a problem, made or not; ``None`` if none can.
+        """The group of the first variant that can serve a problem, built or not; ``None`` if no variant can.
 
-        Where a variant's facts are not known, for it is not compiled, it is taken to be the one.
+        A variant whose facts are unknown, because it is not compiled, is assumed to meet its requirements on facts.
 
         Args:
-          variants: those that are asked, in their order; all of the table's by default.
+          variants: the variants to consider, in order; by default all of the table.
         """
         values = self._values(problem, device)
         if values is None:
             return None
         for variant in self.table.variants if variants is None else variants:
-            if not _against(variant, values) and not self._reasons_so_far(variant, values):
+            if not _unmet_without_facts(variant, values) and not self._reasons_without_compiling(variant, values):
                 return self._group(variant, values)
         return None
 
@@ -126,23 +126,23 @@ class CudaKernel:
         """Every reason why one variant cannot serve a problem.
 
         Args:
-          compiled: whether to compile it where that is needed to tell.
+          compiled: compile the variant if that is needed to decide.
 
         Raises:
-          BuildError: its group cannot be compiled, though there is a compiler.
+          BuildError: its group failed to compile.
         """
         values = self._values(problem, device)
         if values is None:
             return [_no_capability(device)]
-        further = self._reasons_compiled if compiled else self._reasons_so_far
-        return _against(variant, values) or further(variant, values)
+        further = self._reasons_compiled if compiled else self._reasons_without_compiling
+        return _unmet_without_facts(variant, values) or further(variant, values)
 
     def facts(self, variant: Variant, device: Device) -> Mapping[str, int]:
         """Shared memory, threads and alignment of a variant that was selected for a device."""
         return self._library(variant, device).facts[variant.name]
 
     def workspace(self, variant: Variant, problem: Problem, device: Device) -> int:
-        """Bytes of scratch memory that a variant takes for a problem."""
+        """Bytes of scratch memory that a variant needs for a problem."""
         return self._library(variant, device).workspace(variant.name, self._field_values(problem))
 
     def call(
@@ -154,16 +154,16 @@ class CudaKernel:
         outputs: Sequence[Any],
         attributes: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Arrays like ``outputs`` that a variant makes of ``inputs``.
+        """Calls a variant on ``inputs``; returns arrays like ``outputs``.
 
         Args:
-          variant: what `select` returned for the same problem and device.
+          variant: the one that `select` returned for the same problem and device.
           inputs: arrays in row-major layout.
           outputs: ``jax.ShapeDtypeStruct`` of each result.
-          attributes: strings, and numpy scalars and arrays whose dtypes are those that the kernel asks for.
+          attributes: strings, and numpy scalars and arrays of the dtypes that the kernel expects.
         """
         values = self._field_values(problem)
-        noted = _NOTED.get()
+        noted = _NEEDED_GROUPS.get()
         if noted is not None:
             group = self._group_on(variant, device)
             noted[group] = None
@@ -172,12 +172,12 @@ class CudaKernel:
         compiled = self._library(variant, device)
         workspace = jax.ShapeDtypeStruct((compiled.workspace(variant.name, values),), np.uint8)
         call = jax.ffi.ffi_call(compiled.registered, [*outputs, workspace], vmap_method="sequential")
-        given = dict(attributes or {}) | {"variant": variant.name, "problem": np.array(values, np.int64)}
-        *results, _ = call(*inputs, **given)
+        call_attributes = dict(attributes or {}) | {"variant": variant.name, "problem": np.array(values, np.int64)}
+        *results, _ = call(*inputs, **call_attributes)
         return results
 
     def _values(self, problem: Problem, device: Device) -> Values | None:
-        """What predicates read; ``None`` for a device without a compute capability."""
+        """The values that predicates read; ``None`` for a device without a compute capability."""
         fields = dict(zip(self.table.fields, self._field_values(problem), strict=True))
         known = device_values(device)
         return None if known is None else Values(fields, known)
@@ -189,8 +189,8 @@ class CudaKernel:
             )
         return [int(problem[name]) for name in self.table.fields]
 
-    def _reasons_so_far(self, variant: Variant, values: Values) -> list[str]:
-        """What is known without compiling against a variant that meets all that needs no facts."""
+    def _reasons_without_compiling(self, variant: Variant, values: Values) -> list[str]:
+        """Known reasons against a variant that meets all requirements not on facts; compiles nothing."""
         try:
             compiled = library.loaded(self._group(variant, values), self.cache)
         except BuildError as error:
@@ -198,14 +198,14 @@ class CudaKernel:
         return self._missing(values) if compiled is None else _unmet(variant, values, compiled)
 
     def _reasons_compiled(self, variant: Variant, values: Values) -> list[str]:
-        """What is said, once it is compiled, against a variant that meets all that needs no facts."""
+        """Reasons against a variant that meets all requirements not on facts; compiles it if necessary."""
         group = self._group(variant, values)
         compiled = library.loaded(group, self.cache)
         if compiled is None:
             missing = self._missing(values)
             if missing:
                 return missing
-            if _NOTED.get() is not None:
+            if _NEEDED_GROUPS.get() is not None:
                 return []
             logger.warning("building %s into %s, once; this may take some minutes", group, self.cache.path)
             compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
@@ -239,17 +239,17 @@ def _no_capability(device: Device) -> str:
     return f"{device.name} has no CUDA compute capability that is known here"
 
 
-def _against(variant: Variant, values: Values) -> list[str]:
-    """What is said against a variant by requirements that need no facts."""
+def _unmet_without_facts(variant: Variant, values: Values) -> list[str]:
+    """Reasons against a variant by its requirements that are not on facts."""
     reasons = []
     if not variant.runs_on(values.device["capability"]):
         low, high = variant.arch_range
         reasons.append(f"capability must be in [{low}, {high}), got capability={values.device['capability']}")
-    asked = [requirement for requirement in variant.requirements if not requirement.needs_facts]
-    return reasons + [requirement.reason(values) for requirement in asked if not requirement.holds(values)]
+    requirements = [requirement for requirement in variant.requirements if not requirement.needs_facts]
+    return reasons + [requirement.reason(values) for requirement in requirements if not requirement.holds(values)]
 
 
 def _unmet(variant: Variant, values: Values, compiled: Library) -> list[str]:
     known = Values(values.problem, values.device, compiled.facts[variant.name])
-    asked = [requirement for requirement in variant.requirements if requirement.needs_facts]
-    return [requirement.reason(known) for requirement in asked if not requirement.holds(known)]
+    requirements = [requirement for requirement in variant.requirements if requirement.needs_facts]
+    return [requirement.reason(known) for requirement in requirements if not requirement.holds(known)]

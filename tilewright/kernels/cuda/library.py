@@ -25,8 +25,8 @@ class Library:
     """A loaded group.
 
     Attributes:
-      target: the name of its FFI target; holds the hash of what it was compiled from.
-      facts: by variant, as predicates read them.
+      target: the name of its FFI target; it contains the hash of the group's sources.
+      facts: by variant, in the form that predicates read.
     """
 
     target: str
@@ -41,8 +41,8 @@ class Library:
 
     @functools.cached_property
     def registered(self) -> str:
-        """The name of the FFI target, which XLA knows from now on."""
-        # Locked: XLA refuses a second registration, and programs are lowered from several threads.
+        """The name of the FFI target, registered with XLA."""
+        # Locked: XLA refuses a second registration, and programs are lowered in several threads.
         with _lock:
             if self.target not in _registered:
                 jax.ffi.register_ffi_target(
@@ -56,16 +56,16 @@ _registered: set[str] = set()
 
 
 def loaded(group: Group, cache: BuildCache) -> Library | None:
-    """The library of a group that is loaded, or is built or shipped and can be; ``None`` if it is neither."""
+    """The library of a group that is loaded, or built or shipped and loadable; ``None`` if it does not exist."""
     known = _loaded.get((cache.path, group))
     if known is not None:
         return known
-    found = locate(group, cache)  # which compares the object's bytes with what was compiled
+    found = locate(group, cache)  # verifies the object's bytes
     return None if found is None else _load(group, cache, found.path)
 
 
 def load(group: Group, cache: BuildCache, path: Path) -> Library:
-    """The library of a group that was built just now."""
+    """The library of a group that was just built."""
     return _loaded.get((cache.path, group)) or _load(group, cache, path)
 
 

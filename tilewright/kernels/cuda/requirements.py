@@ -1,4 +1,4 @@
-"""What a kernel variant asks of a call, as predicates that are read in Python and in C++ alike."""
+"""The requirements of a kernel variant, as predicates that are evaluated in Python and in C++ alike."""
 
 import abc
 import dataclasses
@@ -23,12 +23,12 @@ _WORDS = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Values:
-    """What predicates are asked about.
+    """The values that predicates are evaluated on.
 
     Attributes:
       problem: the table's fields.
       device: every one of ``DEVICE_FIELDS``.
-      facts: every one of ``FACT_FIELDS`` of the compiled kernel; empty as long as it is not compiled.
+      facts: every one of ``FACT_FIELDS`` of the compiled kernel; empty until it is compiled.
     """
 
     problem: Mapping[str, int]
@@ -55,7 +55,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceField:
-    """Of a device: "capability" (90 for 9.0), "shared_memory" (bytes that a block may opt in to), "multiprocessors"."""
+    """A device property: "capability" (90 for 9.0), "shared_memory" (opt-in bytes per block), "multiprocessors"."""
 
     name: str
 
@@ -72,7 +72,7 @@ class DeviceField:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What the compiled kernel says of itself: "shared_bytes", "threads" of a block, "alignment"."""
+    """A property of the compiled kernel: "shared_bytes", "threads" of a block, "alignment"."""
 
     name: str
 
@@ -98,11 +98,11 @@ class Predicate(abc.ABC):
 
     @abc.abstractmethod
     def operands(self) -> Iterator[Operand]:
-        """All that it reads."""
+        """Every operand that it reads."""
 
     @abc.abstractmethod
     def holds(self, values: Values) -> bool:
-        """Whether it is met."""
+        """True if it is met."""
 
     @abc.abstractmethod
     def cpp(self) -> str:
@@ -110,15 +110,15 @@ class Predicate(abc.ABC):
 
     @abc.abstractmethod
     def text(self) -> str:
-        """What is required, such as "head_dim must be at most 64"."""
+        """The requirement as text, such as "head_dim must be at most 64"."""
 
     @property
     def needs_facts(self) -> bool:
-        """Whether it can be told only of a compiled kernel."""
+        """True if it can be decided only for a compiled kernel."""
         return any(isinstance(operand, Fact) for operand in self.operands())
 
     def reason(self, values: Values) -> str:
-        """Why it is not met, such as "head_dim must be at most 64, got head_dim=80"."""
+        """The reason why it is not met, such as "head_dim must be at most 64, got head_dim=80"."""
         named = {each.name: each.value(values) for each in self.operands() if not isinstance(each, int)}
         return f"{self.text()}, got {', '.join(f'{name}={value}' for name, value in named.items())}"
 
@@ -159,12 +159,12 @@ class Compare(Predicate):
         return f"({_cpp(self.left)} {self.operator} {_cpp(self.right)})"
 
     def text(self) -> str:
-        return f"{_said(self.left)} must be {_WORDS[self.operator]} {_said(self.right)}"
+        return f"{_operand_text(self.left)} must be {_WORDS[self.operator]} {_operand_text(self.right)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultipleOf(Predicate):
-    """``value`` is a multiple of ``of``; nothing is a multiple of what is not positive."""
+    """``value`` is a multiple of ``of``; false if ``of`` is not positive."""
 
     value: Operand
     of: Operand
@@ -184,7 +184,7 @@ class MultipleOf(Predicate):
         return f"({of} > 0 && {_cpp(self.value)} % {of} == 0)"
 
     def text(self) -> str:
-        return f"{_said(self.value)} must be a multiple of {_said(self.of)}"
+        return f"{_operand_text(self.value)} must be a multiple of {_operand_text(self.of)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -233,5 +233,5 @@ def _cpp(operand: Operand) -> str:
     return str(int(operand)) if isinstance(operand, int) else operand.cpp()
 
 
-def _said(operand: Operand) -> str:
+def _operand_text(operand: Operand) -> str:
     return str(operand) if isinstance(operand, int) else operand.name

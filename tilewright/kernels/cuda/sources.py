@@ -79,7 +79,7 @@ def generate(table: VariantTable) -> dict[str, str]:
 
 
 def dispatch_header(table: VariantTable) -> str:
-    """The problem as C++ sees it."""
+    """The header that defines the problem for C++."""
     fields = table.fields
     described = (f'text += "{", " if i else ""}{name}=" + std::to_string({name});' for i, name in enumerate(fields))
     return _PROBLEM.format(
@@ -92,7 +92,7 @@ def dispatch_header(table: VariantTable) -> str:
 
 
 def group_source(table: VariantTable, group: str) -> str:
-    """The classes of one group with their requirements, and what its shared object exports."""
+    """The source of one group: its classes with their requirements, and the exports of its shared object."""
     variants = table.in_group(group)
     return _GROUP.format(
         table=table.name,
@@ -104,8 +104,8 @@ def group_source(table: VariantTable, group: str) -> str:
 
 
 def manifest(table: VariantTable) -> str:
-    """What is in the files, in the order in which the variants are tried."""
-    said = {
+    """The contents of the files, in the order in which the variants are tried."""
+    contents = {
         "table": table.name,
         "header": table.header.name,
         "fields": list(table.fields),
@@ -121,7 +121,7 @@ def manifest(table: VariantTable) -> str:
             for variant in table.variants
         ],
     }
-    return json.dumps(said, indent=1) + "\n"
+    return json.dumps(contents, indent=1) + "\n"
 
 
 def _check(variant: Variant) -> str:

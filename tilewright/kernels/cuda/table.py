@@ -1,4 +1,4 @@
-"""Kernel variants and the table they stand in: the first variant whose requirements a call meets is launched."""
+"""Kernel variants, and the table of them: the first variant whose requirements a call meets is launched."""
 
 import abc
 import dataclasses
@@ -12,7 +12,7 @@ from tilewright.kernels.cuda.toolchain import HeaderPackage
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
-# Field names that mean something else in the generated C++; of its other words nvcc tells.
+# Field names with another meaning in the generated C++; nvcc reports other clashes.
 _TAKEN = frozenset({"default", "double", "float", "int", "long", "new", "register", "short", "signed", "unsigned"})
 _TAKEN |= {"describe", "kFieldCount", "problem", "text", "unpack", "values"}
 
@@ -40,26 +40,26 @@ class Variant(abc.ABC):
     @property
     @abc.abstractmethod
     def sort_key(self) -> tuple[Any, ...]:
-        """Variants are tried in ascending order of it."""
+        """The key by which variants are sorted; they are tried in ascending order."""
 
     @property
     @abc.abstractmethod
     def arch_range(self) -> tuple[int, int]:
-        """The compute capabilities, times ten, that it is for: from the first up to, not including, the second."""
+        """The range of compute capabilities, times ten: from the first up to, not including, the second."""
 
     @property
     @abc.abstractmethod
     def requirements(self) -> tuple[Predicate, ...]:
-        """What must hold, beside the compute capability."""
+        """The requirements besides the compute capability."""
 
     def runs_on(self, capability: int) -> bool:
-        """Whether it is for a compute capability, such as 90."""
+        """True if it is for a compute capability, such as 90."""
         low, high = self.arch_range
         return low <= capability < high
 
 
 def instance(template: str, *arguments: bool | int | str) -> str:
-    """A template with its arguments as C++ writes it: ``instance("RmsNorm", "float", 256, True)``."""
+    """Writes a template with its arguments in C++: ``instance("RmsNorm", "float", 256, True)``."""
     written = (str(each).lower() if isinstance(each, bool) else str(each) for each in arguments)
     return f"{template}<{', '.join(written)}>"
 
@@ -71,12 +71,12 @@ class VariantTable:
     Attributes:
       name: an identifier, part of file and FFI target names.
       header: the ``.cuh`` file with the classes of the variants. Everything that it includes from ``include_folders``,
-        ``packages`` or beside itself is part of what a build is known by.
-      fields: names of the integers that describe a problem, in the order in which C++ gets them.
+        ``packages`` or its own folder is part of the build's key.
+      fields: names of the integers that describe a problem, in the order in which C++ receives them.
       include_folders: further folders of headers.
-      packages: headers that come with CUDA or with a wheel.
+      packages: headers that come with CUDA or in a wheel.
       flags: further flags for nvcc; commas split the values of ``-D``.
-      memory_per_job: bytes that the compiler takes for one group at most.
+      memory_per_job: maximum bytes of memory that the compiler needs for one group.
     """
 
     name: str
@@ -115,7 +115,7 @@ class VariantTable:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups, in the order in which the first of their variants is tried."""
+        """The groups, in the order of their first variants."""
         return tuple(dict.fromkeys(variant.group for variant in self.variants))
 
     def in_group(self, group: str) -> tuple[Variant, ...]:
@@ -130,7 +130,7 @@ class VariantTable:
         return found
 
     def groups_for(self, capability: int) -> tuple[str, ...]:
-        """The groups with anything for a compute capability, such as 90."""
+        """The groups with variants for a compute capability, such as 90."""
         return tuple(dict.fromkeys(variant.group for variant in self.for_capability(capability)))
 
     def for_capability(self, capability: int) -> tuple[Variant, ...]:
@@ -138,11 +138,11 @@ class VariantTable:
         return tuple(variant for variant in self.variants if variant.runs_on(capability))
 
 
-def _check_names(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
+def _check_names(kind: str, names: Iterable[str]) -> None:
+    known: set[str] = set()
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"the name of a {what} must be an identifier, got {name!r}")
-        if name in seen:
-            raise ValueError(f"there are two {what}s of the name {name!r}")
-        seen.add(name)
+            raise ValueError(f"the name of a {kind} must be an identifier, got {name!r}")
+        if name in known:
+            raise ValueError(f"there are two {kind}s of the name {name!r}")
+        known.add(name)

@@ -1,4 +1,4 @@
-"""The CUDA compiler and the headers that kernels include; what is missing is a reason, never an error on import."""
+"""The CUDA compiler and the headers that kernels include; a missing one is a reason, never an error on import."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ import jax
 
 _INCLUDE = Path(__file__).with_name("include")
 
-# Where wheels put a CUDA installation: those for CUDA 13 all into one folder, those for 12 each into its own. NVIDIA's
-# wheel of nvcc for CUDA 12 holds ptxas without nvcc; others may hold both.
+# Folders of CUDA installations in wheels: the wheels for CUDA 13 share one folder, those for CUDA 12 have one each.
+# NVIDIA's nvcc wheel for CUDA 12 holds ptxas without nvcc; others may hold both.
 _WHEEL_ROOTS = ("nvidia/cu13", "nvidia/cuda_nvcc")
 
 FLAGS = (
@@ -23,10 +23,10 @@ FLAGS = (
     "-std=c++17",
     "--expt-relaxed-constexpr",
     "-shared",
-    # Hidden, or two groups' statics of the same template (which kernel has its attribute set) would be merged.
+    # Hidden: otherwise two groups' statics of the same template (which kernel has its attribute set) would be merged.
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
-    # And the static CUDA runtime stays the object's own beside whatever other runtime the process has loaded.
+    # Keeps the static CUDA runtime private to the object, whatever other runtime the process has loaded.
     "-Xlinker",
     "--exclude-libs=ALL",
     # Warnings from within XLA's FFI headers.
@@ -37,16 +37,16 @@ FLAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeaderPackage:
-    """Headers that a wheel brings.
+    """Headers from a wheel.
 
     Attributes:
-      name: what people call it.
-      distribution: what to install.
-      roots: where it may be, relative to the folders in which Python looks for modules.
+      name: the common name.
+      distribution: the distribution to install.
+      roots: its possible folders, relative to the folders in which Python looks for modules.
       folders: include folders, relative to the root.
       probe: a header that must be in the first folder.
-      in_cuda: it may also be among CUDA's own headers.
-      includes_cccl: its headers include CUDA's C++ library, which refuses a CUDA of another version than nvcc's.
+      in_cuda: True if it may also be among CUDA's own headers.
+      includes_cccl: True if its headers include CUDA's C++ library, which requires nvcc of the same CUDA version.
     """
 
     name: str
@@ -64,11 +64,11 @@ CURAND = HeaderPackage(
 
 
 CUTLASS_TYPES = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
-"""Element types as CUTLASS's templates take them, by short name."""
+"""Element types as arguments of CUTLASS's templates, by short name."""
 
 
 def cutlass(*folders: str) -> HeaderPackage:
-    """CUTLASS's headers, and further folders of its source tree, such as "examples/41_fused_multi_head_attention"."""
+    """CUTLASS's headers, with further folders of its source tree, such as "examples/41_fused_multi_head_attention"."""
     included = ("include", "tools/util/include", *folders)
     roots = ("cutlass_library/source",)
     return HeaderPackage("CUTLASS", "nvidia-cutlass", roots, included, "cutlass/cutlass.h", includes_cccl=True)
@@ -79,8 +79,8 @@ class Compiler:
     """An nvcc that runs here.
 
     Attributes:
-      root: the folder of the CUDA installation that it belongs to.
-      version: such as "13.0.88".
+      root: the folder of its CUDA installation.
+      version: the version, such as "13.0.88".
       capabilities: the compute capabilities, times ten, for which it compiles.
       host: the first line of the host compiler's version.
     """
@@ -93,13 +93,13 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """What the compiled code depends on."""
+        """Everything about the compiler that the compiled code depends on."""
         further = (os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
         return "; ".join(part for part in (f"nvcc {self.version}", self.host, *further) if part)
 
 
 def find_compiler() -> Compiler | None:
-    """The nvcc of CUDA_HOME or CUDA_PATH, on PATH, or of a wheel; ``None`` if none of them runs."""
+    """The nvcc of CUDA_HOME or CUDA_PATH, on PATH, or in a wheel; ``None`` if none of them runs."""
     names = ("CUDA_HOME", "CUDA_PATH", "PATH", "NVCC_CCBIN")
     return _find_compiler(tuple(os.environ.get(name, "") for name in names), tuple(sys.path))
 
@@ -108,7 +108,7 @@ def find_compiler() -> Compiler | None:
 def _find_compiler(environment: tuple[str, ...], path: tuple[str, ...]) -> Compiler | None:
     host = _host_compiler(environment[-1])
     for nvcc in _candidates(environment[:2]):
-        compiler = _ask(nvcc, host)
+        compiler = _query(nvcc, host)
         if compiler is not None:
             return compiler
     return None
@@ -126,12 +126,12 @@ def _on_python_path(relative: Iterable[str]) -> Iterator[Path]:
     yield from (Path(entry, part) for part in relative for entry in sys.path if entry and Path(entry, part).is_dir())
 
 
-def _ask(nvcc: Path, host: str) -> Compiler | None:
+def _query(nvcc: Path, host: str) -> Compiler | None:
     version = re.search(r"\bV(\d+(?:\.\d+)+)", _output(nvcc, "--version"))
     if version is None:
         return None
     known = re.findall(r"compute_(\d+)\b", _output(nvcc, "--list-gpu-arch"))
-    # nvcc prints where it thinks it is, which finds the installation behind a script that only calls it.
+    # nvcc prints its own location, which finds the installation even if a script only calls nvcc.
     top = re.search(r"^#\$ TOP=(.*)$", _output(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE)
     root = Path(top[1]) if top else nvcc.resolve().parent.parent
     return Compiler(nvcc, Path(os.path.normpath(root)), version[1], frozenset(map(int, known)), host)
@@ -146,9 +146,9 @@ def _output(*command: str | Path) -> str:
 
 
 def _host_compiler(given: str) -> str:
-    """The first line of its version; empty if there is none."""
+    """The first line of the host compiler's version; empty without a host compiler."""
     name = given or "g++"
-    if os.path.isdir(name):  # nvcc takes a folder too
+    if os.path.isdir(name):  # nvcc accepts a folder too
         name = os.path.join(name, "g++")
     return _output(name, "--version").partition("\n")[0].strip() if shutil.which(name) else ""
 
@@ -173,19 +173,19 @@ def missing(capability: int | None, packages: Sequence[HeaderPackage] = ()) -> l
         if package_folders(package, compiler) is None:
             reasons.append(f"the headers of {package.name} are missing: pip install {package.distribution}")
     headers = headers_version(compiler.root)
-    mine = tuple(map(int, compiler.version.split(".")[:2]))
-    if headers and headers != mine and any(package.includes_cccl for package in packages):
-        named = f"{headers[0]}.{headers[1]}"
+    compiler_release = tuple(map(int, compiler.version.split(".")[:2]))
+    if headers and headers != compiler_release and any(package.includes_cccl for package in packages):
+        release = f"{headers[0]}.{headers[1]}"
         reasons.append(
-            f"nvcc {compiler.version} and the CUDA headers beside it ({named}) are of two releases, which CUTLASS "
-            f"refuses: pip install 'cuda-toolkit[nvcc,cudart,cccl]=={named}.*'"
+            f"nvcc {compiler.version} and the CUDA headers beside it ({release}) are of two releases, which CUTLASS "
+            f"refuses: pip install 'cuda-toolkit[nvcc,cudart,cccl]=={release}.*'"
         )
     return reasons
 
 
 @functools.cache
 def headers_version(root: Path) -> tuple[int, int] | None:
-    """Such as (13, 2), of the CUDA headers in an installation and so of its runtime; None if it cannot be told."""
+    """The version of the CUDA headers, and so of the runtime, in an installation, such as (13, 2); None if unknown."""
     try:
         text = (root / "include" / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -195,7 +195,7 @@ def headers_version(root: Path) -> tuple[int, int] | None:
 
 
 def package_folders(package: HeaderPackage, compiler: Compiler | None = None) -> tuple[Path, ...] | None:
-    """The include folders of a package that is installed, none if they are CUDA's own, else ``None``."""
+    """The include folders of an installed package, an empty tuple if they are CUDA's own, ``None`` if it is missing."""
     for root in _on_python_path(package.roots):
         folders = tuple(Path(os.path.normpath(root / folder)) for folder in package.folders)
         if (folders[0] / package.probe).is_file() and all(folder.is_dir() for folder in folders):
@@ -213,13 +213,13 @@ def own_folders() -> tuple[Path, ...]:
 def command(
     compiler: Compiler, target: str, folders: Iterable[Path], packages: Iterable[HeaderPackage], flags: Iterable[str]
 ) -> list[str]:
-    """The call of nvcc for a target such as "90a", less the source and the output."""
+    """nvcc's command line for a target such as "90a", without source and output."""
     digits = target.rstrip("a")
     line = [str(compiler.nvcc), *FLAGS, "-gencode", f"arch=compute_{target},code=sm_{target}"]
     line += [f"-DTILEWRIGHT_ARCH={digits}", *flags]
     line += [f"-I{folder}" for folder in (*own_folders(), *folders)]
     for package in packages:
-        # After nvcc's own headers: a wheel's folder may hold those of another CUDA as well.
+        # After nvcc's own headers, since a wheel's folder may also hold those of another CUDA.
         line += [part for folder in package_folders(package, compiler) or () for part in ("-isystem", str(folder))]
     line += [f"-L{folder}" for folder in [compiler.root / "lib"] if folder.is_dir()]  # a wheel has no lib64
     return line

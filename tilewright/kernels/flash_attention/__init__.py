@@ -1,1 +1,1 @@
-"""Flash attention: the op, its oracle, and its backends, one file each."""
+"""Flash attention: the op, its oracle, and its backends, one file or folder each."""

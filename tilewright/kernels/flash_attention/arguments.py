@@ -1,6 +1,6 @@
-"""Checks of the arguments of ``flash_attention`` alone, and the canonical form that every backend reads.
+"""Checks of arguments specific to ``flash_attention``, and their canonical forms for every backend.
 
-Only types, shapes and dtypes are looked at, so all of it works on tracers and on ``jax.ShapeDtypeStruct``.
+Only types, shapes and dtypes are read, so that all of it works on tracers and on ``jax.ShapeDtypeStruct``.
 """
 
 import numbers
@@ -16,7 +16,7 @@ type CausalAlignment = Literal["top_left", "bottom_right"]
 
 
 def query_key_value(query: object, key: object, value: object) -> tuple[Any, Any, Any, bool]:
-    """The three arrays with a batch dimension, and whether it had to be added."""
+    """The three arrays with a batch dimension, and True if it had to be added."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     shapes = f"{query.shape=}, {key.shape=}, {value.shape=}"
     rank = len(query.shape)
@@ -49,7 +49,7 @@ def query_key_value(query: object, key: object, value: object) -> tuple[Any, Any
 
 
 def score_array(name: str, array: object, scores: tuple[int, int, int, int]) -> jax.Array:
-    """An array that is broadcastable to the scores' shape, with rank 4."""
+    """An array of rank 4 that broadcasts to the scores' shape."""
     array = as_array(name, array)
     shape = array.shape
     padded = (1,) * (4 - len(shape)) + tuple(shape)
@@ -71,14 +71,14 @@ def bias_array(bias: object, scores: tuple[int, int, int, int]) -> jax.Array:
 
 
 def alignment(causal_alignment: object) -> bool:
-    """Whether the last query is aligned with the last key."""
+    """True if the last query is aligned with the last key."""
     if causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"{causal_alignment=} must be 'top_left' or 'bottom_right'")
     return causal_alignment == "bottom_right"
 
 
 def dropout(dropout_prob: object, dropout_seed: object) -> tuple[float, Any]:
-    """The probability, and the seed as ``uint32[2]``, None where nothing is dropped."""
+    """The probability, and the seed as ``uint32[2]``, None without dropout."""
     prob = number("dropout_prob", dropout_prob)
     if not 0.0 <= prob < 1.0:
         raise ValueError(f"dropout_prob must be in [0, 1), got {dropout_prob=}")
@@ -89,13 +89,13 @@ def dropout(dropout_prob: object, dropout_seed: object) -> tuple[float, Any]:
 
 
 def seed_words(seed: object) -> Any:
-    """Two uint32 words: of a 64-bit integer the high and the low one, of a key the first two."""
+    """Two uint32 words: the high and low word of a 64-bit integer, or the first two words of a key."""
     message = f"dropout_seed must be an integer, an integer scalar, uint32[2], or a jax.random key, got {seed!r}"
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool | np.bool_):
         if not -(1 << 63) <= int(seed) < 1 << 64:
             raise ValueError(f"dropout_seed must fit in 64 bits, got {seed=}")
         low, high = int(seed) & 0xFFFFFFFF, (int(seed) >> 32) & 0xFFFFFFFF
-        # An array rather than a static value: a new seed for each step must not compile each step anew.
+        # An array rather than a static value: a new seed for each step must not recompile the step.
         return np.array([high, low], np.uint32)
     if not isinstance(seed, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(message)
@@ -113,7 +113,7 @@ def seed_words(seed: object) -> Any:
 
 
 def _scalar_words(seed: jax.Array) -> Any:
-    """The same words as of the Python integer."""
+    """The words of an integer array, equal to those of the same Python integer."""
     if seed.dtype.itemsize == 8:
         high = seed >> 32
     else:

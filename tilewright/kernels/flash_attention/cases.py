@@ -1,4 +1,4 @@
-"""Named calls of flash attention: what tests, tuning and benchmarks run."""
+"""Named calls of flash attention, for tests, tuning and benchmarks."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ MAX_SEQUENCES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionCase(Case):
-    """The sizes and options of one call, from which its arrays can be drawn.
+    """The sizes and options of one call, from which random arrays can be made.
 
     Attributes:
-      bias, mask: the dimensions in which the array is full, of "bhqk", such as "hqk"; None for no array.
-      bias_dtype: the query's if ``None``.
+      bias, mask: the dimensions of "bhqk" that the array has, such as "hqk"; None for no array.
+      bias_dtype: the bias's dtype, the query's if ``None``.
       sinks: extra logits per head.
-      segments, lengths: whether the batch has segment ids, or lengths of its own.
-      packed: whether the row is several sequences laid end to end, with a rest that belongs to none.
+      segments, lengths: True if the batch has segment ids, or per-element lengths.
+      packed: True if the row holds several sequences laid end to end, with a rest that belongs to none.
     """
 
     batch: int = 1
@@ -62,11 +62,11 @@ class AttentionCase(Case):
 
     @property
     def tolerance_factor(self) -> float:
-        """How many times the error of the oracle in the input dtype a backend may make."""
+        """The allowed error of a backend as a multiple of the oracle's error in the input dtype."""
         return 2.0 if self.logits_soft_cap is None else 3.0
 
     def arguments(self, seed: int = 0) -> Arguments:
-        """``(query, key, value)`` and the keyword arguments of ``flash_attention``; a tenth of a mask is False."""
+        """Makes ``(query, key, value)`` and the keywords of ``flash_attention``; a tenth of a mask is False."""
         random = np.random.default_rng(seed)
         batch, heads, q_length, kv_length = self.score_shape
         kv_heads = self.kv_heads or heads
@@ -110,7 +110,7 @@ class AttentionCase(Case):
 
 
 def _boundaries(random: np.random.Generator, length: int) -> jax.Array:
-    """Ends of sequences that leave up to an eighth of the row to none of them."""
+    """Boundaries of sequences that leave up to an eighth of the row unassigned."""
     covered = length - int(random.integers(math.ceil(length / 8) + 1)) if length else 0
     inner = np.sort(random.integers(0, covered + 1, MAX_SEQUENCES - 1))
     return jnp.asarray([0, *inner, covered], jnp.int32)
@@ -133,7 +133,7 @@ CPU_CASES = _named(
     AttentionCase("causal_short", batch=8, q_length=256, causal=True),
     AttentionCase("decode", batch=8, q_length=1, kv_length=2048, kv_heads=2),
 )
-"""What a benchmark runs on a CPU, each in seconds."""
+"""The cases that a benchmark runs on a CPU, each in seconds."""
 
 
 def _hopper(name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> AttentionCase:
@@ -160,9 +160,9 @@ HOPPER_CASES = _named(
     _hopper("causal_4k_d64", 4, 4096, 32, 32, 64),
     _hopper("causal_4k_d256", 4, 4096, 8, 8, 256),
 )
-"""What a Hopper GPU is measured on, each against its fastest peers."""
+"""The cases measured on a Hopper GPU, each against its fastest peers."""
 
-# The fields of a case that jax.nn.dot_product_attention has a place for, and what it calls them.
+# The fields of a case that jax.nn.dot_product_attention supports, and its names for them.
 _EXPRESSIBLE = {
     "name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal", "sliding_window",
     "softmax_scale", "bias", "mask", "lengths",
@@ -171,7 +171,7 @@ _RENAMED = {"causal": "is_causal", "softmax_scale": "scale", "sliding_window": "
 
 
 def jax_attention(case: AttentionCase) -> Peer | str:
-    """``jax.nn.dot_product_attention`` with our names, or why it cannot do the case."""
+    """``jax.nn.dot_product_attention`` with our argument names, or the reason why it cannot run the case."""
     changed = [
         field.name
         for field in dataclasses.fields(case)
@@ -185,7 +185,7 @@ def jax_attention(case: AttentionCase) -> Peer | str:
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         renamed = {_RENAMED.get(name, name): value for name, value in kwargs.items()}
-        if isinstance(window, int):  # ours looks back only, when causal; an int of JAX's always looks both ways
+        if isinstance(window, int):  # with causal our int window looks back only; JAX's always looks both ways
             renamed["local_window_size"] = (window, 0 if case.causal else window)
         return jax.nn.dot_product_attention(*args, **renamed)
 
@@ -193,7 +193,7 @@ def jax_attention(case: AttentionCase) -> Peer | str:
 
 
 _SMALL = AttentionCase("small", batch=2, q_length=128, heads=4, kv_heads=2, head_dim=64, causal=True)
-# Of what models are run in: some backends have nothing else.
+# A dtype and size that models use: some backends support nothing else.
 _OPTION = AttentionCase("", batch=2, q_length=256, heads=4, dtype="bfloat16")
 
 CASES = OpCases(

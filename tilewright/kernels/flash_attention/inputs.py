@@ -1,4 +1,4 @@
-"""What every backend of flash attention is given: canonical arrays, one mask, static options."""
+"""The inputs of every flash attention backend: canonical arrays, one mask, static options."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from tilewright.kernels.masks import Mask
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The options of a call that are values, not arrays."""
+    """The options of a call that are static values, not arrays."""
 
     softmax_scale: float
     logits_soft_cap: float | None = None
@@ -25,10 +25,10 @@ class AttentionOptions:
 class AttentionInputs:
     """A call after ``prepare``; shapes and dtypes hold without further checks.
 
-    All of causal, window, segments, lengths, packed lengths and an explicit mask are folded into ``mask``
-    (``None``: every position attends). ``bias`` has rank 4, each dimension full or 1. ``dropout_origin`` is the place
-    of the first batch element and the first query head in the whole call, where these arrays are a device's part of
-    it: dropout counts from there.
+    Causality, window, segments, lengths, packed lengths and an explicit mask are all folded into ``mask`` (``None``:
+    every position is visible). ``bias`` has rank 4, each dimension full or 1. If these arrays are a device's part of a
+    call, ``dropout_origin`` holds the indices of the first batch element and query head in the whole call, from which
+    the dropout generator counts.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
@@ -43,7 +43,7 @@ class AttentionInputs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query, no key, or nothing in either."""
+        """True if there are no queries or no keys, or they have no elements."""
         return 0 in (*self.query.shape, *self.value.shape)
 
 
@@ -55,7 +55,7 @@ jax.tree_util.register_dataclass(
 
 
 def dropout_keys(inputs: AttentionInputs) -> UInt32[Array, "batch heads 2"] | None:
-    """The generator's key of every head, where anything is dropped."""
+    """The dropout generator's key of every head; None without dropout."""
     if inputs.dropout_seed is None or not inputs.options.dropout_prob:
         return None
     batch, _, heads, _ = inputs.query.shape

@@ -1,4 +1,4 @@
-"""Masks taken apart for backends without masks as objects: a band, rows of segments and positions, a matrix."""
+"""Decomposes masks for backends without mask objects: a band, rows of segments and positions, a matrix."""
 
 import dataclasses
 import functools
@@ -14,17 +14,17 @@ from tilewright.kernels.flash_attention.masking import Band, intersection, split
 from tilewright.kernels.masks import AndMask, BandMask, LengthMask, Mask, SegmentMask, TileClass, TileGrid, members
 
 RANGE_TILE = 64
-"""Queries, or keys, that an entry of the ranges speaks of; ``kRangeQueries`` in ``cuda/attention.cuh``."""
+"""Number of queries, or keys, per entry of the ranges; ``kRangeQueries`` in ``cuda/attention.cuh``."""
 
 _LIMITS = np.iinfo(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskParts:
-    """A mask taken apart; its leaves may be arrays, tracers or ``ShapeDtypeStruct``.
+    """A decomposed mask; its leaves may be arrays, tracers or ``ShapeDtypeStruct``.
 
-    A key is visible iff its position minus the query's is in ``band``, their segments are equal, both are inside their
-    lengths, and ``matrix`` says so. Without ``positions`` a position is an index.
+    A key is visible iff the difference of its and the query's position is in ``band``, their segments are equal, both
+    are within their lengths, and ``matrix`` is True. Without ``positions`` a position is an index.
     """
 
     band: Band
@@ -35,15 +35,15 @@ class MaskParts:
 
     @classmethod
     def of(cls, mask: Mask | None) -> "MaskParts":
-        """What fits the form of rows as that, all else as a matrix."""
+        """Decomposes a mask: one segment, position and length term each as rows, all other terms as a matrix."""
         band, rest = split_mask(mask)
         parts = members(rest, AndMask)
         segments = [part for part in parts if isinstance(part, SegmentMask)][:1]
         lengths = [part for part in parts if isinstance(part, LengthMask)]
         positions = [part for part in parts if isinstance(part, BandMask)][:1]
-        others = [part for part in parts if not any(part is taken for taken in (*segments, *lengths, *positions))]
+        others = [part for part in parts if not any(part is used for used in (*segments, *lengths, *positions))]
         if positions:
-            if band != Band():  # of indices, beside one of positions
+            if band != Band():  # a band of indices, beside one of positions
                 others.append(_static_band(mask))
             band = intersection(positions)
         return cls(
@@ -56,11 +56,11 @@ class MaskParts:
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything is said of single queries and keys."""
+        """True if there are terms for single queries and keys."""
         return self.segments is not None or self.positions is not None or bool(self.lengths)
 
-    def beyond_bands_and_lengths(self) -> list[str]:
-        """Why a backend cannot serve the mask that has bands of indices and lengths only; empty if it can."""
+    def unsupported_terms(self) -> list[str]:
+        """Reasons why a backend with only bands of indices and lengths cannot apply the mask; empty if it can."""
         reasons = []
         if self.segments is not None:
             reasons.append("has no segments, of which packed sequences are made as well")
@@ -71,13 +71,14 @@ class MaskParts:
         return reasons
 
     def rows(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
-        """``[batch|1, 2, length]`` int32 of queries and of keys: segments, then positions."""
+        """The rows of queries and of keys, ``[batch|1, 2, length]`` int32: segments, then positions."""
         q_segments = kv_segments = jnp.zeros((1, 1), jnp.int32)
         if self.segments is not None:
             q_segments, kv_segments = self.segments.q_segment_ids, self.segments.kv_segment_ids
         q_positions = None if self.positions is None else self.positions.q_positions
         kv_positions = None if self.positions is None else self.positions.kv_positions
-        # Outside its length a query is beyond all keys and a key before all queries, by more than any band is wide.
+        # A query outside its length gets a position after all keys and such a key one before all queries, outside of
+        # any band.
         queries = _rows(q_segments, q_positions, [part.q_lengths for part in self.lengths], q_length, _LIMITS.max)
         keys = _rows(kv_segments, kv_positions, [part.kv_lengths for part in self.lengths], kv_length, _LIMITS.min)
         return queries, keys
@@ -102,22 +103,22 @@ def _rows(segments: jax.Array, positions: jax.Array | None, lengths: list[Any], 
 def visible_ranges(mask: Mask, q_length: int, kv_length: int, *, transposed: bool = False) -> Any:
     """``[batch|1, heads|1, tiles, 2]`` int32: the first and the end of the keys that a tile of queries may see.
 
-    Transposed, of the queries that may see a tile of keys. Empty ranges are ``(length, 0)``, so that the union of
-    several is their least and greatest.
+    Transposed: of the queries that may see a tile of keys. An empty range is ``(length, 0)``, so that a union of ranges
+    is the minimum and maximum of their ends.
     """
     classes = mask.classify(TileGrid(q_length, kv_length, RANGE_TILE, RANGE_TILE))
-    seen = jnp.asarray(classes) != TileClass.EMPTY
-    seen, length = (seen.swapaxes(2, 3), q_length) if transposed else (seen, kv_length)
-    count = seen.shape[3]
-    first = jnp.argmax(seen, axis=3) * RANGE_TILE
-    end = jnp.minimum((count - jnp.argmax(seen[..., ::-1], axis=3)) * RANGE_TILE, length)
-    anything = seen.any(axis=3)
-    ranges = jnp.stack([jnp.where(anything, first, length), jnp.where(anything, end, 0)], axis=-1)
+    visible = jnp.asarray(classes) != TileClass.EMPTY
+    visible, length = (visible.swapaxes(2, 3), q_length) if transposed else (visible, kv_length)
+    count = visible.shape[3]
+    first = jnp.argmax(visible, axis=3) * RANGE_TILE
+    end = jnp.minimum((count - jnp.argmax(visible[..., ::-1], axis=3)) * RANGE_TILE, length)
+    any_visible = visible.any(axis=3)
+    ranges = jnp.stack([jnp.where(any_visible, first, length), jnp.where(any_visible, end, 0)], axis=-1)
     return ranges.astype(jnp.int32)
 
 
 def score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
-    """The arrays that tell of logits, all but the sinks; None where the call has no such."""
+    """The arrays that determine the logits, except the sinks; None for those that a call does not have."""
     q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     parts = MaskParts.of(inputs.mask)
     q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)

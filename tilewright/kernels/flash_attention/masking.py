@@ -1,4 +1,4 @@
-"""Folds everything that hides a key from a query into one mask, and takes the static bands out of one."""
+"""Folds everything that masks a key for a query into one mask, and extracts a mask's static bands."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ from tilewright.kernels.masks import (
 )
 
 FAR = 1 << 30
-"""Beyond every difference of positions: an absent bound."""
+"""A bound beyond every difference of positions, meaning no bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Band:
-    """``lowest <= key - query <= highest``, both inclusive; what all static bands of a mask leave."""
+    """The intersection of a mask's static bands: ``lowest <= key - query <= highest``, both inclusive."""
 
     lowest: int = -FAR
     highest: int = FAR
@@ -39,7 +39,7 @@ class Band:
 
 
 def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
-    """The static bands of a mask as one, and the rest of it, which they are combined with by AND."""
+    """The intersection of a mask's static bands, and the rest of the mask, to be combined by AND."""
     parts = members(mask, AndMask)
     bands = [part for part in parts if isinstance(part, BandMask) and part.is_static]
     rest = [part for part in parts if not (isinstance(part, BandMask) and part.is_static)]
@@ -47,7 +47,7 @@ def split_mask(mask: Mask | None) -> tuple[Band, Mask | None]:
 
 
 def intersection(bands: Iterable[BandMask]) -> Band:
-    """What several bands leave, whatever positions they are of."""
+    """The intersection of several bands, whatever positions they refer to."""
     bounds = [band.difference_bounds for band in bands]
     return Band(
         max([-FAR, *(min(low, FAR) for low, _ in bounds if low is not None)]),
@@ -57,7 +57,7 @@ def intersection(bands: Iterable[BandMask]) -> Band:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoreShape:
-    """``[batch, heads, q_length, kv_length]``; ``unbatched`` if the caller's arrays lack the first."""
+    """The shape ``[batch, heads, q_length, kv_length]``; ``unbatched`` if the caller's arrays lack the batch."""
 
     batch: int
     heads: int
@@ -72,14 +72,14 @@ class ScoreShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the queries stand among the keys: a static offset, or ``[batch, q_length]`` positions."""
+    """The queries' positions among the keys: a static offset, or ``[batch, q_length]`` positions."""
 
     offset: int = 0
     q_positions: jax.Array | None = None
 
 
 type Pair = tuple[object, object]
-"""What a call gives of queries and of keys: each an array, or None."""
+"""A call's arrays for queries and for keys, each an array or None."""
 
 
 def call_mask(
@@ -93,12 +93,12 @@ def call_mask(
     lengths: Pair,
     cum_seqlens: Pair,
 ) -> Mask | None:
-    """The conjunction of all that a call asks for; None where every key is visible."""
+    """The conjunction of everything that a call masks; None if every key is visible."""
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
     banded = causal or left is not None or right is not None
     parts: list[Mask] = []
     positions = _bottom_right(shape) if bottom_right else Positions()
-    if _given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
+    if _is_given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
         if any(array is not None for array in (*segment_ids, *lengths)):
             raise ValueError(
                 "cum_seqlens_q and cum_seqlens_k already say where each sequence begins and ends: leave out "
@@ -106,7 +106,7 @@ def call_mask(
             )
         packed, positions = _packed(shape, cum_seqlens, bottom_right)
         parts.append(packed)
-    if _given("q_segment_ids", "kv_segment_ids", segment_ids):
+    if _is_given("q_segment_ids", "kv_segment_ids", segment_ids):
         parts.append(_segments(shape, segment_ids))
     if any(array is not None for array in lengths):
         length_mask = _lengths(shape, lengths)
@@ -122,8 +122,8 @@ def call_mask(
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _given(q_name: str, kv_name: str, pair: Pair) -> bool:
-    """Whether both of a pair are there; it is an error if only one is."""
+def _is_given(q_name: str, kv_name: str, pair: Pair) -> bool:
+    """True if both of a pair are given; an error if only one is."""
     missing = [name for name, array in zip((q_name, kv_name), pair, strict=True) if array is None]
     if len(missing) == 1:
         raise ValueError(f"{q_name} and {kv_name} belong together, got {missing[0]}=None; repeat it for self-attention")
@@ -158,16 +158,16 @@ def _lengths(shape: ScoreShape, lengths: Pair) -> LengthMask:
 
 
 def _bottom_right(shape: ScoreShape) -> Positions:
-    """Positions that put the last query at the last key."""
+    """Positions that align the last query with the last key."""
     offset = shape.kv_length - shape.q_length
     if isinstance(offset, int):
         return Positions(offset)
-    # Of symbolic dimensions, which no static mask can hold.
+    # Symbolic dimensions, which no static mask can hold.
     return Positions(0, (jnp.arange(shape.q_length, dtype=jnp.int32) + jnp.asarray(offset, jnp.int32))[None])
 
 
 def _aligned_ends(shape: ScoreShape, mask: LengthMask) -> Positions:
-    """Positions that put each batch element's last query at its last key."""
+    """Positions that align each batch element's last query with its last key."""
 
     def compute(q_lengths, kv_lengths):
         q_ends = shape.q_length if q_lengths is None else q_lengths
@@ -183,7 +183,7 @@ def _positions_from_ends(q_ends: int | jax.Array, kv_ends: int | jax.Array, q_le
 
 
 def _packed(shape: ScoreShape, cum_seqlens: Pair, bottom_right: bool) -> tuple[SegmentMask, Positions]:
-    """Segments and positions of sequences laid end to end; what lies outside them attends to nothing."""
+    """Segments and positions of sequences laid end to end; tokens outside of them are fully masked."""
     if shape.batch != 1:
         raise ValueError(f"cum_seqlens_q and cum_seqlens_k want all sequences in one row, got {shape.batch=}")
     q_bounds, kv_bounds = (
@@ -201,7 +201,7 @@ def _packed(shape: ScoreShape, cum_seqlens: Pair, bottom_right: bool) -> tuple[S
         _packed_arrays, q_length=shape.q_length, kv_length=shape.kv_length, bottom_right=bottom_right
     )
     q_ids, kv_ids, q_positions = arguments.apply(compute, q_bounds, kv_bounds)
-    # In self-attention each query already stands at its key: no array, so that tiles are classified while tracing.
+    # In self-attention the positions are the indices: without an array, tiles can be classified while tracing.
     same = cum_seqlens[0] is cum_seqlens[1]
     return SegmentMask(q_ids, kv_ids), Positions(0, None if same else q_positions)
 
@@ -212,7 +212,8 @@ def _packed_arrays(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Segment ids of both sides, and the positions of the queries among all the keys.
 
-    Ids count the sequences; past the last boundary they are two different numbers above, so that ids stay sorted.
+    Ids number the sequences. Beyond the last boundary, queries and keys get two different larger ids, so that ids stay
+    sorted and do not match.
     """
     count = q_bounds.shape[0] - 1
     rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Flash attention: the argument list, and what all its backends share."""
+"""Flash attention: the argument list, and the parts that all its backends share."""
 
 import math
 from collections.abc import Mapping
@@ -40,13 +40,14 @@ type LogSumExp = Float[Array, "*batch heads q_length"]
 type Results = tuple[Output, LogSumExp]
 
 BACKWARD_FLOPS = 2.5
-"""Matrix products of the backward pass per one of the forward: five to two."""
+"""Matmul FLOPs of the backward pass relative to the forward pass: five matmuls to two."""
 
 MAX_LOGIT_BYTES = 2 << 30
-"""Of a call's logits in float32: the oracle of more is that of parts, for it holds several arrays of that size."""
+"""Maximum bytes of a call's float32 logits for the oracle of the whole call, which holds several such arrays.
+"""
 
 COST_BLOCK = 64
-"""Tile size with which the visible part of a mask is counted."""
+"""Tile size at which the visible share of a mask is counted."""
 
 
 @stable_id(
@@ -81,7 +82,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
                 lazy("tilewright.kernels.flash_attention.cudnn.backend:CudnnFlashAttention"),
                 lazy("tilewright.kernels.flash_attention.fa4.backend:Fa4FlashAttention"),
                 lazy("tilewright.kernels.flash_attention.xla.backend:XlaFlashAttention"),
-                # Proven by an emulation alone so far: what nobody asked for or measured does not run by it.
+                # Tested in an emulation only so far: runs only if it is named or measured as the fastest.
                 lazy("tilewright.kernels.flash_attention.triton.backend:TritonFlashAttention"),
             ),
         )
@@ -113,10 +114,10 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         platform: PlatformOption = None,
         cfg: object = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Checks a call and gives ``(query, key, value, bias, mask, softmax_aux)`` and the options, canonical.
+        """Checks a call; returns ``(query, key, value, bias, mask, softmax_aux)`` and the options in canonical form.
 
-        Everything that hides a key from a query becomes one mask. Arrays keep their values and are not copied;
-        those without a batch dimension get one, which ``outputs`` takes away again.
+        Everything that masks a key for a query is combined into one mask. Arrays keep their values and are not copied;
+        those without a batch dimension get one, which ``outputs`` removes.
         """
         queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
@@ -164,18 +165,18 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         precision: object,
         **_: Any,
     ) -> AttentionInputs:
-        """Prepared arguments as the backends take them."""
+        """The prepared arguments in the form that backends take."""
         options = AttentionOptions(softmax_scale, logits_soft_cap, dropout_prob, precision)
         return AttentionInputs(query, key, value, bias, mask, softmax_aux, dropout_seed, options)
 
     def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
-        """The sizes of prepared arguments, abstract or not."""
+        """The sizes of prepared arguments, abstract or concrete."""
         return AttentionProblem.of(self.inputs(*args, **kwargs), lse_wanted=kwargs["return_lse"])
 
     def outputs(
         self, inputs: AttentionInputs, results: Results, *, return_lse: bool, unbatched: bool, **_: Any
     ) -> Output | Results:
-        """What the caller gets of ``(out, lse)``."""
+        """The caller's results, from ``(out, lse)``."""
         out, lse = (result[0] for result in results) if unbatched else results
         return (out, lse) if return_lse else out
 
@@ -196,23 +197,26 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         return d_out, d_lse
 
     def reference(self, *args: Any, **kwargs: Any) -> Output | Results:
-        """The oracle on prepared arguments, computed in the query's dtype: widen narrow arrays for exact results."""
+        """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""
         inputs = self.inputs(*args, **kwargs)
         out, lse = attention_reference(inputs, inputs.query.dtype)
         return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
 
     def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
-        """The heads of one head of keys, of the first batch element and of the last, where all logits are too many."""
+        """The query heads of one key head, of the first and the last batch element; empty for small calls."""
         problem = self.problem_of(invocation)
         if 4 * math.prod(problem.score_shape) <= MAX_LOGIT_BYTES:
             return []
-        places = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
-        # What is dropped counts from the first head of the first element, for which the oracle takes its part.
-        chosen = dict.fromkeys(places[:1] if problem.dropout else places)
-        return [oracle_part(problem, *place, unbatched=invocation.abstract_kwargs["unbatched"]) for place in chosen]
+        coordinates = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
+        # Dropout counts from the first head of the first element, and the oracle counts from the start of its part.
+        chosen = dict.fromkeys(coordinates[:1] if problem.dropout else coordinates)
+        return [
+            oracle_part(problem, *coordinate, unbatched=invocation.abstract_kwargs["unbatched"])
+            for coordinate in chosen
+        ]
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Normal arrays, a few segments, lengths of at least half, a mask that hides a tenth."""
+        """Normal arrays, a few segments, lengths of at least half, a mask with a tenth masked."""
         query, keys, value, bias, mask, softmax_aux = invocation.abstract_args
         kwargs = dict(invocation.abstract_kwargs)
         draw = sampling.sampler(key, query.shape[1], keys.shape[1])
@@ -221,17 +225,17 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
 
     def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
-        """By batch, heads and the length of the queries, as the types of query, key and value say."""
+        """Splits by batch, heads and the length of the queries, as in the types of query, key and value."""
         return attention_partitioning(inputs)
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
-        """The numerics policy allows more where a soft cap flattens the logits."""
+        """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """FLOPs of the tiles that a static mask leaves, and bytes of every array read or written once."""
+        """FLOPs of the tiles that a static mask leaves visible, and bytes of every array read or written once."""
         problem = self.problem_of(inv)
-        flops = product_flops(problem, TileClass.PARTIAL)
+        flops = matmul_flops(problem, TileClass.PARTIAL)
         item = problem.dtype.itemsize
         rows = problem.batch * problem.q_length * problem.heads
         query, out = rows * problem.head_dim * item, rows * problem.value_dim * item
@@ -242,15 +246,15 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         masks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.mask))
         if inv.direction == "forward":
             return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
-        # Reads all of that and d_out, and writes the gradients.
+        # Reads all of these and d_out, and writes the gradients.
         return Cost(BACKWARD_FLOPS * flops, float(2 * (query + keys_and_values + out + bias) + lse + masks))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
         problem = self.problem_of(inv)
-        flops = product_flops(problem, TileClass.FULL)
+        flops = matmul_flops(problem, TileClass.FULL)
         if inv.direction == "backward":
-            # A caller may want one gradient of all: its product and that of the logits.
+            # A caller may need a single gradient: its matmul and that of the logits.
             return Cost(flops, 0.0)
         rows = problem.batch * problem.q_length * problem.heads
         return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
@@ -294,7 +298,7 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides
         what is dropped, on every backend alike.
       return_lse: also return the natural log-sum-exp of the logits, float32 ``[batch, heads, q_length]``.
-      precision: of the matrix products, as for ``jax.numpy.matmul``.
+      precision: precision of the matmuls, as for ``jax.numpy.matmul``.
       platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
         strict.
       cfg: a config to use instead of the selected one.
@@ -315,55 +319,62 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
 
 def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatched: bool = False) -> OraclePart:
-    """The query heads of one head of keys, of one batch element, as a call of its own.
+    """The query heads of one key head in one batch element, as a call of its own.
 
     Args:
-      unbatched: whether the caller gets results without a batch dimension.
+      unbatched: True if the results lack a batch dimension.
     """
     groups = problem.groups
     heads = slice(kv_head * groups, (kv_head + 1) * groups)
 
     def of(array: jax.Array, axes: Mapping[int, slice]) -> Any:
-        """The slices of the axes that are not broadcast."""
+        """Slices the axes that are not broadcast."""
         if array is None:
             return None
         return array[tuple(axes.get(i, slice(None)) if n > 1 else slice(None) for i, n in enumerate(array.shape))]
 
-    one = slice(element, element + 1)
+    batch_slice = slice(element, element + 1)
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value, bias, mask, sinks = args
-        keys = {0: one, 2: slice(kv_head, kv_head + 1)}
-        parts = (of(query, {0: one, 2: heads}), of(key, keys), of(value, keys), of(bias, {0: one, 1: heads}))
-        mine = None if mask is None else mask.take(element, 1, heads.start, groups)
-        return (*parts, mine, of(sinks, {0: heads})), kwargs
+        keys = {0: batch_slice, 2: slice(kv_head, kv_head + 1)}
+        parts = (
+            of(query, {0: batch_slice, 2: heads}),
+            of(key, keys),
+            of(value, keys),
+            of(bias, {0: batch_slice, 1: heads}),
+        )
+        mask_part = None if mask is None else mask.take(element, 1, heads.start, groups)
+        return (*parts, mask_part, of(sinks, {0: heads})), kwargs
 
     def of_result(array: jax.Array, head_axis: int) -> Any:
-        return of(array, {head_axis - 1: heads} if unbatched else {0: one, head_axis: heads})
+        return of(array, {head_axis - 1: heads} if unbatched else {0: batch_slice, head_axis: heads})
 
     def results(returned: Any) -> Any:
         if isinstance(returned, tuple):
             return of_result(returned[0], 2), of_result(returned[1], 1)
         return of_result(returned, 2)
 
-    alone = problem.batch == 1 and problem.kv_heads == 1
-    bias_alone = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
-    shared = [position for position, is_alone in ((3, alone or bias_alone), (5, problem.batch == 1)) if not is_alone]
+    single_part = problem.batch == 1 and problem.kv_heads == 1
+    bias_unshared = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
+    shared = [
+        position for position, is_sole in ((3, single_part or bias_unshared), (5, problem.batch == 1)) if not is_sole
+    ]
     return OraclePart(arguments, results, tuple(shared))
 
 
-def product_flops(problem: AttentionProblem, least: TileClass) -> float:
-    """Of the forward pass's two matrix products, in tiles of which a static mask leaves so much."""
-    scores = math.prod(problem.score_shape) * visible_share(problem, least)
+def matmul_flops(problem: AttentionProblem, min_class: TileClass) -> float:
+    """FLOPs of the forward pass's two matmuls, in tiles of at least this class under the static mask."""
+    scores = math.prod(problem.score_shape) * visible_share(problem, min_class)
     return 2.0 * scores * (problem.head_dim + problem.value_dim)
 
 
-def visible_share(problem: AttentionProblem, least: TileClass) -> float:
-    """The part of the scores in tiles of which the mask, as far as it is static, leaves so much."""
+def visible_share(problem: AttentionProblem, min_class: TileClass) -> float:
+    """The share of the scores in tiles of at least this class, as far as the mask is static."""
     if problem.mask is None or problem.q_length == 0 or problem.kv_length == 0:
         return 1.0
     grid = TileGrid(problem.q_length, problem.kv_length, COST_BLOCK, COST_BLOCK)
-    visible = np.asarray(problem.mask.classify(grid, static_only=True)) >= least
+    visible = np.asarray(problem.mask.classify(grid, static_only=True)) >= min_class
     (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
     area = np.outer(q_last - q_first + 1, kv_last - kv_first + 1)
     return float((visible * area).sum() / (np.prod(visible.shape[:2]) * problem.q_length * problem.kv_length))

@@ -1,4 +1,4 @@
-"""What several backends ask of their operands, and do to them before a kernel gets them."""
+"""Transformations of operands and results around kernels that several backends share."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, Attention
 INT32_LIMIT = 1 << 31
 
 _EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
-"""Beginnings of the names of precisions that float32 products in TensorFloat-32 would fall short of."""
+"""Prefixes of precisions for which TensorFloat-32 matmuls of float32 operands are not precise enough."""
 
 
 def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
-    """Whether float32 operands must not be rounded before they are multiplied, as XLA reads a precision."""
+    """True if float32 operands must not be rounded before a matmul, by XLA's meaning of the precision."""
     if dtype != np.float32:
         return False
     precision = options.precision
@@ -30,7 +30,7 @@ def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
 
 
 def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """The same logits without a negative scale: some kernels look for the greatest product before they scale it."""
+    """The same logits with a non-negative scale: some kernels take the row maximum before they scale."""
     scale = inputs.options.softmax_scale
     if scale >= 0:
         return inputs
@@ -40,7 +40,7 @@ def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> dict[str, Any]:
-    """What a backward kernel reads but for what tells of scores; statistics of rows in float32, ``d_lse`` or None."""
+    """The arrays that a backward kernel reads, except for logits; row statistics in float32, ``d_lse`` or None."""
     (out, lse), (d_out, d_lse) = results, cotangents
     return {
         "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out, "d_out": d_out,
@@ -49,27 +49,29 @@ def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> d
 
 
 def pad_last_dim(array: jax.Array, dim: int) -> Any:
-    """With zeros up to ``dim`` at the end of the last axis."""
+    """Pads the last axis with zeros to ``dim``."""
     if array.shape[-1] == dim:
         return array
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, dim - array.shape[-1])])
 
 
 def into_batch(array: jax.Array, is_mapped: bool, size: int, batch: int) -> Any:
-    """``[size * batch, ...]`` of an array whose first dimension is ``batch`` or 1, behind a mapped axis or without."""
+    """``[size * batch, ...]`` from an array with first dimension ``batch`` or 1, with or without a mapped axis before
+    it.
+    """
     array = array if is_mapped else array[None]
-    own = array.shape[2:]
-    return jnp.broadcast_to(array, (size, batch, *own)).reshape(size * batch, *own)
+    trailing = array.shape[2:]
+    return jnp.broadcast_to(array, (size, batch, *trailing)).reshape(size * batch, *trailing)
 
 
 def over_batch(
     call: Callable[[dict[str, Any]], tuple[Any, ...]], batch: int, arrays: dict[str, Any], shared: frozenset[str]
 ) -> tuple[Any, ...]:
-    """``call(arrays)``, to which ``vmap`` gives a mapped axis as a part of the batch.
+    """Calls ``call(arrays)`` so that ``vmap`` folds a mapped axis into the batch.
 
     Args:
       arrays: by name; the first dimension of each is ``batch``, or 1.
-      shared: names of those that stay as they are where they have only one and are not mapped.
+      shared: names of arrays that stay unchanged if their first dimension is 1 and they are not mapped.
     """
 
     @custom_vmap
@@ -91,21 +93,21 @@ def over_batch(
 
 
 def by_row(rows: jax.Array) -> Any:
-    """``[batch, heads, length]`` as it goes with ``[batch, length, heads, head_dim]``."""
+    """``[batch, heads, length]`` transposed to broadcast with ``[batch, length, heads, head_dim]``."""
     return rows.transpose(0, 2, 1)[..., None]
 
 
 def min_lengths(lengths: Sequence[Any], batch: int, length: int) -> Any:
-    """int32 ``[batch]``: the least of several lengths, none of them negative or beyond ``length``."""
+    """The minimum of several lengths, clipped to [0, length]: int32 ``[batch]``."""
     given = [jnp.clip(each, 0, length).astype(jnp.int32) for each in lengths if each is not None]
     return functools.reduce(jnp.minimum, given, jnp.full((batch,), length, jnp.int32))
 
 
 def with_fully_masked_rows(out: jax.Array, lse: jax.Array, visible: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Results of a kernel that need not be right in fully masked rows: 0 and −∞ there.
+    """Sets fully masked rows, in which a kernel's results are unspecified, to 0 and −∞.
 
     Args:
-      visible: ``[batch|1, heads|1, q_length]``, where a row has a visible key; None where each does.
+      visible: ``[batch|1, heads|1, q_length]``, True for rows with a visible key; None if every row has one.
     """
     if visible is None:
         return out, lse
@@ -115,12 +117,12 @@ def with_fully_masked_rows(out: jax.Array, lse: jax.Array, visible: jax.Array | 
 def without_fully_masked_rows(
     out: jax.Array, d_out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, fully_masked: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """What a backward kernel reads, such that fully masked rows add 0 to every gradient.
+    """Changes a backward kernel's inputs so that fully masked rows add 0 to every gradient.
 
-    With ``exp(logit − ∞) = 0`` for every probability there is nothing to multiply it by.
+    With lse = ∞ every probability exp(logit − ∞) is 0.
 
     Args:
-      fully_masked: ``[batch, heads, q_length]``; None where there is no such row.
+      fully_masked: ``[batch, heads, q_length]``; None if there is no such row.
     """
     if fully_masked is None:
         return out, d_out, lse, d_lse
@@ -136,21 +138,21 @@ def without_masked(
     fully_masked: jax.Array | None,
     kv_lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients with 0 for queries and keys that take no part, of which a kernel need not write any.
+    """Sets the gradients of masked queries and keys, which a kernel need not write, to 0.
 
     Args:
       fully_masked: as in ``without_fully_masked_rows``.
-      kv_lengths: ``[batch]``; None where every key takes part.
+      kv_lengths: ``[batch]``; None if every key is within its length.
     """
     if fully_masked is not None:
         d_query = jnp.where(by_row(fully_masked), jnp.zeros((), d_query.dtype), d_query)
     if kv_lengths is not None:
-        hidden = (jnp.arange(d_key.shape[1], dtype=jnp.int32) >= kv_lengths[:, None])[:, :, None, None]
-        d_key, d_value = (jnp.where(hidden, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))
+        masked = (jnp.arange(d_key.shape[1], dtype=jnp.int32) >= kv_lengths[:, None])[:, :, None, None]
+        d_key, d_value = (jnp.where(masked, jnp.zeros((), each.dtype), each) for each in (d_key, d_value))
     return d_query, d_key, d_value
 
 
 def bias_gradient(d_scores: jax.Array, bias: jax.Array) -> Any:
-    """The gradient of a bias from that of what it is added to, summed in float32 over what shares the bias."""
+    """The gradient of a bias from that of the logits, summed in float32 over the dimensions that share the bias."""
     shared = tuple(axis for axis, size in enumerate(bias.shape) if size != d_scores.shape[axis])
     return jnp.sum(d_scores, axis=shared, keepdims=True, dtype=jnp.float32).astype(bias.dtype)

@@ -1,7 +1,7 @@
-"""How attention is split over the explicit axes of a mesh: by batch, by heads and by the length of the queries.
+"""Splits attention over the explicit axes of a mesh: by batch, by heads and by the length of the queries.
 
-Keys and values are split as the query is, or whole. What is whole is cut to what a device needs, which moves nothing;
-its gradient is summed over the devices that share it. Their length is never split.
+Keys and values are split like the query, or replicated. A replicated array is sliced to what a device needs, which
+moves no data; its gradient is summed over the devices that share it. The length of the keys is never split.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, Lengt
 from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
 
 type Axes = str | tuple[str, ...] | None
-"""What a ``PartitionSpec`` holds for one dimension."""
+"""The entry of a ``PartitionSpec`` for one dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,27 +37,27 @@ class Split:
 
     def missing(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The axes over which the call is split and an array is not."""
-        mine = {name for axes in spec for name in axis_names(axes)}
-        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in axis_names(axes) if n not in mine)
+        own_axes = {name for axes in spec for name in axis_names(axes)}
+        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in axis_names(axes) if n not in own_axes)
 
 
 def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
-    """The partitioning that the types of query, key and value ask for.
+    """The partitioning implied by the types of query, key and value.
 
     Raises:
-      ValueError: the length of the keys or a head_dim is split; or keys or values are split as the query is not.
+      ValueError: the length of the keys or a head_dim is split; or keys or values are not split like the query.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     mesh = explicit_mesh(*arrays.values())
     if mesh is None:
         return None
     split = _checked({name: typed_axes(array) for name, array in arrays.items()}, inputs)
-    # Any: AttentionInputs is also the pytree that holds a spec in the place of each of its arrays.
+    # Any: AttentionInputs is also the pytree that holds a spec in place of each of its arrays.
     rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
     chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in axis_names(split.heads)))
     keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
     sinks: Any = PartitionSpec(split.heads, None)
-    whole: Any = PartitionSpec()
+    replicated: Any = PartitionSpec()
     gradients = {
         "query": GradientParts(rows, (), typed_spec(inputs.query)),
         "key": GradientParts(keys, split.missing(keys), typed_spec(inputs.key)),
@@ -76,7 +76,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             part = dataclasses.replace(
                 part, key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2)
             )
-        return _located(part, split)
+        return _with_origin(part, split)
 
     def on_gradients(computed: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if not chosen:
@@ -95,7 +95,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             bias=bias,
             mask=None if inputs.mask is None else _mask_specs(inputs.mask, split, inputs.query.shape[0]),
             softmax_aux=None if inputs.softmax_aux is None else sinks,
-            dropout_seed=None if inputs.dropout_seed is None else whole,
+            dropout_seed=None if inputs.dropout_seed is None else replicated,
             options=inputs.options,
         ),
         results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),
@@ -106,27 +106,27 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
 
 
 def with_positions(mask: Mask | None, query: jax.Array | jax.ShapeDtypeStruct) -> Mask | None:
-    """A mask whose bands do not count a part's rows from its first one, where the query's type splits its length.
+    """Gives a mask's bands explicit query positions if the query's length is split, so that parts do not count from 0.
 
-    The position of each query stands in an array then, which is split as the query is. It is there before a config is
-    chosen, since not every implementation reads one.
+    The positions are an array, split like the query. They are added before a config is chosen, because not every
+    implementation supports them.
     """
     if mask is None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
         return mask
-    return _positioned(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
+    return _with_positions(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
 
 
-def _positioned(mask: Mask, positions: jax.Array) -> Mask:
-    """The mask with the positions of the queries in each band that has none."""
+def _with_positions(mask: Mask, positions: jax.Array) -> Mask:
+    """The mask with query positions in each band that has none."""
     if isinstance(mask, CombinedMask):
-        return type(mask)(tuple(_positioned(each, positions) for each in mask.masks))  # type: ignore[call-arg]
+        return type(mask)(tuple(_with_positions(each, positions) for each in mask.masks))  # type: ignore[call-arg]
     if isinstance(mask, BandMask) and mask.q_positions is None:
         return dataclasses.replace(mask, q_positions=positions)  # type: ignore[type-var]
     return mask
 
 
-def _located(part: AttentionInputs, split: Split) -> AttentionInputs:
-    """A device's part with its place in the whole call: dropout and lengths count from there."""
+def _with_origin(part: AttentionInputs, split: Split) -> AttentionInputs:
+    """A device's part with its position in the whole call, from which dropout and lengths count."""
     if split.rows is not None and part.mask is not None:
         first_row = _index(split.rows).astype(jnp.int32) * part.query.shape[1]
         part = dataclasses.replace(part, mask=_from_row(part.mask, first_row))
@@ -137,7 +137,7 @@ def _located(part: AttentionInputs, split: Split) -> AttentionInputs:
 
 
 def _from_row(mask: Mask, first: jax.Array) -> Mask:
-    """The mask of the rows from ``first`` on, whose arrays are those rows' already."""
+    """The mask of the rows from ``first`` on, whose arrays already belong to those rows."""
     if isinstance(mask, CombinedMask):
         return type(mask)(tuple(_from_row(each, first) for each in mask.masks))  # type: ignore[call-arg]
     if isinstance(mask, LengthMask) and mask.q_lengths is not None:
@@ -146,19 +146,19 @@ def _from_row(mask: Mask, first: jax.Array) -> Mask:
 
 
 def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[jax.Array], jax.Array] | None:
-    """The heads of keys that a device's query heads read, from its index; ``None`` if cutting the heads gives them."""
+    """Maps a device's index to the key heads that its query heads read; ``None`` if slicing the heads gives them."""
     heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     if kv_heads % devices == 0:
         return None
-    group, mine = heads // kv_heads, heads // devices
-    if group % mine == 0:  # one head of keys serves all of them
-        return lambda index: (index * mine // group)[None]
-    # Some head of keys serves a part of two devices' heads: each query head is given its own.
-    return lambda index: (index * mine + jnp.arange(mine, dtype=jnp.uint32)) // group
+    group, heads_per_device = heads // kv_heads, heads // devices
+    if group % heads_per_device == 0:  # one key head serves all query heads of a device
+        return lambda index: (index * heads_per_device // group)[None]
+    # A key head may serve query heads on two devices: every query head gets a copy of its key head.
+    return lambda index: (index * heads_per_device + jnp.arange(heads_per_device, dtype=jnp.uint32)) // group
 
 
 def _scattered(gradient: jax.Array, heads: jax.Array, kv_heads: int) -> jax.Array:
-    """The gradient of all heads of keys from that of a device's, each of which may be there several times."""
+    """The gradient of all key heads from that of a device's key heads, in which one may occur several times."""
     batch, length, _, size = gradient.shape
     zeros = jnp.zeros((batch, length, kv_heads, size), jnp.promote_types(gradient.dtype, jnp.float32))
     return zeros.at[:, :, heads].add(gradient.astype(zeros.dtype))
@@ -170,28 +170,28 @@ def _index(axes: Axes) -> jax.Array:
 
 def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Split:
     batch, rows, heads, _ = specs["query"]
-    said = ", ".join(f"{name}: {PartitionSpec(*spec)}" for name, spec in specs.items())
+    text = ", ".join(f"{name}: {PartitionSpec(*spec)}" for name, spec in specs.items())
     if any(spec[3] is not None for spec in specs.values()):
-        raise ValueError(f"attention cannot be split by head_dim ({said}); reshard it first")
+        raise ValueError(f"attention cannot be split by head_dim ({text}); reshard it first")
     if specs["key"][1] is not None or specs["value"][1] is not None:
-        raise ValueError(f"attention cannot be split by the length of the keys ({said}); reshard key and value first")
+        raise ValueError(f"attention cannot be split by the length of the keys ({text}); reshard key and value first")
     for name in ("key", "value"):
         for position, dimension, axes in ((0, "batch", batch), (2, "heads", heads)):
             if specs[name][position] not in (None, axes):
-                raise ValueError(f"{name} must be split by {dimension} as the query is, or whole ({said}); reshard it")
+                raise ValueError(f"{name} must be split by {dimension} as the query is, or whole ({text}); reshard it")
     if rows is not None and inputs.options.dropout_prob > 0.0:
         raise ValueError(
-            f"dropout counts the rows of the whole query, which is split by its length ({said}); reshard the query, or "
+            f"dropout counts the rows of the whole query, which is split by its length ({text}); reshard the query, or "
             "leave dropout out"
         )
     return Split(batch, rows, heads)
 
 
 def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
-    """The specs of a mask's arrays, in its own structure.
+    """The specs of a mask's arrays, in the mask's own structure.
 
     Raises:
-      ValueError: a mask of another class, of whose arrays nothing is known, beside a query that is split by length.
+      ValueError: the mask's class is unknown, and so the meaning of its arrays, and the query's length is split.
     """
 
     def by_batch(array: jax.Array | None, *axes: Axes) -> Any:

@@ -1,4 +1,4 @@
-"""What selection may know of an attention call: shapes, dtypes, options, and the mask without its values."""
+"""The problem of an attention call, for selection: shapes, dtypes, options, and the mask without its values."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tilewright.kernels.masks import Mask
 class AttentionProblem:
     """Sizes of one call; ``bias`` and the leaves of ``mask`` are ``jax.ShapeDtypeStruct``.
 
-    ``sinks`` is the number of extra logits per head, ``lse_wanted`` whether the caller reads (and may differentiate)
+    ``sinks`` is the number of extra logits per head; ``lse_wanted`` is True if the caller reads (and may differentiate)
     the log-sum-exp.
     """
 
@@ -68,5 +68,5 @@ class AttentionProblem:
 
     @property
     def dropout(self) -> bool:
-        """Whether any probability is dropped."""
+        """True if probabilities are dropped."""
         return self.options.dropout_prob > 0.0

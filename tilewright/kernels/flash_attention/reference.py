@@ -15,19 +15,21 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 
 DIRECT_SCORES = 1 << 24
-"""Scores up to which the matrix is formed at once: 64 MB in float32; some five such arrays live in a backward pass."""
+"""Number of scores up to which the matrix is formed at once: 64 MB in float32; a backward pass holds about five such
+arrays.
+"""
 
 ROW_BLOCK_SCORES = 1 << 22
-"""Scores per block of rows beyond that."""
+"""Number of scores per block of rows beyond that."""
 
 
 def attention_reference(inputs: AttentionInputs, compute_dtype: DTypeLike | None = None) -> Results:
     """``(out, lse)`` by the definition, in ``compute_dtype``: float32 by default, float64 if the query is.
 
-    Neither result is rounded to the query's dtype. Differentiable in every float input; a row that attends to
-    nothing gives zeros, a log-sum-exp of −inf (its sinks' own if there are any) and zero gradients. Long score
-    matrices are taken in blocks of rows, recomputed in the backward pass, so memory grows with the length only.
-    Products have the call's precision or else JAX's default; ask for "highest" around it where that is less than exact.
+    Neither result is rounded to the query's dtype. Differentiable in every float input; a fully masked row has zeros, a
+    log-sum-exp of −inf (that of its sinks if there are any) and zero gradients. Long score matrices are processed in
+    blocks of rows, recomputed in the backward pass, so memory is linear in the length. Matmuls have the call's
+    precision or else JAX's default; use "highest" around the call if that is not exact.
     """
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
     batch, q_length, heads, _ = inputs.query.shape
@@ -80,7 +82,7 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
     key, value = inputs.key.astype(dtype), inputs.value.astype(dtype)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
-    # Query heads that share a key head are neighbours.
+    # Query heads that share a key head are adjacent.
     grouped = query.reshape(batch, size, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision=options.precision)
     scores = scores.reshape(batch, heads, size, kv_length) * jnp.asarray(options.softmax_scale, dtype)
@@ -102,24 +104,24 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
 
 
 def _softmax(scores: Array, softmax_aux: Array | None) -> tuple[Array, Array]:
-    """Probabilities and log-sum-exp over the last axis, where −inf (a masked score) has neither weight nor gradient."""
-    largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    """Probabilities and log-sum-exp over the last axis; a masked score (−inf) has no probability and no gradient."""
+    row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     if softmax_aux is not None:
         sinks = softmax_aux.astype(scores.dtype)[None, :, None, :]
-        largest = jnp.maximum(largest, jnp.max(sinks, axis=-1, keepdims=True))
-    # The shift cancels in both results. A row without a finite score is shifted by nothing: −inf − −inf is NaN.
-    shift = lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0.0, largest).astype(scores.dtype))
-    weights = jnp.exp(scores - shift)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+        row_max = jnp.maximum(row_max, jnp.max(sinks, axis=-1, keepdims=True))
+    # The shift cancels in both results. A row without a finite score is not shifted: −inf − −inf is NaN.
+    shift = lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max).astype(scores.dtype))
+    exponentials = jnp.exp(scores - shift)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if softmax_aux is not None:
         total = total + jnp.sum(jnp.exp(sinks - shift), axis=-1, keepdims=True)
     safe_total = jnp.where(total == 0.0, 1.0, total).astype(scores.dtype)
     lse = jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(safe_total))
-    return weights / safe_total, lse[..., 0]
+    return exponentials / safe_total, lse[..., 0]
 
 
 def _kept(inputs: AttentionInputs, seed: Array, start: int | Array, size: int) -> Array:
-    """Which probabilities of these rows the dropout keeps."""
+    """Marks the probabilities of these rows that the dropout keeps."""
     batch, kv_length, heads = inputs.query.shape[0], inputs.key.shape[1], inputs.query.shape[2]
     keys = head_keys(seed, jnp.arange(batch)[:, None], jnp.arange(heads)[None, :])
     return keep_mask_tile(keys, start, 0, (size, kv_length), inputs.options.dropout_prob)

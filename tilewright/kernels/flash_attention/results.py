@@ -1,4 +1,4 @@
-"""What all backends of flash attention return: residuals that each can read, and gradients that need no kernel."""
+"""The residuals that all backends of flash attention share, and gradients that need no kernel."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,7 +10,7 @@ type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array
 
 
 def empty_forward(inputs: AttentionInputs) -> Results:
-    """The results where there is no key, or nothing at all."""
+    """The results for a call without keys or without elements."""
     batch, q_length, heads, _ = inputs.query.shape
     dtype = accumulation_dtype(inputs.query.dtype)
     out = jnp.zeros((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
@@ -23,7 +23,7 @@ def empty_forward(inputs: AttentionInputs) -> Results:
 def empty_backward(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
 ) -> dict[str, Array | None]:
-    """The gradients where there is no key, or nothing at all."""
+    """The gradients for a call without keys or without elements."""
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
     return {
         "query": jnp.zeros_like(inputs.query),
@@ -37,7 +37,7 @@ def empty_backward(
 def row_terms(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None
 ) -> tuple[Array, Array]:
-    """``[batch, heads, q_length]`` each: what every logit's gradient subtracts, and lse with −inf turned to +inf.
+    """Delta, rowsum(dO ∘ O) − dlse, and lse with −inf replaced by +inf, each ``[batch, heads, q_length]``.
 
     A fully masked row then has the probability exp(x − inf) = 0 everywhere.
     """
@@ -49,13 +49,13 @@ def row_terms(
 
 
 def masked_rows_zeroed(term: Array, lse: Array) -> tuple[Array, Array]:
-    """What a row's gradients want, with 0 and lse = +inf for rows that see nothing, whose lse is −inf."""
+    """A row term set to 0 and lse set to +inf for fully masked rows, whose lse is −inf."""
     masked = lse == -jnp.inf
     return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
 
 
 def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Array | None:
-    """``[heads, sinks]``: a sink is a key whose value is zero."""
+    """The gradient of the sinks, ``[heads, sinks]``: a sink is a key whose value is zero."""
     if inputs.softmax_aux is None:
         return None
     sinks = inputs.softmax_aux.astype(delta.dtype)

@@ -1,4 +1,4 @@
-"""Random inputs with the shapes of a call, for tuning where there are no values, and for tests."""
+"""Random inputs with the shapes of a call, for tuning without real values, and for tests."""
 
 import dataclasses
 
@@ -20,14 +20,14 @@ from tilewright.kernels.masks import (
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 
 SEGMENTS = 4
-"""Segments drawn per sequence, where it is long enough."""
+"""Segments drawn per sequence, if it is long enough."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws concrete arrays, whether or not JAX is tracing; integer leaves of a mask come out valid.
+    """Draws concrete arrays, whether or not JAX is tracing; integer leaves of a mask are valid.
 
-    ``q_length`` and ``kv_length`` are those of the scores that a mask is drawn for.
+    ``q_length`` and ``kv_length`` are the lengths of the scores that a mask is drawn for.
     """
 
     generator: np.random.Generator
@@ -49,7 +49,7 @@ class Sampler:
             case AndMask(masks) | OrMask(masks):
                 return dataclasses.replace(mask, masks=tuple(self.mask(part) for part in masks))
             case CausalMask() | WindowMask():
-                # Positions without keys' positions stand for an alignment other than the first with the first.
+                # Query positions without key positions mean an alignment other than top-left.
                 shift = 0 if mask.kv_positions is not None else self.kv_length - self.q_length
                 return dataclasses.replace(
                     mask,
@@ -73,7 +73,7 @@ class Sampler:
         return jax.random.key(int(self.generator.integers(0, 1 << 31)))
 
     def _lengths(self, struct: Shaped | None, length: int) -> jax.Array | None:
-        """From half to the whole, at least one."""
+        """Lengths from half to the full length, at least 1."""
         if struct is None:
             return None
         low = min(max(length // 2, 1), length)

@@ -1,1 +1,1 @@
-"""What every Mosaic GPU kernel for Hopper uses: limits, tiles, the ring of stages, softmax, work lists, the launch."""
+"""Shared parts of the Mosaic GPU kernels for Hopper: limits, tiles, the ring of stages, softmax, work lists, launch."""

@@ -1,4 +1,4 @@
-"""What Hopper's kernels in Pallas and CUDA C++ ask of a device and of a call's dtype."""
+"""Requirements of the kernels for Hopper, in Pallas and in CUDA C++: the device, and the dtype of a call."""
 
 from typing import Protocol
 
@@ -16,19 +16,19 @@ class HasDtype(Protocol):
 
 
 def device_reasons(device: Device) -> list[str]:
-    """Why a device is no Hopper GPU; empty if it is one."""
+    """Reasons why a device is no Hopper GPU; empty if it is one."""
     if device.kind == "gpu" and device.capability == CAPABILITY:
         return []
     return [f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})"]
 
 
 def dtype_reasons(problem: HasDtype) -> list[str]:
-    """Why the tensor cores do not take the operands as they are; empty if they do."""
+    """Reasons why wgmma does not take the operands as they are; empty if it does."""
     if problem.dtype.name in ("bfloat16", "float16"):
         return []
     return [f"computes in bfloat16 or float16, got {problem.dtype=}"]
 
 
 def num_sms(device: Device) -> int:
-    """Multiprocessors of a device, those of an H100 where it does not say."""
+    """SMs of a device, those of an H100 where it does not say."""
     return device.cores or NUM_SMS

@@ -1,4 +1,4 @@
-"""How all kernels are launched: a grid of programs, each a few warpgroups that pass barriers placed by hand."""
+"""The launch of all kernels: a grid of programs (CTAs) of a few warpgroups, with barriers that the kernels place."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,17 +7,23 @@ from tilewright.kernels.hopper import mosaic as plgpu
 
 
 def compiler_params() -> Any:
-    """The parameters of all kernels: barriers are placed by hand, and rows are reduced in a warp, without scratch."""
+    """The compiler parameters of all kernels.
+
+    ``unsafe_no_auto_barriers``, as every ordering is written in the kernels. ``reduction_scratch_bytes=0``, as the rows
+    of a tile are reduced within a warp, without shared memory.
+    """
     return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 
 def warpgroup_kernel(
     body: Callable[..., None], out_type: object, scratch: Sequence[Any], programs: int, warpgroups: int | None = None
 ) -> Callable[..., Any]:
-    """A kernel over the axis "program"; with more than one warpgroup they are told apart by the axis "warpgroup".
+    """A kernel over the grid axis "program"; of several warpgroups each has its index on the axis "warpgroup".
 
     Args:
       body: takes references to the operands, to the results and to the scratch memory, in this order.
+      programs: CTAs of the grid.
+      warpgroups: warpgroups of a CTA, or None for one without an index.
     """
     return plgpu.kernel(
         body,

@@ -139,8 +139,8 @@ def coalesce(layout: Layout) -> Layout:
 
 
 def _compose_leaf(leaves: Sequence[tuple[int, int]], count: int, step: int) -> Layout:
-    # The image of 0, step, 2·step, ... under the outer layout. Each outer leaf is skipped by the step, or holds a whole
-    # number of steps, or holds all that are left.
+    """The image of 0, step, 2·step, ... under the outer layout of these leaves."""
+    # The step skips a leaf as a whole, or a leaf holds a whole number of steps, or all that are left.
     if step == 0 or count == 1:
         return Layout(count, 0)
     found: list[tuple[int, int]] = []
@@ -236,7 +236,7 @@ class Swizzle:
 
     @property
     def mask(self) -> int:
-        """The bits that are read."""
+        """The bits that select the permutation."""
         return ((1 << self.bits) - 1) << (self.base + self.shift)
 
     @property

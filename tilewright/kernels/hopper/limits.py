@@ -1,16 +1,17 @@
 """Limits of compute capability 9.0 (CUDA C++ Programming Guide, PTX ISA), and those that Mosaic GPU adds."""
 
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tilewright.kernels.footprint import SHARED_KB
 
 CAPABILITY = (9, 0)
 
 NUM_SMS = 132
-"""Multiprocessors of an H100 or H200, where the device does not say."""
+"""SMs of an H100 or H200, where the device does not say."""
 
 SHARED_BYTES = SHARED_KB[90] << 10
-"""Shared memory that one block may have."""
+"""Shared memory that one CTA may have."""
 
 SHARED_ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each scratch buffer, the period of the 128-byte swizzle."""
@@ -18,28 +19,35 @@ SHARED_ALIGNMENT = 1024
 BARRIER_BYTES = 8
 
 MAX_BARRIERS = 32
-"""Barriers of one array: their phases are the bits of one 32-bit word per thread."""
+"""Barriers of one array: Mosaic GPU keeps their phases as bits of one 32-bit word per thread."""
 
 WARPGROUP_THREADS = 128
 
 WGMMA_M = 64
-"""Rows of the accumulator of a warpgroup's matrix instruction."""
+"""M of wgmma: rows of a warpgroup's accumulator."""
 
 MAX_TMA_BOX = 256
-"""Elements that TMA takes along one dimension."""
+"""Elements of a TMA box along one dimension."""
 
 SWIZZLES = (128, 64, 32)
 """Widths in bytes, widest first: a wider one serves more columns with one TMA box and one wgmma descriptor."""
 
 SWIZZLE_ROWS = 8
-"""Rows of the block that a swizzle permutes, in TMA and in wgmma's descriptors alike.
+"""Rows of a swizzle atom, in TMA and in wgmma's descriptors alike.
 
-TMA wants a whole number of them in global memory too, where shared memory is tiled by as many.
+Where shared memory is tiled by atoms, TMA wants a multiple of these rows in global memory, too.
 """
 
-REGISTERS = MappingProxyType({2: (240, 24), 3: (160, 32)})
-"""Registers per thread of a consumer and of the producer, by the number of consumer warpgroups.
 
-A block starts with all the registers of a multiprocessor, shared out evenly in multiples of 8: together these must not
-be more.
+class RegisterSplit(NamedTuple):
+    """Registers per thread of a consumer and of the producer warpgroup, by ``setmaxnreg``."""
+
+    consumer: int
+    producer: int
+
+
+REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 32)})
+"""By the number of consumer warpgroups.
+
+A CTA starts with all the registers of an SM, shared out evenly in multiples of 8: together these must not be more.
 """

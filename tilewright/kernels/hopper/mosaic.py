@@ -1,7 +1,7 @@
 """``jax.experimental.pallas.mosaic_gpu``, imported when a kernel is traced.
 
-The import takes a third of a second. A process that finds its lowered kernels on disk needs nothing of it: configs are
-chosen and rebuilt without.
+The import takes a third of a second, which a process that finds its lowered kernels on disk saves: configs are chosen
+and rebuilt without it.
 """
 
 import importlib
@@ -9,6 +9,6 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # what is asked of any module says nothing of that one
+    if name.startswith("__"):  # the import system asks any module for these
         raise AttributeError(name)
     return getattr(importlib.import_module("jax.experimental.pallas.mosaic_gpu"), name)

@@ -1,8 +1,11 @@
-"""A ring of shared-memory stages between one producer and the warpgroups that consume, as Mosaic GPU primitives.
+"""A ring of shared-memory stages between one producer and its consumer warpgroups, as Mosaic GPU primitives.
 
-Slot ``step % num_stages`` passes through empty → filling → full → in use → empty. ``full`` is completed by the TMA copy
-(or by the writing warpgroups, where the values are converted on the way), ``empty`` by one arrival of every consumer.
-Kernels run without automatic barriers: every ordering is written here or in the kernel.
+Slot ``step % num_stages`` passes through empty → filling → full → in use → empty. The mbarrier ``full`` is completed by
+the TMA copy (or by the writing warpgroups, where values are converted on the way), ``empty`` by one arrival of every
+consumer. Kernels run without automatic barriers: every ordering is written here or in the kernel::
+
+    producer  wait empty[s] · TMA -> slot s, arrives on full[s]     wait empty[s] · TMA -> slot s ...
+    consumer                            wait full[s] · wgmma reads slot s · arrive on empty[s]
 """
 
 import dataclasses
@@ -32,10 +35,13 @@ def _when(condition: Condition, action: Callable[[], None]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingPlan:
-    """The static half of a ring: what it takes of the shared memory, and who arrives on its barriers.
+    """The static half of a ring: its shared memory, and the arrivals on its barriers.
 
-    ``tile`` is a stage. ``consumers`` is the number of warpgroups that release a slot, ``writers`` of those that fill
-    it from registers; with none, the TMA unit does, by ``copies`` of equally many rows each.
+    Attributes:
+      tile: a stage.
+      consumers: warpgroups that release a slot.
+      writers: warpgroups that fill a slot from registers; 0 where TMA fills it.
+      copies: TMA copies that fill a slot, of equally many rows each.
     """
 
     tile: SharedTile
@@ -85,11 +91,11 @@ def bind_rings(plans: Sequence[RingPlan], scratch: Sequence[Ref]) -> tuple[list[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """The verbs of a bound ring; each warpgroup calls only those of its side.
+    """A ring over its references; the producer and the consumers call the methods of their side.
 
-    ``step`` counts loads over the whole life of the kernel, so a persistent kernel goes on counting from tile to tile:
-    the barriers' phases do, too. Every load must be consumed, and every consumer must release every step exactly once.
-    ``offset`` is the number of loads that went before step 0: of something else, through the same ring.
+    ``step`` counts loads over the whole life of a CTA, so a persistent kernel goes on counting from item to item, as
+    the barriers' phases do. Every load must be consumed, and every consumer must release every step exactly once.
+    ``offset`` is the number of loads that went through the ring before step 0.
     """
 
     plan: RingPlan
@@ -108,15 +114,15 @@ class Ring:
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
     def _wait_empty(self, step: Scalar) -> None:
-        # The first round fills slots that nobody has to release.
+        # The first round fills slots that have never been in use.
         _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
 
     def load_from_dram(self, step: Scalar, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
-        """Producer: starts the load of a tile, an already sliced reference in device memory for each of its copies.
+        """Producer: starts the load of a tile, from a sliced reference in global memory for each of its copies.
 
-        Under TMA it waits until the slot is free and starts the copies, one below the other. With ``writers`` it reads
-        this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is first needed in
-        ``copy_to_shared``.
+        With TMA it waits until the slot is empty, and starts the copies, one below the other. With ``writers`` it loads
+        this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is needed by
+        ``copy_to_shared`` only.
         """
         if self.plan.writers:
             (source_ref,) = source_refs
@@ -136,8 +142,8 @@ class Ring:
     ) -> None:
         """Producer: makes the tile visible to the consumers.
 
-        Under TMA the copy's completion does that, and this is nothing. With ``writers`` it waits until the slot is
-        free, writes ``values`` (converted) to ``rows`` of it (a ``pl.ds``, by default all), and arrives on ``full``.
+        With TMA it does nothing, for the copy's completion does that. With ``writers`` it waits until the slot is
+        empty, stores ``values`` (converted) to ``rows`` of it (a ``pl.ds``, by default all), and arrives on ``full``.
         Several ``values`` stand side by side.
         """
         if not self.plan.writers:
@@ -156,7 +162,7 @@ class Ring:
             for part in values:
                 target.at[:, pl.ds(begin, part.shape[1])][...] = part
                 begin += part.shape[1]
-        # wgmma reads shared memory through the async proxy, which sees the threads' writes only after a fence.
+        # wgmma reads shared memory through the async proxy, to which stores of threads are visible only after a fence.
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.full.at[slot])
 
@@ -170,13 +176,13 @@ class Ring:
         return tile.T if transposed else tile
 
     def release(self, step: Scalar) -> None:
-        """Consumer: hands the slot back; only after the wgmma that read it has been waited for."""
+        """Consumer: releases the slot; the wgmma that reads it must have been waited for."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     def drain(self, last_step: Scalar) -> None:
         """Producer: waits until the consumers have released everything up to ``last_step``, the last load; -1 is none.
 
-        A block of a cluster must not leave while others may still write to it. Nothing may be loaded afterwards.
+        A CTA of a cluster must not exit while others may still write to it. Nothing may be loaded afterwards.
         """
         for behind in reversed(range(self.plan.num_stages)):
             step = last_step - behind

@@ -1,4 +1,4 @@
-"""Which work items a program of a persistent kernel has, and in which order: planned before the kernel runs.
+"""Static scheduling: the work items of the programs (CTAs) of a kernel and their order, planned before it runs.
 
 An item is a row of tiles of one matrix of scores, that is of one batch element and one head.
 """
@@ -17,10 +17,14 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 type WarpgroupRole = Callable[[Scalar, Scalar, Scalar], Scalar]
-"""``first = role(item_index, item, first)``: what a warpgroup does in an item; ``first`` counts its steps."""
+"""``first = role(item_index, item, first)``: the work of a warpgroup in an item.
+
+``item_index`` counts the items of the program; step 0 of an item is step ``first`` of the rings, and that of the next
+item is returned.
+"""
 
 ITEM_OVERHEAD = 1.5
-"""Cost of a work item beside its steps, in steps: its first scores, which nothing overlaps, and its output."""
+"""Cost of a work item besides its steps, in steps: its first QKᵀ, which overlaps with nothing, and its output."""
 
 
 def decode_tile_index(item: Scalar, row_tiles: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -30,11 +34,12 @@ def decode_tile_index(item: Scalar, row_tiles: int, heads: int) -> tuple[jax.Arr
 
 
 def group_sizes(matrices: int, matrices_at_once: int) -> list[int]:
-    """Sizes of the groups in which matrices are taken, as even as can be.
+    """Sizes of the groups in which matrices are scheduled, as even as can be.
 
     A small last group has too few rows of tiles to fill the device: with 3 + 3 + 3 + 3 + 3 + 1 heads of 16384 causal
-    queries, 132 multiprocessors are 4 % idle, with six even groups 0.3 %, with equal ones 0.1 %.
+    queries, 132 SMs are 4 % idle, with six even groups 0.3 %, with equal ones 0.1 %.
     """
+    # As few groups as the cache allows, or up to twice as many where that makes them equal.
     fewest = -(-matrices // matrices_at_once)
     groups = next((count for count in range(fewest, 2 * fewest) if matrices % count == 0), fewest)
     ends = [matrices * group // groups for group in range(groups + 1)]
@@ -44,11 +49,12 @@ def group_sizes(matrices: int, matrices_at_once: int) -> list[int]:
 def program_order(row_steps: np.ndarray, matrices: int, matrices_at_once: int) -> np.ndarray:
     """Work items in the order in which they start, ``[matrices · row_tiles]``: matrix · row_tiles + row tile.
 
-    Matrices (a batch element's head) are taken in groups whose keys and values fit the L2 cache together; in a group
-    the longest rows of tiles start first, so that the short ones fill what is left at the end.
+    Matrices (a head of a batch element) are taken in groups whose keys and values fit the L2 cache together; in a group
+    the longest rows of tiles start first, so that short ones even out the end.
     """
     tiles = len(row_steps)
     longest_first = np.argsort(-row_steps, kind="stable")
+    # In a group a row of tiles is started for all matrices before the next row.
     items, start = [], 0
     for size in group_sizes(matrices, matrices_at_once):
         group = np.arange(start, start + size)
@@ -58,12 +64,13 @@ def program_order(row_steps: np.ndarray, matrices: int, matrices_at_once: int) -
 
 
 def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items of persistent programs: ``(starts, items)``; those of a program lie from its start to the next one's.
+    """Items of persistent programs: ``(starts, items)``; program p has ``items[starts[p] : starts[p + 1]]``.
 
-    Each item of ``order`` goes to the program that is the first to have finished what it has: what a scheduler that
-    hands out work at run time would do if every visit took the same time.
+    Each item of ``order`` goes to the program that is done first with those it has: the assignment of a dynamic
+    scheduler if every step took the same time.
     """
     costs = (row_steps + ITEM_OVERHEAD)[order % len(row_steps)]
+    # A heap of the programs by the time at which they are done.
     busy = [(0.0, program) for program in range(programs)]
     owners = np.empty(len(order), np.int64)
     for index, cost in enumerate(costs.tolist()):
@@ -77,31 +84,34 @@ def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tu
 def item_by_arithmetic(
     row_steps: np.ndarray, matrices: int, matrices_at_once: int
 ) -> Callable[[Scalar], jax.Array] | None:
-    """``program_order`` as a function of the place in it, for groups of one size and rows that grow or shrink."""
+    """``program_order`` as a function of the position in it: the item of a program that has one, without a table.
+
+    None where no arithmetic gives it: it takes groups of one size, and rows whose steps only grow or only shrink.
+    """
     sizes, tiles = group_sizes(matrices, matrices_at_once), len(row_steps)
     longest_first = np.argsort(-row_steps, kind="stable")
     ascending = np.array_equal(longest_first, np.arange(tiles))
     if len(set(sizes)) > 1 or not (ascending or np.array_equal(longest_first[::-1], np.arange(tiles))):
         return None
 
-    def item(place: Scalar) -> jax.Array:
+    def item(position: Scalar) -> jax.Array:
         size = jnp.int32(sizes[0])
-        group = lax.div(place, size * tiles)
-        row, matrix = lax.div(place - group * (size * tiles), size), lax.rem(place, size)
+        group = lax.div(position, size * tiles)
+        row, matrix = lax.div(position - group * (size * tiles), size), lax.rem(position, size)
         return (group * size + matrix) * tiles + (row if ascending else tiles - 1 - row)
 
     return item
 
 
 def over_items(lists: tuple[Ref, Ref], one: WarpgroupRole) -> None:
-    """Calls ``first = one(item_index, item, first)`` for the items of this program; ``first`` counts its steps."""
+    """Calls ``first = one(item_index, item, first)`` for the items of this program, see `WarpgroupRole`."""
     starts_ref, items_ref = lists
     program = lax.axis_index("program")
     start, end = starts_ref[program], starts_ref[program + 1]
 
     def one_item(item_index: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         first, item = state
-        following = items_ref[item_index + 1]  # on its way while this item is worked on
+        following = items_ref[item_index + 1]  # loaded one item ahead, so that its latency is hidden
         return one(item_index - start, item, first), following
 
     lax.fori_loop(start, end, one_item, (jnp.int32(0), items_ref[start]))
@@ -110,12 +120,12 @@ def over_items(lists: tuple[Ref, Ref], one: WarpgroupRole) -> None:
 def run_warpgroup(
     lists: tuple[Ref, Ref], role: WarpgroupRole, registers: int, action: Literal["increase", "decrease"]
 ) -> None:
-    """Runs a warpgroup's role in every item of this program, until its stores have left shared memory."""
+    """Runs a warpgroup's role in every item of this program, and waits until TMA has read what it stores."""
     plgpu.set_max_registers(registers, action=action)
     over_items(lists, role)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """``program_lists`` as arrays for ``over_items``, which reads one item further than there are."""
+    """``program_lists`` as arrays for ``over_items``, which reads one item behind the last."""
     return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))

@@ -1,4 +1,4 @@
-"""Tiles in shared memory: the layout that the hardware wants, Mosaic GPU's transforms for it, and the bytes."""
+"""Tiles in shared memory: their layout as TMA and wgmma want it, Mosaic GPU's transforms for it, and their bytes."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
 from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SWIZZLE_ROWS, SWIZZLES
 
-# The transforms of jax 0.12 count as abstract for a type checker, because one method of their base has no body.
+# A type checker takes the transforms of jax 0.12 for abstract, because one method of their base has no body.
 _mosaic: Any = plgpu
 
-# A swizzle permutes vectors of 16 bytes by the number of the 128-byte line they lie in.
+# A swizzle permutes vectors of 16 bytes by the index of the 128-byte line that they lie in.
 _VECTOR_BYTES = 16
 _LINE_SHIFT = 3
 
@@ -56,7 +56,7 @@ def hardware_swizzle(width: int, itemsize: int) -> Swizzle:
 
 
 def shared_layout(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None = None) -> SwizzledLayout:
-    """How a rows × columns tile lies in shared memory: blocks of 8 rows × one swizzle width, row-major in both.
+    """The layout of a rows × columns tile in shared memory: atoms of 8 rows × one swizzle width, row-major in both.
 
     Raises:
       ValueError: no swizzle fits, with the reason.
@@ -70,7 +70,7 @@ def shared_layout(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None
 
 @functools.lru_cache(maxsize=256)
 def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[Any, ...]:
-    """``(TilingTransform, SwizzleTransform)`` for a tile that lies as ``layout`` says.
+    """``(TilingTransform, SwizzleTransform)`` for a tile with this layout.
 
     Raises:
       ValueError: wgmma cannot read such a tile, with the reason.
@@ -88,7 +88,7 @@ def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[
         raise ValueError(f"{layout.swizzle} is none of the hardware's for {itemsize} bytes: {sorted(SWIZZLES)} wide")
     (width,) = widths
     expected = shared_layout(rows, columns, dtype, width)
-    # Compared as functions: different trees may say the same.
+    # Compared as functions: different trees of modes may be the same function.
     if not np.array_equal(layout.layout.matrix(), expected.layout.matrix()):
         raise ValueError(
             f"the {width}-byte swizzle needs blocks of {SWIZZLE_ROWS} × {width // itemsize} in row-major order, "
@@ -98,17 +98,18 @@ def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[
 
 
 def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """What a buffer takes of the shared memory, alignment included."""
+    """Shared memory of a buffer in bytes, alignment included."""
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedTile:
-    """A tile in shared memory: shape, dtype and swizzle, from which its layout, its transforms and its size follow.
+    """A tile in shared memory, whose layout, transforms and size follow from shape, dtype and swizzle.
 
-    ``swizzle`` in bytes: None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
-    tile that is not a matrix. Both operands of one wgmma that lie in shared memory must have the same.
+    Attributes:
+      swizzle: in bytes; None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
+        tile that is not a matrix. Both operands of one wgmma that are in shared memory must have the same.
     """
 
     shape: tuple[int, ...]
@@ -129,7 +130,7 @@ class SharedTile:
 
     @property
     def layout(self) -> SwizzledLayout:
-        """Where the elements lie."""
+        """The offset of each element."""
         if not self.swizzle:
             return SwizzledLayout(row_major(*self.shape))
         rows, columns = self.shape
@@ -141,7 +142,7 @@ class SharedTile:
         return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
 
     def stack_bytes(self, count: int) -> int:
-        """What so many of them take of the shared memory, alignment included."""
+        """Shared memory of so many tiles in bytes, alignment included."""
         return aligned_bytes((count, *self.shape), self.dtype)
 
     def scratch(self, *stack: int) -> Any:

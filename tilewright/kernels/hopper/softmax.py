@@ -1,9 +1,11 @@
-"""The online softmax of a warpgroup, in its registers: in base 2, with a maximum and a sum for each row.
+"""The online softmax of a warpgroup, in its registers: in base 2, with a maximum m and a sum l for each row.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Base 2, because the hardware has exp2 and
+log2 only: log2(e) is folded into the scale.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +16,71 @@ LOG2E = math.log2(math.e)
 
 
 def split_scale(softmax_scale: float) -> tuple[float, float]:
-    """What products are multiplied by before ``online_softmax``, and its multiplier, which must be positive."""
+    """The factor that S is multiplied by before ``online_softmax``, and the multiplier there, which must be positive.
+
+    A positive scale folds into the exponent, where it costs nothing.
+    """
     scale = softmax_scale * LOG2E
     return (1.0, scale) if scale > 0 else (scale, 1.0)
 
 
 def initial_statistics() -> tuple[jax.Array, jax.Array]:
-    """The maximum and the sum of rows before their first key."""
+    """m and l of rows before their first key: −∞ and 0."""
     return row_constants(-jnp.inf), row_constants(0.0)
 
 
+class RowState(NamedTuple):
+    """State of a consumer between two steps: P of the later one, for its PV, and m and l up to it."""
+
+    p: jax.Array
+    m: jax.Array
+    row_sum: jax.Array
+
+
+class SoftmaxTile(NamedTuple):
+    """The softmax of one tile of logits and the statistics of rows after it.
+
+    Attributes:
+      p: P, ``[64, keys]``, of which PV is computed.
+      alpha: ``[64]``, exp2(m before the tile − m): rescales what was summed before.
+      m: ``[64]``, running maximum of a row's logits, in base 2.
+      row_sum: l, ``[64]``, running sum of a row's P.
+    """
+
+    p: jax.Array
+    alpha: jax.Array
+    m: jax.Array
+    row_sum: jax.Array
+
+    @property
+    def state(self) -> RowState:
+        """The state after the tile, without alpha."""
+        return RowState(self.p, self.m, self.row_sum)
+
+
 def online_softmax(
-    logits: jax.Array, multiplier: float, m: jax.Array, total: jax.Array, guarded: bool = True
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Probabilities of a tile in float32, what scales sums so far, and the new statistics of rows.
+    logits: jax.Array, multiplier: float, m: jax.Array, row_sum: jax.Array, guarded: bool = True
+) -> SoftmaxTile:
+    """P of a tile in float32, alpha, and the new m and l.
 
     Args:
       logits: ``[64, keys]``; times ``multiplier``, which is positive, they are in base 2. −∞ is masked.
-      m, total: ``[64]``: the maximum of them so far, and the sum.
+      m, row_sum: ``[64]``, before this tile.
       guarded: whether a row may have no visible key so far.
     """
-    maximum = jnp.maximum(m, logits.max(axis=1) * multiplier)
-    # A row that has seen nothing yet is shifted by nothing: −∞ − −∞ is NaN.
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum) if guarded else maximum
-    scale = jnp.exp2(m - shift)
+    m_new = jnp.maximum(m, logits.max(axis=1) * multiplier)
+    # A row that is fully masked so far has m = −∞, and is shifted by 0: −∞ − −∞ is NaN.
+    shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if guarded else m_new
+    alpha = jnp.exp2(m - shift)
     p = jnp.exp2(logits * multiplier - across(shift, logits.shape[1]))
-    return p, scale, maximum, total * scale + p.sum(axis=1)
+    return SoftmaxTile(p, alpha, m_new, row_sum * alpha + p.sum(axis=1))
 
 
-def normaliser(total: jax.Array) -> jax.Array:
-    """What a row's sum of values is multiplied by in the end; 0 where all of its keys are masked."""
-    return jnp.where(total == 0.0, 0.0, 1 / total)
+def normaliser(row_sum: jax.Array) -> jax.Array:
+    """1 / l, the factor that normalises O after the last tile; 0 for fully masked rows."""
+    return jnp.where(row_sum == 0.0, 0.0, 1 / row_sum)
 
 
-def row_lse(m: jax.Array, total: jax.Array) -> jax.Array:
-    """The natural log-sum-exp of rows; −∞ where all of their keys are masked."""
-    return jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2E))
+def row_lse(m: jax.Array, row_sum: jax.Array) -> jax.Array:
+    """The natural log-sum-exp of rows, (m + log2 l) · ln 2; −∞ for fully masked rows."""
+    return jnp.where(row_sum == 0.0, -jnp.inf, (m + jnp.log2(row_sum)) * (1 / LOG2E))

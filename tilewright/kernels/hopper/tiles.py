@@ -1,4 +1,4 @@
-"""Tiles in a warpgroup's registers: their layout, and what kernels do to whole tiles and to a value for each row."""
+"""Tiles in a warpgroup's registers: layouts of wgmma's accumulator, and operations on tiles and on row vectors."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from tilewright.kernels.hopper.limits import WGMMA_M
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 ROWS = WGMMA_M
-"""Rows of a tile that a warpgroup works on: the M of its matrix instruction."""
+"""Rows of a warpgroup's tile: the M of wgmma."""
 
 
 def tile_layout() -> Any:
-    """The layout of the accumulators of a warpgroup's matrix instructions."""
+    """The layout of wgmma's accumulator."""
     return plgpu.Layout.WGMMA
 
 
@@ -35,32 +35,32 @@ def row_constants(value: float) -> jax.Array:
 
 
 def across(vector: jax.Array, columns: int) -> jax.Array:
-    """``[64]`` values of rows as a tile with so many columns."""
+    """``[64]`` values of rows, broadcast to a tile of so many columns."""
     return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
 
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """A vector along ``axis`` of a tile of an accumulator's layout.
+    """A vector along ``axis`` of a tile, broadcast to it in the accumulator's layout.
 
-    The layout is said where it would follow: layout inference looks for it from what a tile ends up in, operation by
-    operation, with a pass over the whole kernel for each.
+    The layout is given although it could be inferred: inference propagates it backwards from the uses of a tile, one
+    operation at a time, with a pass over the whole kernel for each.
     """
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), tile_layout())
 
 
 def store_unoptimised(target: Ref, value: jax.Array) -> None:
-    """Stores registers as they lie, also where that fills no whole sectors or makes banks of shared memory conflict."""
+    """Stores registers without shuffles, also where that fills no whole sectors or causes bank conflicts."""
     store: Any = getattr(plgpu, "store", None)
-    if store is None:  # jax 0.11, which takes every store so
+    if store is None:  # jax 0.11, where every store is one
         target[...] = value
     else:
         store(target, value, optimized=False)
 
 
 def opaque_zero(value: Scalar, bits: int = 30) -> jax.Array:
-    """0, which the compiler cannot know: ``value`` is from memory or a loop, not negative, and below 2 to the ``bits``.
+    """A 0 that the compiler cannot know: ``value`` is from memory or a loop, not negative, below 2 to the ``bits``.
 
-    An operand of wgmma that a loop does not change is indexed with it. Its descriptors, 64 bits for each of up to 32
-    slices, were hoisted out of the loop otherwise, and registers spilled for them (280 bytes at head_dim 256).
+    An operand of wgmma that a loop does not change is indexed with it. Otherwise its descriptors, 64 bits for each of
+    up to 32 slices, are hoisted out of the loop, and registers spilled for them (280 bytes at head_dim 256).
     """
     return lax.shift_right_logical(value, jnp.int32(bits))

@@ -1,4 +1,4 @@
-"""Names for the types of what kernels handle; JAX exports none for references and views of them."""
+"""Types of values and references in kernels; JAX exports none for references and their views."""
 
 from types import EllipsisType
 from typing import Protocol
@@ -9,21 +9,21 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
 type Scalar = int | jax.Array
-"""A number on the device, or one that is known while the kernel is traced."""
+"""A number on the device, or a static one."""
 
 type Condition = bool | jax.Array
-"""A condition on the device, or one that is known while the kernel is traced."""
+"""A condition on the device, or a static one."""
 
 
 type Part = Scalar | slice | pl.Slice | EllipsisType | None
-"""What stands for one dimension where a reference is indexed."""
+"""The index of one dimension of a reference."""
 
 type Index = Part | tuple[Part, ...]
-"""What stands between the brackets there."""
+"""The index of a reference, between the brackets."""
 
 
 class Views(Protocol):
-    """What ``ref.at`` is: indexed, it gives a view."""
+    """The type of ``ref.at``: indexed, it gives a view."""
 
     def __getitem__(self, index: Index, /) -> "Ref": ...
 

@@ -1,4 +1,4 @@
-"""Named calls of the norms: what tests, tuning and benchmarks run."""
+"""Named calls of the norms, for tests, tuning and benchmarks."""
 
 import abc
 import dataclasses
@@ -14,12 +14,12 @@ from tilewright.kernels.norms.inputs import NormInputs, NormOptions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormCase(Case, abc.ABC):
-    """The sizes and options of one call, from which its arrays can be drawn.
+    """The sizes and options of one call, from which random arrays can be made.
 
     Attributes:
       leading: the dimensions before the rows.
-      weight_dtype: of weight and bias; that of x where it is ``None``.
-      shift: what the rows of x have as their mean.
+      weight_dtype: dtype of weight and bias; that of x if ``None``.
+      shift: the mean of the rows of x.
     """
 
     rows: int = 1024
@@ -34,16 +34,16 @@ class NormCase(Case, abc.ABC):
     @property
     @abc.abstractmethod
     def options(self) -> NormOptions:
-        """The options that are values."""
+        """The options that are static values."""
 
     @property
     @abc.abstractmethod
     def has_bias(self) -> bool:
-        """Whether there is a bias."""
+        """True if there is a bias."""
 
     @property
     def structs(self) -> NormInputs:
-        """What a backend gets, with shapes and dtypes in the place of arrays."""
+        """A backend's inputs, with shapes and dtypes in place of arrays."""
         x: Any = jax.ShapeDtypeStruct((*self.leading, self.rows, self.columns), jnp.dtype(self.dtype))
         vector: Any = jax.ShapeDtypeStruct((self.columns,), jnp.dtype(self.weight_dtype or self.dtype))
         return NormInputs(
@@ -55,7 +55,7 @@ class NormCase(Case, abc.ABC):
         )
 
     def inputs(self, seed: int = 0) -> NormInputs:
-        """Normal arrays."""
+        """A backend's inputs, with normal arrays."""
         random = np.random.default_rng(seed)
         drawn = jax.tree.map(lambda x: normal(random, x.shape, x.dtype.name), self.structs)
         return dataclasses.replace(drawn, x=(drawn.x + self.shift).astype(self.dtype)) if self.shift else drawn
@@ -132,7 +132,7 @@ RMS_CASES = _cases(
     (1, 4096), (1, 16384), (8, 8192), (128, 128), (2048, 5120), (4096, 4096), (65536, 128), (65536, 256),
     (65536, 1024), (32768, 2048), (16384, 8192), (8192, 16384), (1024, 65536),
 )  # fmt: skip
-"""From the decoding of one token to the largest activations; norms of heads have 128 or 256 columns."""
+"""Sizes from the decoding of one token to the largest activations; norms of heads have 128 or 256 columns."""
 
 LAYER_CASES = _cases(
     LayerNormCase(""), (1, 4096), (65536, 256), (4096, 4096), (2048, 5120), (16384, 8192), (8192, 16384)

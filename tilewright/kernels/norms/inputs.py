@@ -1,4 +1,4 @@
-"""What every backend of the norms is given, and gives: arrays of any rank, static options."""
+"""The inputs and results of every norm backend: arrays of any rank, static options."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ type Kind = Literal["rms", "layer"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormOptions:
-    """The options of a call that are values, not arrays.
+    """The options of a call that are static values, not arrays.
 
     Attributes:
-      kind: "rms" divides by the root of the mean square, "layer" by the standard deviation after taking away the mean.
-      weight_offset: is added to the weight: 1 where the weight is stored as a difference from one.
+      kind: "rms" divides by the root mean square, "layer" subtracts the mean and divides by the standard deviation.
+      weight_offset: added to the weight; 1 if the weight is stored as its difference from one.
     """
 
     kind: Kind
@@ -38,13 +38,15 @@ class NormInputs:
 
 @dataclasses.dataclass(frozen=True)
 class NormResults:
-    """What a forward pass gives, or the cotangents of that.
+    """The results of a forward pass, or their cotangents.
 
-    No statistics of the rows: the backward pass reads whole rows in any case, and forms them anew in the round of sums
-    that it needs anyway, while to write and read them costs 16 bytes a row and, of narrow rows, a change of layout.
+    Row statistics are not stored: the backward pass reads whole rows in any case, and recomputes the statistics in a
+    reduction that it needs anyway, while writing and reading them costs 16 bytes a row and, for narrow rows, a change
+    of layout.
 
     Attributes:
-      total: ``x + residual`` as it was rounded and normed; ``None`` without a residual, or of a cotangent that is zero.
+      total: ``x + residual`` after rounding, the array that was normed; ``None`` without a residual, or for a zero
+        cotangent.
     """
 
     out: Float[Array, "*rows columns"]
@@ -62,7 +64,7 @@ def normed(inputs: NormInputs, results: NormResults) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NormProblem:
-    """What selection may know of a call; a dtype is ``None`` where the array is absent."""
+    """The sizes of a call, for selection; a dtype is ``None`` if the array is absent."""
 
     rows: int
     columns: int

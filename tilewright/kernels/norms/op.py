@@ -1,4 +1,4 @@
-"""RMS norm and layer norm: their argument lists, and what they share."""
+"""RMS norm and layer norm: their argument lists, and the parts that they share."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,7 +35,7 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         platform: PlatformOption,
         **numbers: Any,
     ) -> Call:
-        """Checks a call; reads types, shapes and dtypes alone."""
+        """Checks a call; reads only types, shapes and dtypes."""
         x = as_array("x", x)
         if not x.shape or not is_floating(x.dtype):
             raise ValueError(f"x must be a floating-point array of rank 1 at least, got {x.shape=}, {x.dtype=}")
@@ -134,7 +134,7 @@ def rms_norm(*args: Any, **kwargs: Any) -> Any:
       x: ``[..., columns]``, floating-point.
       weight: ``[columns]``, floating-point of any precision; 1 if ``None``.
       residual: like x; ``x + residual``, rounded to x's dtype, is normed instead, and returned as well.
-      eps: what is added to the mean square.
+      eps: added to the mean square.
       weight_offset: 1 where the weight is stored as its difference from one, as in Gemma.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
@@ -156,7 +156,7 @@ def layer_norm(*args: Any, **kwargs: Any) -> Any:
     Args:
       x, weight, residual, platform, cfg: as for ``rms_norm``.
       bias: ``[columns]``, floating-point of any precision; 0 if ``None``.
-      eps: what is added to the variance.
+      eps: added to the variance.
 
     Returns, raises: as ``rms_norm``.
     """

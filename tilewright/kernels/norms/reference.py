@@ -11,7 +11,7 @@ from tilewright.kernels.norms.inputs import NormInputs
 def norm_reference(inputs: NormInputs, compute_dtype: DTypeLike | None = None) -> tuple[Any, Any]:
     """``(out, total)`` in ``compute_dtype``: float32 by default, float64 if x is; differentiable, nothing is rounded.
 
-    ``total`` is x where there is no residual.
+    ``total`` is x without a residual.
     """
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.x.dtype, jnp.float32))
     options = inputs.options

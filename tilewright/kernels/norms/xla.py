@@ -1,4 +1,4 @@
-"""The norms in plain XLA: the backend that runs anywhere, and for float64."""
+"""The norms in plain XLA: the backend for every device and for float64."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
 class XlaNorm(Implementation):
-    """Every floating-point dtype, every shape; there is nothing to choose."""
+    """Supports every floating-point dtype and shape; has no params."""
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class XlaNorm(Implementation):
         return ()
 
     def forward(self, inputs: NormInputs, params: FwdParams) -> NormResults:
-        dtype, options = _wide(inputs.x), inputs.options
+        dtype, options = _accumulation_dtype(inputs.x), inputs.options
         total = None if inputs.residual is None else inputs.x + inputs.residual
         out, _ = _normalized((inputs.x if total is None else total).astype(dtype), options)
         if inputs.weight is not None:
@@ -41,8 +41,8 @@ class XlaNorm(Implementation):
     def backward(
         self, inputs: NormInputs, results: NormResults, cotangents: NormResults, params: BwdParams
     ) -> dict[str, Any]:
-        """One array is the gradient of x and of the residual."""
-        dtype, options = _wide(inputs.x), inputs.options
+        """Computes the gradients; x and residual share one array."""
+        dtype, options = _accumulation_dtype(inputs.x), inputs.options
         value, rstd = _normalized(normed(inputs, results).astype(dtype), options)
         d_out = cotangents.out.astype(dtype)
         leading = tuple(range(d_out.ndim - 1))
@@ -64,17 +64,17 @@ class XlaNorm(Implementation):
         return gradients
 
 
-def _wide(x: Any) -> Any:
+def _accumulation_dtype(x: Any) -> Any:
     """The dtype of statistics and sums."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _normalized(value: Any, options: NormOptions) -> tuple[Any, Any]:
-    """Rows of mean square 1, and by what they were multiplied."""
+    """Rows of mean square 1, and the factor that they were multiplied by."""
     rest: Any = 0.0
     if options.kind == "layer":
         value = value - jnp.mean(value, axis=-1, keepdims=True)
-        # A mean is rounded like the largest of its terms; beside one of 1000 the rest is up to 1e-4.
+        # A mean is rounded like its largest term: with values near 1000 the rest is up to 1e-4.
         rest = jnp.mean(value, axis=-1, keepdims=True)
     variance = jnp.mean(value * value, axis=-1, keepdims=True) - rest * rest
     rstd = lax.rsqrt(jnp.maximum(variance, 0.0) + options.eps)

@@ -1,1 +1,1 @@
-"""Attention over a cache of keys and values: the one core of all serving ops."""
+"""Attention over a KV cache: the shared core of all serving ops."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments that the serving ops share; only types, shapes and dtypes are looked at."""
+"""Checks of the arguments that the serving ops share; they read only types, shapes and dtypes."""
 
 from typing import Any
 
@@ -24,16 +24,16 @@ def query_array(query: object, ranks: tuple[int, ...], layout: str) -> Any:
 
 
 def cache_arrays(key: object, value: object, layout: str, names: tuple[str, str] = ("key", "value")) -> tuple[Any, Any]:
-    """Keys and values of rank 4 that agree; the value may be absent."""
+    """Keys and values of rank 4 with matching shapes; the values may be absent."""
     key = as_array(names[0], key)
     value = None if value is None else as_array(names[1], value)
-    said = f"got {names[0]}.shape={key.shape}" + ("" if value is None else f", {names[1]}.shape={value.shape}")
+    described = f"got {names[0]}.shape={key.shape}" + ("" if value is None else f", {names[1]}.shape={value.shape}")
     if len(key.shape) != 4 or (value is not None and len(value.shape) != 4):
-        raise ValueError(f"{names[0]} and {names[1]} must be {layout}, {said}")
+        raise ValueError(f"{names[0]} and {names[1]} must be {layout}, {described}")
     if value is not None and value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"{names[0]} and {names[1]} must agree in all but the head dim, {said}")
+        raise ValueError(f"{names[0]} and {names[1]} must agree in all but the head dim, {described}")
     if 0 in key.shape[2:] or (value is not None and value.shape[3] == 0):
-        raise ValueError(f"{names[0]} and {names[1]} need at least one head and one element in each, {said}")
+        raise ValueError(f"{names[0]} and {names[1]} need at least one head and one element in each, {described}")
     if value is not None and value.dtype != key.dtype:
         raise TypeError(f"{names[0]} and {names[1]} must have one dtype, got {key.dtype} and {value.dtype}")
     if not is_floating(key.dtype) and key.dtype.name not in QUANTISED:
@@ -70,7 +70,7 @@ def page_table_array(page_table: object, sequences: int, name: str = "page_table
 
 
 def scale_array(name: str, scale: object, cache: jax.Array | None) -> Any:
-    """float32 of rank 3, broadcastable to ``[num_pages, page_size, kv_heads]``; ``None`` where there is none."""
+    """Scales as float32 of rank 3, broadcastable to ``[num_pages, page_size, kv_heads]``; ``None`` without scales."""
     if scale is None:
         if cache is not None and cache.dtype.name == "int8":
             raise TypeError(f"int8 keys and values need scales, got {name}=None")
@@ -110,7 +110,7 @@ def window_sides(sliding_window: object, causal: bool) -> tuple[int | None, int 
 def new_tokens(
     key: object, value: object, pages: jax.Array, value_pages: jax.Array | None, tokens: int | None
 ) -> tuple[Any, Any]:
-    """New keys and values ``[tokens, kv_heads, head_dim]`` that fit pages; of these the value may be absent."""
+    """New keys and values ``[tokens, kv_heads, head_dim]`` that fit the pages; the values may be absent."""
     key = as_array("key", key)
     if (value is None) != (value_pages is None):
         raise TypeError("new values and pages of values go together: give both or none")
@@ -118,10 +118,10 @@ def new_tokens(
     for name, new, cache in (("key", key, pages), ("value", value, value_pages)):
         if new is None or cache is None:
             continue
-        wanted = (key.shape[0] if tokens is None else tokens, *cache.shape[2:])
-        if tuple(new.shape) != wanted:
+        expected = (key.shape[0] if tokens is None else tokens, *cache.shape[2:])
+        if tuple(new.shape) != expected:
             raise ValueError(
-                f"the new {name} must be [tokens, kv_heads, head_dim] = {list(wanted)}, got shape {new.shape}"
+                f"the new {name} must be [tokens, kv_heads, head_dim] = {list(expected)}, got shape {new.shape}"
             )
         if not is_floating(new.dtype):
             raise TypeError(f"the new {name} must be floating-point, got {new.dtype}")
@@ -140,7 +140,7 @@ def page_arrays(key_pages: object, value_pages: object) -> tuple[Any, Any]:
 
 
 def block_arrays(key_cache: object, value_cache: object) -> tuple[Any, Any]:
-    """Pages by the names that vLLM has for them."""
+    """Pages by vLLM's argument names."""
     layout = "[num_blocks, block_size, kv_heads, head_dim]"
     return cache_arrays(key_cache, required("value_cache", value_cache), layout, ("key_cache", "value_cache"))
 

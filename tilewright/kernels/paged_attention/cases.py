@@ -1,4 +1,4 @@
-"""What the cases of all serving ops share: sizes and options, from which each op's own class makes its arguments."""
+"""The shared cases of all serving ops: sizes and options, from which each op's class makes its arguments."""
 
 import abc
 import dataclasses
@@ -13,19 +13,19 @@ import numpy as np
 from tilewright.kernels.cases import Case, OpCases, normal, variants
 
 MAX_HOST_SHARE = 1 << 22
-"""Elements up to which an array is drawn on the host, where nothing has to be compiled first."""
+"""Elements up to which an array is drawn on the host, where nothing must be compiled first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingCase(Case, abc.ABC):
-    """The sizes and options of one call, from which its arrays can be drawn.
+    """The sizes and options of one call, from which random arrays can be made.
 
     Attributes:
-      kv_length: tokens that a sequence has room for; full sequences have as many.
-      kv_dtype: of the cache, the query's if ``None``.
-      scale: what a scale stands for: "tensor", "head", "page" or "token"; ``None`` for no scales.
-      ragged: whether lengths are drawn from 0 to ``kv_length``; else all sequences are full.
-      q_lengths: new tokens of each sequence, repeated over the sequences, where an op takes several.
+      kv_length: the capacity of a sequence in tokens; the length of a full sequence.
+      kv_dtype: dtype of the cache, the query's if ``None``.
+      scale: the granularity of scales: "tensor", "head", "page" or "token"; ``None`` for no scales.
+      ragged: draw lengths from 0 to ``kv_length``; otherwise all sequences are full.
+      q_lengths: new tokens of each sequence, repeated over the sequences, for ops that take several.
     """
 
     sequences: int = 4
@@ -49,22 +49,22 @@ class ServingCase(Case, abc.ABC):
 
     @property
     def tolerance_factor(self) -> float:
-        """How many times the error of the oracle in the input dtype a backend may make."""
+        """The allowed error of a backend as a multiple of the oracle's error in the input dtype."""
         return 2.0 if self.logits_soft_cap is None else 3.0
 
     @property
     def flops(self) -> float:
-        """Of a call in which all sequences are full and every query sees all before it."""
+        """FLOPs if all sequences are full and every query sees all keys before it."""
         counts = [self.q_lengths[s % len(self.q_lengths)] for s in range(self.sequences)]
         scores = sum(n * self.kv_length - n * (n - 1) / 2 for n in counts)
         return 2.0 * scores * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     def drawn(self, seed: int) -> "Drawn":
-        """The arrays of a call."""
+        """The random arrays of a call."""
         return Drawn(self, np.random.default_rng(seed))
 
     def options(self, drawn: "Drawn") -> dict[str, Any]:
-        """The keyword arguments that most of the ops share, where they are not the default."""
+        """The keyword arguments that most of the ops share, if they are not the default."""
         given: dict[str, Any] = {}
         for field in ("sliding_window", "logits_soft_cap", "softmax_scale", "return_lse"):
             value = getattr(self, field)
@@ -89,7 +89,7 @@ class DrawnCache:
 
 
 class Drawn:
-    """Random arrays of a case: each is drawn when it is asked for."""
+    """Random arrays of a case, each drawn when it is requested."""
 
     def __init__(self, case: ServingCase, generator: np.random.Generator) -> None:
         self.case, self.generator = case, generator
@@ -112,14 +112,14 @@ class Drawn:
         return jnp.asarray(np.append(0, np.cumsum(self.counts)), jnp.int32)
 
     def lengths(self) -> jax.Array:
-        """At least the new tokens where there is room for them; every fifth of ragged ones may be empty of old ones."""
+        """Lengths of at least the new tokens, if there is room for them."""
         full = np.full(self.case.sequences, self.case.kv_length)
         if self.case.ragged:
             full = np.maximum(self.generator.integers(0, self.case.kv_length + 1, self.case.sequences), self.counts)
         return jnp.asarray(np.minimum(full, self.case.kv_length), jnp.int32)
 
     def starts(self, ends: jax.Array) -> jax.Array:
-        """Anywhere up to the ends; the beginning where all sequences are full."""
+        """Starts up to the ends; 0 if all sequences are full."""
         if not self.case.ragged:
             return jnp.zeros_like(ends)
         return jnp.asarray(self.generator.integers(0, np.asarray(ends) + 1), jnp.int32)
@@ -131,7 +131,7 @@ class Drawn:
         return key, value
 
     def table(self) -> jax.Array:
-        """Every page once, in random order."""
+        """A page table with every page once, in random order."""
         order = self.generator.permutation(self.num_pages)[: self.case.sequences * self.columns]
         return jnp.asarray(order.reshape(self.case.sequences, self.columns), jnp.int32)
 
@@ -227,9 +227,9 @@ def serving_cases[C: ServingCase](
     """The cases of an op over a cache.
 
     Args:
-      packed: among sequences of one new token are some of several.
-      options: the rows of its table; the other ops over pages are the problem of one that has a table, with another
-        argument list, on the same backends.
+      packed: the sequences have one or several new tokens.
+      options: the rows of the op's capability table. Most ops over pages have none: they pose the same problem to the
+        same backends as an op with a table, by another argument list.
     """
 
     def of(name: str, q_lengths: tuple[int, ...], fields: Mapping[str, Any]) -> C:

@@ -1,4 +1,4 @@
-"""What ``TILEWRIGHT_DEBUG=1`` reports about the data of a serving call."""
+"""Reports invalid data of serving calls if ``TILEWRIGHT_DEBUG=1``."""
 
 import functools
 import logging
@@ -11,8 +11,8 @@ import numpy as np
 
 logger = logging.getLogger("tilewright.serving")
 
-MAX_PLACES = 3
-"""Places named of each kind of fault."""
+MAX_LOCATIONS = 3
+"""Maximum locations listed for each kind of fault."""
 
 
 def report(
@@ -27,9 +27,9 @@ def report(
     q_length: int | None,
     writes: bool,
 ) -> None:
-    """Logs an ERROR for whatever is clamped, masked or dropped in a call, when the call runs.
+    """Logs an ERROR, when a call runs, for data that the call clamps, masks or drops.
 
-    Only while ``TILEWRIGHT_DEBUG`` is 1, and then at the price of copying the tables to the host.
+    Only if ``TILEWRIGHT_DEBUG`` is 1, and then the tables are copied to the host.
     """
     arrays = {"page_table": page_table, "kv_lengths": kv_lengths, "cum_q_lens": cum_q_lens}
     given = {name: array for name, array in arrays.items() if array is not None}
@@ -60,55 +60,56 @@ def faults(
     page_table: np.ndarray | None = None,
     cum_q_lens: np.ndarray | None = None,
 ) -> list[str]:
-    """What is wrong with the data of a call, one sentence for each kind of fault."""
+    """The faults in the data of a call, one sentence for each kind."""
     columns = 1 if page_table is None else page_table.shape[1]
     capacity = columns * page_size
     found = [
-        _said("kv_lengths", kv_lengths, kv_lengths < 0, "is negative and counts as 0"),
-        _said("kv_lengths", kv_lengths, kv_lengths > capacity, f"is beyond the {capacity} tokens there is room for"),
+        _fault("kv_lengths", kv_lengths, kv_lengths < 0, "is negative and counts as 0"),
+        _fault("kv_lengths", kv_lengths, kv_lengths > capacity, f"is beyond the {capacity} tokens there is room for"),
     ]
     lengths = np.clip(kv_lengths.astype(np.int64), 0, capacity)
     counts = np.full(lengths.shape, q_length or 1)
     if cum_q_lens is not None:
         cum = cum_q_lens.astype(np.int64)
         counts = np.diff(np.clip(np.maximum.accumulate(cum), 0, tokens))
-        found.append(_said("cum_q_lens", cum, np.append(False, np.diff(cum) < 0), "is less than the boundary before"))
-        found.append(_said("cum_q_lens", cum, (cum < 0) | (cum > tokens), f"is not within the {tokens} tokens"))
+        found.append(_fault("cum_q_lens", cum, np.append(False, np.diff(cum) < 0), "is less than the boundary before"))
+        found.append(_fault("cum_q_lens", cum, (cum < 0) | (cum > tokens), f"is not within the {tokens} tokens"))
     if cum_q_lens is not None or writes:
-        found.append(_said("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
+        found.append(_fault("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
     if page_table is not None:
         used = np.arange(columns) * page_size < lengths[:, None]
         absent = used & ((page_table < 0) | (page_table >= num_pages))
-        found.append(_said("page_table", page_table, absent, f"is none of the {num_pages} pages"))
+        found.append(_fault("page_table", page_table, absent, f"is none of the {num_pages} pages"))
         if writes:
             found.append(_written_twice(page_table, lengths, counts, num_pages, page_size))
     return [fault for fault in found if fault]
 
 
-def _said(name: str, values: np.ndarray, wrong: np.ndarray, what: str) -> str:
-    places = np.argwhere(wrong)
-    if not len(places):
+def _fault(name: str, values: np.ndarray, wrong: np.ndarray, fault: str) -> str:
+    locations = np.argwhere(wrong)
+    if not len(locations):
         return ""
-    named = [f"{name}[{', '.join(map(str, place))}] = {values[tuple(place)]}" for place in places[:MAX_PLACES].tolist()]
-    return f"{_listed(named, len(places))} {what}"
+    shown = locations[:MAX_LOCATIONS].tolist()
+    named = [f"{name}[{', '.join(map(str, location))}] = {values[tuple(location)]}" for location in shown]
+    return f"{_listed(named, len(locations))} {fault}"
 
 
 def _listed(named: Iterable[str], count: int) -> str:
     listed = ", ".join(named)
-    return listed + (f" and {count - MAX_PLACES} more, each" if count > MAX_PLACES else "")
+    return listed + (f" and {count - MAX_LOCATIONS} more, each" if count > MAX_LOCATIONS else "")
 
 
 def _written_twice(
     page_table: np.ndarray, lengths: np.ndarray, counts: np.ndarray, num_pages: int, page_size: int
 ) -> str:
-    seen: dict[tuple[int, int], int] = {}
+    writer_of: dict[tuple[int, int], int] = {}
     twice: list[str] = []
     for sequence, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         for position in range(max(length - count, 0), length):
-            place = int(page_table[sequence, position // page_size]), position % page_size
-            if not 0 <= place[0] < num_pages:
+            row = int(page_table[sequence, position // page_size]), position % page_size
+            if not 0 <= row[0] < num_pages:
                 continue
-            if place in seen:
-                twice.append(f"row {place[1]} of page {place[0]} by the sequences {seen[place]} and {sequence}")
-            seen[place] = sequence
-    return f"written twice: {_listed(twice[:MAX_PLACES], len(twice))}" if twice else ""
+            if row in writer_of:
+                twice.append(f"row {row[1]} of page {row[0]} by the sequences {writer_of[row]} and {sequence}")
+            writer_of[row] = sequence
+    return f"written twice: {_listed(twice[:MAX_LOCATIONS], len(twice))}" if twice else ""

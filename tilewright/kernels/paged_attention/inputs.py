@@ -1,4 +1,4 @@
-"""What every backend of the serving ops is given: packed queries, a cache in pages, static options."""
+"""The inputs of every serving backend: packed queries, a cache in pages, static options."""
 
 import dataclasses
 import math
@@ -8,17 +8,17 @@ import jax
 from jaxtyping import Array, Float, Integer, Num
 
 FAR = 1 << 29
-"""Beyond every position: windows, lengths and starts are cut to it, so that sums of three stay in int32."""
+"""A bound beyond every position: windows, lengths and starts are clipped to it, so that sums of three fit int32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedOptions:
-    """The options of a call that are values, not arrays.
+    """The options of a call that are static values, not arrays.
 
     Attributes:
-      left, right: keys visible before and after the query's position, ``None`` for all; causality is in ``right``.
-      q_length: query tokens of every sequence, where all have equally many; ``None`` where ``cum_q_lens`` says.
-      latent_dim: the first elements of a key that are the value, where keys and values are one array.
+      left, right: keys visible before and after the query's position, ``None`` for all; causality is part of ``right``.
+      q_length: query tokens of every sequence, if all have the same number; ``None`` if ``cum_q_lens`` has them.
+      latent_dim: number of leading elements of a key that are the value, if keys and values are one array.
     """
 
     softmax_scale: float
@@ -31,9 +31,9 @@ class PagedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PagedInputs:
-    """A call after ``prepare``; shapes and dtypes hold without further checks, what stands in the arrays does not.
+    """A call after ``prepare``; shapes and dtypes are checked, the arrays' values are not.
 
-    Without ``page_table`` sequence ``s`` has page ``s`` alone. Without ``value`` the keys hold it
+    Without ``page_table`` sequence ``s`` has page ``s`` alone. Without ``value`` the keys contain the values
     (``options.latent_dim``). ``kv_starts`` are the first visible positions.
     """
 
@@ -60,7 +60,7 @@ class PagedInputs:
 
     @property
     def capacity(self) -> int:
-        """The tokens of a sequence for which there are pages."""
+        """The capacity of a sequence in tokens."""
         return self.page_size * (1 if self.page_table is None else self.page_table.shape[1])
 
     @property
@@ -76,7 +76,7 @@ class PagedInputs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query, or no key whatever the arrays hold."""
+        """True if there is no query, or no key whatever the arrays hold."""
         return 0 in (*self.query.shape, *self.key.shape, self.sequences, self.capacity, self.value_dim)
 
 
@@ -92,12 +92,12 @@ jax.tree_util.register_dataclass(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedProblem:
-    """Sizes of one call, from which backends say what they support and choose params.
+    """The sizes of one call, for support reasons and params.
 
     Attributes:
-      paged: whether there is a page table.
-      kv_bytes: of one token's keys and values and their scales, of all heads.
-      packed: whether each sequence has its own number of query tokens.
+      paged: True if there is a page table.
+      kv_bytes: bytes of one token's keys, values and scales, of all heads.
+      packed: True if sequences have different numbers of query tokens.
     """
 
     tokens: int
@@ -122,7 +122,7 @@ class PagedProblem:
 
     @property
     def scaled_alike(self) -> bool:
-        """Whether a scale, if any, is that of all of a head's tokens."""
+        """True if there are no scales, or all tokens of a head share one."""
         return all(shape is None or shape[:2] == (1, 1) for shape in self.scale_shapes)
 
     @classmethod
@@ -162,12 +162,12 @@ class PagedProblem:
 
     @property
     def longest_q(self) -> int:
-        """The most query tokens that a sequence can have."""
+        """The maximum number of query tokens of a sequence."""
         return self.tokens if self.options.q_length is None else self.options.q_length
 
     @property
     def visible(self) -> int:
-        """The most keys that a query can see."""
+        """The maximum number of keys that a query can see."""
         left, right = self.options.left, self.options.right
         window = self.capacity if left is None or right is None else left + 1 + right
         return min(self.capacity, window)

@@ -1,4 +1,4 @@
-"""What the Kernels of all attention over a cache share: from prepared arguments to the core's problem and back."""
+"""The base class of all attention ops over a cache: from prepared arguments to the core's problem and back."""
 
 import abc
 import math
@@ -27,13 +27,13 @@ type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
-    """An op that differs from the others of its kind in ``prepare`` alone, which ends in ``canonical``."""
+    """An op that defines only ``prepare``, which ends in ``canonical``."""
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
-        """``more`` are implementations that serve this op alone; they come first. ``packed``: so are its queries."""
-        of_packed = [
+        """``more`` are implementations for this op alone, which come first; ``packed``: its queries are packed."""
+        for_packed = [
             lazy("tilewright.kernels.paged_attention.cuda.packed:CudaPackedAttention"),
             lazy("tilewright.kernels.paged_attention.hopper.packed_backend:PallasGpuPackedAttention"),
         ]
@@ -42,7 +42,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             version="1",
             implementations=(
                 *more,
-                *(of_packed if packed else []),
+                *(for_packed if packed else []),
                 lazy("tilewright.kernels.paged_attention.triton.backend:TritonPagedAttention"),
                 lazy("tilewright.kernels.paged_attention.xla.backend:XlaPagedAttention"),
             ),
@@ -64,10 +64,10 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         latent_dim: int | None = None,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """The prepared call: arrays whose ranks are checked, in the core's order, and static options.
+        """The prepared call: arrays in the core's order with checked ranks, and static options.
 
-        ``query`` may have any leading shape, which the results will have. ``q_length`` is the query tokens of every
-        sequence, ``None`` with ``cum_q_lens``.
+        ``query`` may have any leading shape, which the results have too. ``q_length`` is the number of query tokens of
+        every sequence, ``None`` with ``cum_q_lens``.
         """
         given = with_defaults(ServingOptions, options)
         arguments.check_heads(query, key)
@@ -147,7 +147,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         latent_dim: int | None,
         **_: Any,
     ) -> PagedInputs:
-        """Prepared arguments as the backends take them: with the new tokens, if there are any, in the cache."""
+        """The prepared arguments in the form that backends take, with any new tokens written to the cache."""
         if new_key is not None:
             arrays = WriteInputs(
                 key, value, key_scale, value_scale, new_key, new_value, page_table, kv_lengths, cum_q_lens, kv_dtype
@@ -159,7 +159,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         )  # fmt: skip
 
     def problem(self, *args: Any, **kwargs: Any) -> PagedProblem:
-        """The sizes of prepared arguments, abstract or not."""
+        """The sizes of prepared arguments, abstract or concrete."""
         return PagedProblem.of(self.inputs(*args, **kwargs))
 
     def outputs(
@@ -172,7 +172,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         writes: bool,
         **kwargs: Any,
     ) -> Any:
-        """What the caller gets: the output, the log-sum-exp if asked for, the cache if it was written to."""
+        """The caller's results: the output, the log-sum-exp if requested, the cache if it was written to."""
         out, lse = (result.reshape(*leading, *result.shape[1:]) for result in results)
         found: tuple[Any, ...] = (out, lse) if return_lse else (out,)
         if writes:
@@ -181,25 +181,25 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         return found if len(found) > 1 else out
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The oracle on prepared arguments, computed in the query's dtype: widen narrow arrays for exact results."""
+        """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""
         inputs = self.inputs(*args, write=write_reference, **kwargs)
         out, lse = paged_reference(inputs, inputs.query.dtype)
         return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
-        """Normal arrays, tables of distinct pages as far as there are any, lengths of at least half."""
+        """Normal arrays, tables of distinct pages if there are enough, lengths of at least half."""
         return sampling.sampled(invocation.abstract_args, key), dict(invocation.abstract_kwargs)
 
     def partitioning(self, inputs: PagedInputs) -> Partitioning | None:
-        """By heads, as the types of query and cache say."""
+        """Splits by heads and by sequences, as in the types of query and cache."""
         return paged_partitioning(inputs)
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
-        """The numerics policy allows more where a soft cap flattens the logits."""
+        """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""
         return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """Of sequences that fill their tables: every visible key read once, every query and output moved once."""
+        """The cost if sequences fill their tables: every visible key read once, every query and output moved once."""
         problem = self.problem_of(inv)
         per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
         scores = problem.tokens * problem.heads * problem.visible
@@ -208,6 +208,6 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """What lengths of zero leave: the output."""
+        """The cost if all lengths are zero: writing the output."""
         problem = self.problem_of(inv)
         return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))

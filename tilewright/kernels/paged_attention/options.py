@@ -1,4 +1,4 @@
-"""The options that the serving ops share, by the ops that have them; ``cfg`` is the executor's, and reaches none."""
+"""The options that the serving ops share, grouped by the ops that have them; ``cfg`` goes to the executor only."""
 
 from typing import Any, TypedDict
 
@@ -8,12 +8,12 @@ from tilewright.kernels.arguments import PlatformOption
 
 
 class StoredScales(TypedDict, total=False):
-    """Of keys and values that are stored in fewer bits.
+    """Scales of keys and values that are stored in fewer bits.
 
     Args:
-      key_scale: what stored keys are multiplied by: a number, or broadcastable to ``[num_pages, page_size, kv_heads]``
-        (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
-      value_scale: likewise, of the values.
+      key_scale: factor by which stored keys are multiplied: a number, or broadcastable to ``[num_pages, page_size,
+        kv_heads]`` (``[sequences, kv_length, kv_heads]`` of a dense cache) with rank 3. int8 needs it.
+      value_scale: the same for the values.
     """
 
     key_scale: ArrayLike | None
@@ -21,7 +21,7 @@ class StoredScales(TypedDict, total=False):
 
 
 class SoftmaxScale(TypedDict, total=False):
-    """Of the logits.
+    """The scale of the logits.
 
     Args:
       softmax_scale: 1/√head_dim by default; a JAX array is multiplied into the query.
@@ -31,7 +31,7 @@ class SoftmaxScale(TypedDict, total=False):
 
 
 class LogitOptions(TypedDict, total=False):
-    """What changes logits or hides keys.
+    """Options that change logits or mask keys.
 
     Args:
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
@@ -46,7 +46,7 @@ class LogitOptions(TypedDict, total=False):
 
 
 class CallOptions(TypedDict, total=False):
-    """What every op has that attends.
+    """Options of every attention op.
 
     Args:
       alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits (arXiv 2108.12409).
@@ -64,12 +64,12 @@ class CallOptions(TypedDict, total=False):
 
 
 class UnifiedOptions(SoftmaxScale, CallOptions, total=False):
-    """Of ``unified_attention``, which has vLLM's names for the others."""
+    """The options of ``unified_attention``, which uses vLLM's names for the others."""
 
 
 class LatentOptions(SoftmaxScale, LogitOptions, CallOptions, total=False):
-    """Of ``mla_decode``, whose latents have one scale."""
+    """The options of ``mla_decode``, whose latents have one scale."""
 
 
 class ServingOptions(StoredScales, LatentOptions, total=False):
-    """Of all the others."""
+    """The options of all other ops."""

@@ -1,6 +1,6 @@
-"""What the kernels for packed queries over pages on Hopper share: what they serve, and where others are likely faster.
+"""Support of the Hopper kernels for packed queries over pages, and the problems for which others are likely faster.
 
-They are `hopper.packed`, and `cuda.packed` where there is a compiler for it.
+They are `hopper.packed`, and `cuda.packed` if it can be compiled.
 """
 
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
@@ -12,17 +12,17 @@ TILE_ROWS = 128
 """Query rows of a tile."""
 
 MIN_PAGE = 16
-"""Tokens of a page: the warp that copies has the numbers of all pages of a tile in its registers."""
+"""Minimum tokens of a page: the copying warp holds the numbers of all pages of a tile in its registers."""
 
 MAX_HEADS = 8
-"""Query heads of a key head: Pallas has registers spilled by the loads of more, and in CUDA C++ it is the columns of a
-product."""
+"""Maximum query heads per key head: with more, Pallas's loads spill registers; in CUDA C++ they are an MMA's columns.
+"""
 
 DIMS = (64, 128)
 
 
 def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
-    """Why none of them can serve a problem; empty if they can, but for what is said by one alone."""
+    """The shared reasons why none of these kernels can serve a problem; empty if there are none."""
     why, options = device_reasons(device), problem.options
     if not problem.packed or not problem.paged or problem.starts or options.latent_dim is not None:
         why.append("takes packed queries and a page table")
@@ -41,6 +41,6 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
 
 
 def is_for_others(problem: PagedProblem, device: Device) -> bool:
-    """Where most tokens are decoded, or tiles do not fill the device: the keys of a chunk are not split."""
+    """True if most tokens are decoded, or tiles do not fill the device, since a chunk's keys are not split."""
     tiles = max_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
     return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < num_sms(device)

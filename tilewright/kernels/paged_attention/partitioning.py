@@ -1,8 +1,8 @@
-"""How attention over a cache is split over the explicit axes of a mesh: by heads, and by sequences.
+"""Splits attention over a cache over the explicit axes of a mesh: by heads, and by sequences.
 
-By heads, as tensor parallelism does, the cache is split as the query is, or has one head for all. By sequences, as data
-parallelism does, with equally many query tokens each: a cache without a page table is split as the query is; pages that
-a table names may lie anywhere, so each device has all of them.
+By heads, as in tensor parallelism: the cache is split like the query, or has one head for all. By sequences, as in data
+parallelism, if all have the same number of query tokens: a cache without a page table is split like the query; pages of
+a table may belong to any sequence, so every device has all of them.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from tilewright.kernels.sharding import Partitioning, explicit_mesh, typed_axes
 
 
 def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
-    """The partitioning that the types of query and cache ask for.
+    """The partitioning implied by the types of query and cache.
 
     Raises:
-      ValueError: something other than heads or sequences is split, or query and cache disagree.
+      ValueError: a dimension other than heads or sequences is split, or query and cache are split differently.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     present = {name: array for name, array in arrays.items() if array is not None}
@@ -33,11 +33,11 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
         axes = (pages, None, kv_heads)
         return P(*(each if size > 1 else None for each, size in zip(axes, array.shape, strict=False)))
 
-    # Any: PagedInputs is also the pytree that holds a spec in the place of each of its arrays.
+    # Any: PagedInputs is also the pytree that holds a spec in place of each of its arrays.
     rows: Any = P(sequences, heads)
     by_head: Any = P(heads)
     by_sequence: Any = P(sequences)
-    whole: Any = P()
+    replicated: Any = P()
     return Partitioning(
         mesh=mesh,
         inputs=PagedInputs(
@@ -47,7 +47,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
             page_table=None if inputs.page_table is None else by_sequence,
             kv_lengths=by_sequence,
             kv_starts=None if inputs.kv_starts is None else by_sequence,
-            cum_q_lens=None if inputs.cum_q_lens is None else whole,
+            cum_q_lens=None if inputs.cum_q_lens is None else replicated,
             key_scale=cache(inputs.key_scale),
             value_scale=cache(inputs.value_scale),
             alibi_slopes=None if inputs.alibi_slopes is None else by_head,
@@ -60,31 +60,31 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
 
 
 def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[Any, Any, Any]:
-    """The mesh axes of sequences, heads and heads of keys."""
-    said = ", ".join(f"{name}: {P(*spec)}" for name, spec in specs.items())
+    """The mesh axes of sequences, query heads and key heads."""
+    text = ", ".join(f"{name}: {P(*spec)}" for name, spec in specs.items())
     sequences, heads, head_dim = specs["query"]
     kv_heads = specs["key"][2]
     caches = [spec for name, spec in specs.items() if name != "query"]
     if head_dim is not None or any(spec[1] is not None or spec[3] is not None for spec in caches):
-        raise ValueError(f"attention over a cache can be split by heads and by sequences alone ({said}); reshard it")
+        raise ValueError(f"attention over a cache can be split by heads and by sequences alone ({text}); reshard it")
     if sequences is not None and inputs.cum_q_lens is not None:
         raise ValueError(
-            f"queries of different lengths laid end to end cannot be split by tokens ({said}), since a sequence may "
+            f"queries of different lengths laid end to end cannot be split by tokens ({text}), since a sequence may "
             "lie on two devices; give each device its own sequences by jax.shard_map, or reshard the query"
         )
     if any(spec[0] is not None for spec in caches):
         if inputs.page_table is not None:
             raise ValueError(
-                f"pages that a table names cannot be split by page ({said}), since a sequence's may lie anywhere; "
+                f"pages that a table names cannot be split by page ({text}), since a sequence's may lie anywhere; "
                 "give each device a cache and a table of its own by jax.shard_map, or reshard the cache"
             )
         if any(spec[0] not in (None, sequences) for spec in caches):
-            raise ValueError(f"query and cache must be split alike by sequences ({said}); reshard them first")
+            raise ValueError(f"query and cache must be split alike by sequences ({text}); reshard them first")
     shared = inputs.key.shape[2] == 1 and kv_heads is None
     if any(spec[2] != kv_heads for spec in caches) or not (shared or kv_heads == heads):
-        # To cut a whole cache would copy a part of it in every call.
+        # Slicing a replicated cache would copy a part of it in every call.
         raise ValueError(
-            f"query and cache must be split alike by heads ({said}); reshard the cache once, and repeat its heads "
+            f"query and cache must be split alike by heads ({text}); reshard the cache once, and repeat its heads "
             "first if there are more devices than heads of keys"
         )
     return sequences, heads, kv_heads

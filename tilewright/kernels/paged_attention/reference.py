@@ -1,4 +1,4 @@
-"""The oracles: attention of one token after the other over a dense copy of its cache, and one write after the other."""
+"""The oracles: attention token by token over a dense copy of its cache, and writing token by token."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
 
 DENSE_BYTES = 1 << 28
-"""Of the dense copies of keys and values that are in work at once."""
+"""Maximum bytes of the dense copies of keys and values processed at once."""
 
 
 def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None) -> Results:
     """``(out, lse)`` by the definition, in ``compute_dtype``: float32 by default, float64 if the query is.
 
-    Stored elements are dequantised in float32 first. Products have JAX's default precision; ask for "highest" around
-    it where that is less than exact.
+    Stored elements are dequantised in float32 first. Matmuls have JAX's default precision; use "highest" around the
+    call if that is not exact.
     """
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
     tokens, heads, _ = inputs.query.shape
@@ -37,14 +37,14 @@ def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> 
     """The results of one token, computed in ``dtype``: ``[heads, value_dim]`` and ``[heads]``."""
     options = inputs.options
     sequence, index, count, owned = _owner(inputs, token)
-    key, there = _dense(inputs, inputs.key, inputs.key_scale, sequence, dtype)
+    key, exists = _dense(inputs, inputs.key, inputs.key_scale, sequence, dtype)
     if inputs.value is None:
         value = key[..., : inputs.value_dim]
     else:
         value, _ = _dense(inputs, inputs.value, inputs.value_scale, sequence, dtype)
     length = jnp.clip(inputs.kv_lengths[sequence], 0, FAR)
     query_position, position = length - count + index, jnp.arange(inputs.capacity)
-    visible = there & (position < length) & owned
+    visible = exists & (position < length) & owned
     if inputs.kv_starts is not None:
         visible &= position >= inputs.kv_starts[sequence]
     if options.left is not None:
@@ -65,18 +65,18 @@ def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> 
     with_sinks = scores
     if inputs.softmax_aux is not None:
         with_sinks = jnp.concatenate([scores, inputs.softmax_aux.astype(dtype)], axis=1)
-    largest = jnp.max(with_sinks, axis=1, keepdims=True)
-    shift = jnp.where(jnp.isneginf(largest), 0.0, largest).astype(dtype)
+    row_max = jnp.max(with_sinks, axis=1, keepdims=True)
+    shift = jnp.where(jnp.isneginf(row_max), 0.0, row_max).astype(dtype)
     total = jnp.sum(jnp.exp(with_sinks - shift), axis=1, keepdims=True)
-    weights = (jnp.exp(scores - shift) / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
-    # What no query sees may hold anything, NaN too.
+    probabilities = (jnp.exp(scores - shift) / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
+    # Masked elements may hold anything, NaN included.
     value = jnp.where(visible[:, None, None], value, 0.0).astype(dtype)
-    out = jnp.stack([weights[head] @ value[:, head // groups] for head in range(query.shape[0])])
+    out = jnp.stack([probabilities[head] @ value[:, head // groups] for head in range(query.shape[0])])
     return out, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))[:, 0]
 
 
 def _owner(inputs: PagedInputs, token: jax.Array) -> tuple[Any, Any, Any, Any]:
-    """Of a token the sequence, its number among that sequence's tokens, how many these are, and whether it has one."""
+    """A token's sequence, its index among that sequence's new tokens, their number, and True if it has a sequence."""
     if inputs.options.q_length is not None:
         count = inputs.options.q_length
         return token // count, token % count, count, True
@@ -89,12 +89,12 @@ def _sequence_of(cum: Any, token: jax.Array, tokens: int) -> tuple[Any, Any, Any
     def look(at: jax.Array, state: Any) -> Any:
         low, found = state
         high = jnp.clip(cum[at + 1], low, tokens)
-        mine = (token >= low) & (token < high)
-        return high, jax.tree.map(lambda new, old: jnp.where(mine, new, old), (at, low, high, True), found)
+        is_inside = (token >= low) & (token < high)
+        return high, jax.tree.map(lambda new, old: jnp.where(is_inside, new, old), (at, low, high, True), found)
 
-    nothing = (0, 0, 0, False)
+    initial = (0, 0, 0, False)
     start = jnp.clip(first, 0, tokens)
-    state = jax.tree.map(jnp.asarray, (start, nothing))
+    state = jax.tree.map(jnp.asarray, (start, initial))
     _, (sequence, low, high, owned) = lax.fori_loop(0, sequences, look, state)
     return sequence, token - low, high - low, owned
 
@@ -102,20 +102,20 @@ def _sequence_of(cum: Any, token: jax.Array, tokens: int) -> tuple[Any, Any, Any
 def _dense(
     inputs: PagedInputs, pages: jax.Array, scale: jax.Array | None, sequence: jax.Array, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """A sequence's tokens as ``[capacity, kv_heads, head_dim]``, and which of them are there."""
+    """A sequence's tokens as ``[capacity, kv_heads, head_dim]``, and a flag for each that exists."""
     num_pages, page_size = pages.shape[:2]
-    names = jnp.asarray(sequence)[None] if inputs.page_table is None else inputs.page_table[sequence]
-    there = (names >= 0) & (names < num_pages)
-    names = jnp.where(there, names, 0)
-    tokens = pages[names]
+    page_numbers = jnp.asarray(sequence)[None] if inputs.page_table is None else inputs.page_table[sequence]
+    exists = (page_numbers >= 0) & (page_numbers < num_pages)
+    page_numbers = jnp.where(exists, page_numbers, 0)
+    tokens = pages[page_numbers]
     if scale is not None:
-        scales = jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[names]
+        scales = jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[page_numbers]
         tokens = tokens.astype(jnp.promote_types(dtype, jnp.float32)) * scales[..., None]
-    return tokens.astype(dtype).reshape(-1, *pages.shape[2:]), jnp.repeat(there, page_size)
+    return tokens.astype(dtype).reshape(-1, *pages.shape[2:]), jnp.repeat(exists, page_size)
 
 
 def write_reference(inputs: WriteInputs) -> Cache:
-    """The cache after one token after the other was written."""
+    """The cache after writing one token after the other."""
     cache = (inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale)
     tokens, columns = inputs.key.shape[0], inputs.page_table.shape[1]
     num_pages, page_size = inputs.key_pages.shape[:2]
@@ -132,32 +132,32 @@ def write_reference(inputs: WriteInputs) -> Cache:
         position = jnp.where(inside, position, 0)
         page, row = inputs.page_table[sequence, position // page_size], position % page_size
         inside = inside & (page >= 0) & (page < num_pages)
-        place = jnp.where(inside, page, 0), row
+        coordinate = jnp.where(inside, page, 0), row
         key_pages, value_pages, key_scale, value_scale = cache
-        key_pages, key_scale = _put(key_pages, key_scale, inputs.key[token], place, inside, inputs.kv_dtype)
+        key_pages, key_scale = _put(key_pages, key_scale, inputs.key[token], coordinate, inside, inputs.kv_dtype)
         if inputs.value is not None:
             new = inputs.value[token]
-            value_pages, value_scale = _put(value_pages, value_scale, new, place, inside, inputs.kv_dtype)
+            value_pages, value_scale = _put(value_pages, value_scale, new, coordinate, inside, inputs.kv_dtype)
         return key_pages, value_pages, key_scale, value_scale
 
     return lax.fori_loop(0, tokens, write, cache)
 
 
 def _put(
-    pages: jax.Array, scale: jax.Array | None, new: jax.Array, place: Any, inside: jax.Array, dtype: str
+    pages: jax.Array, scale: jax.Array | None, new: jax.Array, coordinate: Any, inside: jax.Array, dtype: str
 ) -> tuple[Any, Any]:
-    """One token ``[kv_heads, head_dim]`` in its place, if it has one."""
+    """Writes one token ``[kv_heads, head_dim]`` at its coordinate, if it has one."""
     limit = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
     element = new.astype(jnp.float32) if limit is not None or scale is not None else new
     if scale is not None and scale.shape[:2] == pages.shape[:2]:
-        largest = jnp.abs(element).max(axis=(1,) if scale.shape[2] > 1 else (0, 1)).reshape(scale.shape[2])
-        own = jnp.where(largest > 0, largest / (limit or float(jnp.finfo(dtype).max)), 1.0)
-        scale = scale.at[place].set(jnp.where(inside, own, scale[place]))
-        element = element / own[:, None]
+        max_abs = jnp.abs(element).max(axis=(1,) if scale.shape[2] > 1 else (0, 1)).reshape(scale.shape[2])
+        token_scale = jnp.where(max_abs > 0, max_abs / (limit or float(jnp.finfo(dtype).max)), 1.0)
+        scale = scale.at[coordinate].set(jnp.where(inside, token_scale, scale[coordinate]))
+        element = element / token_scale[:, None]
     elif scale is not None:
-        element = element / jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[place][:, None]
+        element = element / jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[coordinate][:, None]
     if limit is not None:
         element = jnp.clip(element, -limit, limit)
     if dtype == "int8":
         element = jnp.round(element)
-    return pages.at[place].set(jnp.where(inside, element.astype(pages.dtype), pages[place])), scale
+    return pages.at[coordinate].set(jnp.where(inside, element.astype(pages.dtype), pages[coordinate])), scale

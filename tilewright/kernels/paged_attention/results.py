@@ -1,4 +1,4 @@
-"""What all backends of attention over a cache return, and how those without a rule for vmap are mapped."""
+"""The results of all backends of attention over a cache, and ``vmap`` for kernels without a rule of their own."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "token
 
 
 def sinks_of(inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-    """Of each head's sinks the maximum and the sum of exponentials; −inf and 0 without any."""
+    """The maximum and the sum of exponentials of each head's sinks; −inf and 0 without any."""
     dtype = accumulation_dtype(inputs.query.dtype)
     heads = inputs.query.shape[1]
     if inputs.softmax_aux is None:
@@ -22,7 +22,7 @@ def sinks_of(inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
 
 
 def empty_forward(inputs: PagedInputs) -> Results:
-    """The results of queries that see nothing."""
+    """The results of fully masked queries."""
     tokens, heads, _ = inputs.query.shape
     maximum, total = sinks_of(inputs)
     lse = jnp.broadcast_to((maximum + jnp.log(total)).reshape(heads), (tokens, heads))
@@ -30,7 +30,7 @@ def empty_forward(inputs: PagedInputs) -> Results:
 
 
 def one_after_the_other(run: Callable[[PagedInputs], Results], inputs: PagedInputs) -> Results:
-    """``run(inputs)``, by a kernel that has no rule for vmap: what is mapped runs one after the other."""
+    """Runs ``run(inputs)`` by a kernel without a rule for ``vmap``: mapped calls run sequentially."""
     leaves, tree = jax.tree.flatten(inputs)
 
     @jax.custom_batching.sequential_vmap

@@ -1,4 +1,4 @@
-"""Random inputs with the shapes of a call, for tuning where there are no values."""
+"""Random inputs with the shapes of a call, for tuning without real values."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SMALL_SCALE = 1.0 / 64.0
-"""Of int8 elements, which then are about as large as normal ones."""
+"""Scale of int8 elements, with which they are about as large as normal numbers."""
 
 
 def sampled(args: tuple[Any, ...], key: jax.Array) -> tuple[Any, ...]:
@@ -38,7 +38,7 @@ def sampled(args: tuple[Any, ...], key: jax.Array) -> tuple[Any, ...]:
 
 
 class Draw:
-    """Draws of one seed; every method gives ``None`` for ``None``."""
+    """Random draws from one seed; every method returns ``None`` for ``None``."""
 
     def __init__(self, key: jax.Array) -> None:
         with jax.ensure_compile_time_eval():
@@ -49,10 +49,10 @@ class Draw:
     def floats(self, struct: Any) -> Any:
         if struct is None:
             return None
-        # On the device: a cache may be larger than what the host should send.
+        # On the device: a cache may be too large to be sent from the host.
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
-        wide = jnp.float32 if struct.dtype.itemsize < 2 else struct.dtype
-        return jax.random.normal(key, struct.shape, wide).astype(struct.dtype)
+        sampled_dtype = jnp.float32 if struct.dtype.itemsize < 2 else struct.dtype
+        return jax.random.normal(key, struct.shape, sampled_dtype).astype(struct.dtype)
 
     def cache(self, struct: Any) -> Any:
         if struct is None or struct.dtype != jnp.int8:
@@ -67,27 +67,27 @@ class Draw:
         return jnp.asarray(self.generator.uniform(0.5 * size, 2 * size, struct.shape), jnp.float32)
 
     def slopes(self, struct: Any) -> Any:
-        """Those of the paper, arXiv 2108.12409: a geometric series."""
+        """The slopes of the paper, arXiv 2108.12409: a geometric series."""
         if struct is None:
             return None
         return jnp.asarray(2.0 ** (-8.0 * np.arange(1, struct.shape[0] + 1) / struct.shape[0]), struct.dtype)
 
     def table(self, struct: Any, num_pages: int) -> Any:
-        """Pages in random order, each once as long as there are enough."""
+        """Pages in random order, each once if there are enough."""
         if struct is None:
             return None
         size = int(np.prod(struct.shape))
         rounds = -(-size // max(num_pages, 1))
-        names = np.concatenate([self.generator.permutation(max(num_pages, 1)) for _ in range(max(rounds, 1))])
-        return jnp.asarray(names[:size].reshape(struct.shape), jnp.int32)
+        page_numbers = np.concatenate([self.generator.permutation(max(num_pages, 1)) for _ in range(max(rounds, 1))])
+        return jnp.asarray(page_numbers[:size].reshape(struct.shape), jnp.int32)
 
     def lengths(self, capacity: int, sequences: int) -> np.ndarray:
-        """From half to the whole, at least one."""
+        """Lengths from half to the full capacity, at least 1."""
         low = min(max(capacity // 2, 1), capacity)
         return self.generator.integers(low, capacity + 1, sequences)
 
     def counts(self, tokens: int, sequences: int) -> np.ndarray:
-        """As even as can be."""
+        """Counts as even as possible."""
         if not sequences:
             return np.zeros(0, np.int64)
         return np.diff(np.arange(sequences + 1) * tokens // sequences)

@@ -1,4 +1,4 @@
-"""Where packed tokens stand: sequence, position, page and row, whatever the arrays hold."""
+"""The coordinates of packed tokens: sequence, position, page and row, valid for any values in the arrays."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from tilewright.kernels.paged_attention.inputs import FAR
 
 
 class Tokens(NamedTuple):
-    """Of every packed token: its sequence (any, where it has none), its place among the new ones, their number."""
+    """The sequence of each packed token (any, if it has none), its offset among the new tokens, and their number."""
 
     sequence: Int[Array, " tokens"]
     offset: Int[Array, " tokens"]
@@ -20,15 +20,15 @@ class Tokens(NamedTuple):
 
 
 def boundaries(cum_q_lens: Any, tokens: int) -> Any:
-    """Boundaries that rise within the tokens, so that no token has two sequences."""
+    """Boundaries made monotone and clipped to the tokens, so that no token has two sequences."""
     return jnp.clip(lax.cummax(cum_q_lens), 0, tokens)
 
 
 def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | None) -> Tokens:
     token = jnp.arange(tokens, dtype=jnp.int32)
     if q_length is not None:
-        everything = jnp.ones(tokens, bool)
-        return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), everything)
+        all_owned = jnp.ones(tokens, bool)
+        return Tokens(token // q_length, token % q_length, jnp.full_like(token, q_length), all_owned)
     cum = boundaries(cum_q_lens, tokens)
     owner = _ends_passed(cum[1:], token)
     sequence = jnp.minimum(owner, sequences - 1)
@@ -37,21 +37,21 @@ def packed_tokens(cum_q_lens: Any, tokens: int, sequences: int, q_length: int | 
 
 
 def _ends_passed(ends: jax.Array, index: jax.Array) -> Any:
-    """How many of the rising ends are not above each index; ``jnp.searchsorted`` takes no symbolic dimensions."""
+    """Counts the ascending ends up to each index; ``jnp.searchsorted`` takes no symbolic dimensions."""
     return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
 
 
 def bounded(lengths: jax.Array) -> Any:
-    """Lengths or starts that are not negative and leave room for sums in int32."""
+    """Lengths or starts clipped to [0, FAR], so that their sums fit int32."""
     return jnp.clip(lengths, 0, FAR)
 
 
 class TilePlan(NamedTuple):
-    """Query tiles of packed tokens, each of one sequence; those that are left over have no rows.
+    """Query tiles of packed tokens, each of one sequence; unused tiles have no rows.
 
     Attributes:
-      token, rows: a tile's first token and how many it has.
-      position: of the first row in its sequence.
+      token, rows: a tile's first token and its number of tokens.
+      position: position of the first row in its sequence.
     """
 
     sequence: Int[Array, " tiles"]
@@ -61,13 +61,13 @@ class TilePlan(NamedTuple):
 
 
 def max_tiles(tokens: int, sequences: int, block_q: int) -> int:
-    """How many tiles can have rows, however the tokens are spread over the sequences."""
-    most = (tokens + sequences * (block_q - 1)) // block_q
-    return min(tokens, most) if isinstance(most, int) else most
+    """The maximum number of tiles with rows, however the tokens are spread over the sequences."""
+    upper_bound = (tokens + sequences * (block_q - 1)) // block_q
+    return min(tokens, upper_bound) if isinstance(upper_bound, int) else upper_bound
 
 
 def packed_tiles(cum: jax.Array, lengths: jax.Array, tokens: int, block_q: int) -> tuple[TilePlan, Any]:
-    """The tiles of rising boundaries, and the first tile of each sequence."""
+    """The tiles of ascending boundaries, and the first tile of each sequence."""
     sequences, counts = lengths.shape[0], jnp.diff(cum)
     ends = jnp.cumsum(-(-counts // block_q))
     starts = ends - -(-counts // block_q)

@@ -1,4 +1,4 @@
-"""Writing new keys and values into pages, quantising where there are scales."""
+"""Writes new keys and values into pages, quantising them if there are scales."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from tilewright.kernels.sharding import explicit_mesh, typed_axes
 
 @dataclasses.dataclass(frozen=True)
 class WriteInputs:
-    """Pages and what is to be written into them; values may be absent, and scales where nothing is scaled.
+    """Pages and the tokens to write into them; values and scales may be absent.
 
     Attributes:
       key, value: ``[tokens, kv_heads, head_dim]``, packed.
-      cum_q_lens: ``None`` where every sequence has one token.
-      kv_dtype: in which the pages are stored; their arrays may be wider in the oracle.
+      cum_q_lens: ``None`` if every sequence has one token.
+      kv_dtype: the dtype in which pages are stored; in the oracle their arrays may have a wider one.
     """
 
     key_pages: Any
@@ -49,28 +49,28 @@ type Cache = tuple[Any, Any, Any, Any]
 
 
 def applied(write: Callable[[WriteInputs], Cache], inputs: WriteInputs) -> Cache:
-    """``write(inputs)``, by shape alone if an array has no values."""
+    """Runs ``write(inputs)``, evaluated abstractly if an array is a ``ShapeDtypeStruct``."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(inputs)):
         return jax.eval_shape(write, inputs)
     return write(inputs)
 
 
 def scaled_by_token(scale: jax.Array | None, pages: jax.Array) -> bool:
-    """Whether each token has scales of its own, which are then computed as it is written."""
+    """True if each token has scales of its own, which are computed when it is written."""
     return scale is not None and scale.shape[:2] == pages.shape[:2]
 
 
-def greatest(dtype: str) -> float:
-    """The greatest number that a stored element may be."""
+def max_finite(dtype: str) -> float:
+    """The maximum number that a stored element may hold."""
     return 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
 
 
 def write_pages(inputs: WriteInputs) -> Cache:
-    """The cache with the new tokens in it; tokens without a place are dropped, and of two for one place the first."""
+    """The cache with the new tokens; tokens without a page are dropped, and the last token for a row wins."""
     if 0 in inputs.key.shape or 0 in inputs.key_pages.shape or 0 in inputs.page_table.shape:
         return inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale
-    inputs = _split_as_the_pages(inputs)
-    page, row = _places(inputs)
+    inputs = _split_like_pages(inputs)
+    page, row = _page_rows(inputs)
     key_pages, key_scale = _written(inputs.key_pages, inputs.key_scale, inputs.key, page, row, inputs.kv_dtype)
     value_pages, value_scale = inputs.value_pages, inputs.value_scale
     if inputs.value is not None:
@@ -78,13 +78,13 @@ def write_pages(inputs: WriteInputs) -> Cache:
     return key_pages, value_pages, key_scale, value_scale
 
 
-def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
-    """The inputs split over explicit axes as the pages are: tokens by heads, everything else whole.
+def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
+    """The inputs split over explicit axes like the pages: tokens by heads, everything else replicated.
 
-    Every device has all pages of its heads, so each has to have the tokens of all sequences.
+    Every device has all pages of its heads, so each needs the tokens of all sequences.
 
     Raises:
-      ValueError: something other than heads of the pages is split.
+      ValueError: a dimension of the pages other than heads is split.
     """
     mesh = explicit_mesh(*(x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.ShapeDtypeStruct)))
     if mesh is None:
@@ -92,7 +92,7 @@ def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
     spec = typed_axes(inputs.key_pages)
     if any(axes is not None for position, axes in enumerate(spec) if position != 2):
         raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
-    by_head, whole = P(None, spec[2]), P()
+    by_head, replicated = P(None, spec[2]), P()
 
     def placed(array: jax.Array, wanted: P) -> Any:
         return None if array is None else jax.reshard(array, NamedSharding(mesh, wanted))
@@ -101,26 +101,26 @@ def _split_as_the_pages(inputs: WriteInputs) -> WriteInputs:
         inputs,
         key=placed(inputs.key, by_head),
         value=placed(inputs.value, by_head),
-        page_table=placed(inputs.page_table, whole),
-        kv_lengths=placed(inputs.kv_lengths, whole),
-        cum_q_lens=placed(inputs.cum_q_lens, whole),
+        page_table=placed(inputs.page_table, replicated),
+        kv_lengths=placed(inputs.kv_lengths, replicated),
+        cum_q_lens=placed(inputs.cum_q_lens, replicated),
     )
 
 
-def _places(inputs: WriteInputs) -> tuple[Any, Any]:
-    """Of every token the page and the row to write it to; ``num_pages`` where it is dropped."""
+def _page_rows(inputs: WriteInputs) -> tuple[Any, Any]:
+    """The page and the row to write each token to; page ``num_pages`` if it is dropped."""
     num_pages, page_size = inputs.key_pages.shape[:2]
     sequences, columns = inputs.page_table.shape
     tokens = packed_tokens(inputs.cum_q_lens, inputs.key.shape[0], sequences, 1 if inputs.cum_q_lens is None else None)
     position = bounded(inputs.kv_lengths)[tokens.sequence] - tokens.new + tokens.offset
     column = position // page_size
     page = inputs.page_table[tokens.sequence, jnp.clip(column, 0, columns - 1)]
-    there = tokens.owned & (position >= 0) & (column < columns) & (page >= 0) & (page < num_pages)
-    page, row = jnp.where(there, page, num_pages), position % page_size
-    # A scatter with equal places may mix two tokens. Sorting is stable: the last of a run is the last token.
+    exists = tokens.owned & (position >= 0) & (column < columns) & (page >= 0) & (page < num_pages)
+    page, row = jnp.where(exists, page, num_pages), position % page_size
+    # A scatter with equal coordinates may mix two tokens. Sorting is stable: the last of a run is the last token.
     order = jnp.lexsort((row, page))
-    places = jnp.stack([page, row])[:, order]
-    is_last = jnp.append((places[:, :-1] != places[:, 1:]).any(0), True)
+    coordinates = jnp.stack([page, row])[:, order]
+    is_last = jnp.append((coordinates[:, :-1] != coordinates[:, 1:]).any(0), True)
     kept = jnp.zeros_like(is_last).at[order].set(is_last)
     return jnp.where(kept, page, num_pages), row
 
@@ -130,30 +130,30 @@ def _written(
 ) -> tuple[Any, Any]:
     if scale is not None:
         if scaled_by_token(scale, pages):
-            own = token_scales(new, dtype, per_head=scale.shape[2] > 1)
-            scale = scale.at[page, row].set(own, mode="drop")
+            token_scale = token_scales(new, dtype, per_head=scale.shape[2] > 1)
+            scale = scale.at[page, row].set(token_scale, mode="drop")
         else:
-            own = scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
-        new = new.astype(jnp.float32) / own[..., None]
+            token_scale = scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
+        new = new.astype(jnp.float32) / token_scale[..., None]
     return pages.at[page, row].set(stored(new, dtype).astype(pages.dtype), mode="drop"), scale
 
 
-def _index(places: jax.Array, size: int) -> Any:
-    return jnp.clip(places, 0, size - 1)
+def _index(indices: jax.Array, size: int) -> Any:
+    return jnp.clip(indices, 0, size - 1)
 
 
 def token_scales(new: jax.Array, dtype: str, *, per_head: bool) -> Any:
-    """``[tokens, kv_heads | 1]``, float32."""
-    largest = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
-    largest = largest if per_head else jnp.max(largest, axis=1, keepdims=True)
-    return jnp.where(largest == 0.0, 1.0, largest / greatest(dtype))
+    """The scales of new tokens, ``[tokens, kv_heads | 1]``, float32."""
+    max_abs = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
+    max_abs = max_abs if per_head else jnp.max(max_abs, axis=1, keepdims=True)
+    return jnp.where(max_abs == 0.0, 1.0, max_abs / max_finite(dtype))
 
 
 def stored(new: jax.Array, dtype: str) -> Any:
-    """Elements as pages of a dtype hold them: int8 rounded to nearest even, what is too great saturated."""
+    """Elements in a page's dtype: int8 is rounded to nearest even, values out of range saturate."""
     if dtype == "int8":
         return jnp.clip(jnp.round(new.astype(jnp.float32)), -127.0, 127.0).astype(jnp.int8)
     if jnp.dtype(dtype).itemsize == 1:
-        most = greatest(dtype)
-        return jnp.clip(new.astype(jnp.float32), -most, most).astype(dtype)
+        limit = max_finite(dtype)
+        return jnp.clip(new.astype(jnp.float32), -limit, limit).astype(dtype)
     return new.astype(dtype)

@@ -1,4 +1,4 @@
-"""Compiling Triton kernels, with or without a GPU, and what ptxas says of them."""
+"""Compilation of Triton kernels, with or without a GPU, and reports by ptxas: registers, spills, stack."""
 
 import dataclasses
 import functools
@@ -14,23 +14,22 @@ from tilewright.kernels.triton.description import ALIGNMENT, Launch
 from tilewright.kernels.triton.dtypes import type_name
 
 PTX_VERSION = 87
-"""Of CUDA 12.8: the assembler that XLA finds, which compiles what the GPU runs, may be older than Triton's own."""
-
+"""PTX ISA of CUDA 12.8: the ptxas that XLA uses for what the GPU runs may be older than Triton's own."""
 
 type CompiledKernel = Any
-"""What ``triton.compile`` returns, of a package that need not be installed."""
+"""Result of ``triton.compile``, whose type is in a package that need not be installed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """A kernel for one compute capability.
+    """Resources of a kernel on one compute capability.
 
     Attributes:
       registers: per thread.
       spill_stores, spill_loads, stack: bytes per thread.
       shared_bytes: per block.
-      serialised: whether ptxas made every wgmma wait for the one before.
-      texts: what Triton made on the way, by name: "ttir", "ttgir", "llir", "ptx".
+      serialised: True if ptxas made every wgmma wait for the one before.
+      texts: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
     """
 
     name: str
@@ -45,7 +44,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Why the kernel must not ship; empty if it may."""
+        """Reasons why the kernel must not ship; empty if it may."""
         found = []
         if self.spill_stores or self.spill_loads:
             found.append(f"{self.name} spills: {self.spill_stores=}, {self.spill_loads=}, {self.registers=}")
@@ -59,7 +58,7 @@ class Report:
 
 @functools.lru_cache(maxsize=1024)
 def compiled(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
-    """What ``triton.compile`` makes of a launch: from Triton's cache on disk, if any process made it before."""
+    """Compiles a launch by ``triton.compile``; from Triton's cache on disk, if any process compiled it before."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,27 +67,27 @@ def compiled(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
     options = {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
-        "enable_fp_fusion": True,  # as always, which is to be no more the default
+        "enable_fp_fusion": True,  # the default so far, which Triton is going to change
         "ptx_version": PTX_VERSION,
     }
     return triton.compile(source, target=GPUTarget("cuda", _number(capability), 32), options=options)
 
 
 def report(launch: Launch, capability: tuple[int, int]) -> Report:
-    """Compiles what a launch runs on a GPU of a compute capability, with the ptxas that Triton brings.
+    """Compiles a launch for a compute capability, down to machine code, with the ptxas that Triton brings.
 
     Raises:
       BuildError: ptxas failed.
     """
     kernel = compiled(launch, capability)
-    said = _assembled(kernel.asm["ptx"], _number(capability))
-    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    used = re.search(r"Used (\d+) registers", said)
+    output = _assembled(kernel.asm["ptx"], _number(capability))
+    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
+    used = re.search(r"Used (\d+) registers", output)
     if frame is None or used is None:
-        raise BuildError(f"ptxas says nothing of the registers or spills of {launch.name}", said)
+        raise BuildError(f"ptxas says nothing of the registers or spills of {launch.name}", output)
     stack, stores, loads = map(int, frame.groups())
     texts = {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
-    serialised = "C7510" in said or "serializ" in said
+    serialised = "C7510" in output or "serializ" in output
     shared = int(kernel.metadata.shared)
     return Report(launch.name, capability, int(used[1]), stores, loads, stack, shared, serialised, texts)
 
@@ -98,13 +97,16 @@ def _number(capability: tuple[int, int]) -> int:
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """The types of the parameters, the constants, and what is known of the others."""
+    """Types of the parameters by name, values of the constant ones, and attributes (the alignment) of pointers.
+
+    A scalar of 1 is a constant, as Triton specialises it.
+    """
     names = [parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr]
     types = [f"*{type_name(x.dtype)}" for x in launch.inputs] + ["i32"] * len(launch.scalars)
     types += [f"*{type_name(x.dtype)}" for x in launch.fresh]
     defaults = {p.name: p.default for p in launch.kernel.params if p.is_constexpr and p.has_default}
-    ones = {name: value for name, value in launch.scalars if value == 1}
-    constants = defaults | dict(launch.constants) | ones
+    unit_scalars = {name: value for name, value in launch.scalars if value == 1}
+    constants = defaults | dict(launch.constants) | unit_scalars
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
     ordered = {parameter.name: signature[parameter.name] for parameter in launch.kernel.params}
     pointers = [index for index, kind in enumerate(ordered.values()) if kind.startswith("*")]
@@ -113,19 +115,20 @@ def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any
 
 @functools.cache
 def _assembler(number: int) -> str:
+    """Path of the ptxas that Triton brings."""
     from triton.backends.nvidia import compiler
 
     return compiler.get_ptxas(number).path
 
 
 def _assembled(ptx: str, number: int) -> str:
-    """What ptxas says of a program."""
+    """Messages of ptxas about a PTX program."""
     architecture = f"sm_{number}{'a' if number >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
         command = [_assembler(number), "-v", f"--gpu-name={architecture}", str(file), "-o", str(Path(folder, "cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError(f"ptxas failed for {architecture}", done.stderr)
-    return done.stderr
+        process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise BuildError(f"ptxas failed for {architecture}", process.stderr)
+    return process.stderr

@@ -1,4 +1,4 @@
-"""What there is to say of a launch of a Triton kernel before anything is compiled."""
+"""Description of a launch of a Triton kernel, complete before anything is compiled."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,7 @@ ALIGNMENT = 16
 """Bytes by which the address of every array is divisible."""
 
 MAX_PROGRAMS = (2**31 - 1, 65535, 65535)
-"""What CUDA allows along each axis of a grid."""
-
+"""Maximum size of a grid along each axis, by CUDA."""
 
 type JitKernel = Any
 """A ``@triton.jit`` function, of a package that need not be installed."""
@@ -18,7 +17,7 @@ type JitKernel = Any
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Everything about a launch but the values in its arrays.
+    """A launch, but for the values in its arrays.
 
     Attributes:
       kernel: a ``@triton.jit`` function, whose parameters are pointers to the inputs, the scalars, pointers to the
@@ -56,15 +55,16 @@ class Launch:
         first, scalars = len(self.inputs), [each for each, _ in self.scalars]
         if parameters[first : first + len(scalars)] != scalars:
             raise TypeError(f"after {first} inputs {name} takes {parameters[first:]}, got the {scalars=}")
-        if not all(0 <= programs <= most for programs, most in zip(self.grid, MAX_PROGRAMS, strict=True)):
+        if not all(0 <= programs <= maximum for programs, maximum in zip(self.grid, MAX_PROGRAMS, strict=True)):
             raise ValueError(f"{name}: a grid has up to {MAX_PROGRAMS} programs, got {self.grid=}")
         for source, output in zip(self.in_place, self.outputs[len(self.fresh) :], strict=True):
-            was = self.inputs[source]
-            if (was.shape, was.dtype) != (output.shape, output.dtype):
-                raise ValueError(f"{name} updates input {source} in place, but it is {was} and the output {output}")
+            updated = self.inputs[source]
+            if (updated.shape, updated.dtype) != (output.shape, output.dtype):
+                raise ValueError(f"{name} updates input {source} in place, but it is {updated} and the output {output}")
 
     @property
     def name(self) -> str:
+        """The name of the kernel's function."""
         return self.kernel.fn.__name__
 
     @property

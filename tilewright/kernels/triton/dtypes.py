@@ -1,4 +1,4 @@
-"""Triton's names of dtypes."""
+"""Names of dtypes in Triton."""
 
 import numpy as np
 from jax.typing import DTypeLike

@@ -1,7 +1,7 @@
-"""Triton kernels on the CPU, one program after another, in NumPy: for tests.
+"""Interpreter for Triton kernels on the CPU, one program after another, in NumPy: for tests.
 
-Triton's own interpreter works on PyTorch's tensors, knows a kernel only if ``TRITON_INTERPRET`` was set when it was
-decorated, and lacks bfloat16. Here its operations run on JAX's arrays, for any kernel, beside compiled ones.
+Triton's own interpreter needs PyTorch tensors, interprets a kernel only if ``TRITON_INTERPRET`` was set when it was
+decorated, and lacks bfloat16. Here its operations run on JAX arrays, for any kernel, beside compiled ones.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ type Handle = Any
 type TritonType = Any
 """A dtype of Triton's language."""
 
-_LOCK = threading.Lock()  # the interpreter changes Triton's language for everyone while it runs
+_LOCK = threading.Lock()  # the interpreter patches triton.language, a global, while it runs
 
 
 @contextlib.contextmanager
 def interpret_triton(device_kind: str = DEVICE) -> Iterator[None]:
-    """Runs Triton kernels by the interpreter, in programs that are traced in the context, as if on a GPU.
+    """Runs Triton kernels of programs that are traced in the context by the interpreter, as if on a GPU.
 
-    Outputs are filled with what shows when it is read, so that elements left unwritten are found.
+    Outputs are poisoned with NaN or -1 before a launch, so that tests find elements that it leaves unwritten.
     """
     with traced_as(device_kind), run_by(_by_callback):
         yield
@@ -47,7 +47,7 @@ def _by_callback(launch: Launch, inputs: tuple[Any, ...]) -> Any:
 
 
 def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
-    """The outputs of a launch for arrays that the host can read."""
+    """The outputs of a launch, interpreted on arrays that the host can read."""
     arrays = [np.array(x) for x in inputs]
     fresh = [_poisoned(output) for output in launch.fresh]
     with _LOCK:
@@ -57,7 +57,7 @@ def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
 
 def _poisoned(output: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.empty(output.shape, output.dtype)
-    array.view(np.uint8).fill(0xFF)  # a NaN, or -1
+    array.view(np.uint8).fill(0xFF)  # NaN, or -1 as an integer
     return array
 
 
@@ -73,13 +73,13 @@ def _run(launch: Launch, operands: list[Any]) -> None:
         arguments |= {name: interpreter._implicit_cvt(_Pointer.of(value)) for name, value in given.items()}
         arguments |= dict(launch.constants)
         builder.set_grid_dim(*launch.grid)
-        for place in np.ndindex(*launch.grid):
-            builder.set_grid_idx(*place)
+        for program in np.ndindex(*launch.grid):
+            builder.set_grid_idx(*program)
             function(**arguments)
 
 
 class _Pointer:
-    """What the interpreter asks of an array."""
+    """An array with the interface that the interpreter expects of a tensor: ``dtype`` and ``data_ptr``."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, type_name(array.dtype)
@@ -94,7 +94,7 @@ class _Pointer:
 
 @functools.cache
 def _interpreted(function: Callable[..., Any]) -> Any:
-    """A function as the interpreter rewrites it, with globals of its own, to which it adds."""
+    """A copy of a function as the interpreter rewrites it; with its own globals, to which the interpreter adds."""
     from triton.runtime import interpreter
 
     names, defaults = dict(function.__globals__), function.__defaults__
@@ -105,16 +105,17 @@ def _interpreted(function: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
-    """Triton's language computes, and its kernels may be called by each other.
+    """Patches ``triton.language`` with the interpreter's operations; ``@triton.jit`` functions can call each other.
 
-    Assembly of one operand and one result is what ``MEANINGS`` in the module of a kernel says of its text.
+    ``meanings`` maps the text of inline assembly, of one operand and one result, to its NumPy equivalent: ``MEANINGS``
+    in the module of a kernel.
     """
     import triton.language as tl
     from triton.runtime import JITFunction
 
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
-        # NumPy no more takes an array of one element for a number, which Triton 3.6 relies on.
+        # Triton 3.6 relies on NumPy converting an array of one element to an integer, which NumPy does no more.
         scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.set_attr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs))
         with _builder(interpreter, meanings), np.errstate(all="ignore"):
@@ -125,13 +126,13 @@ def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarr
 
 @contextlib.contextmanager
 def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
-    """What the interpreter lacks: assembly, and conversions and products of bfloat16, which it takes for integers."""
+    """Adds what the interpreter lacks: inline assembly, TMA reductions, and bfloat16, which it treats as integers."""
     import triton.language as tl
 
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
 
     def cast_impl(source: Handle, to: TritonType) -> Any:
-        data = _widened(source.data, source.dtype.scalar == tl.bfloat16)
+        data = _promoted(source.data, source.dtype.scalar == tl.bfloat16)
         if to.scalar == tl.bfloat16:
             return handle(data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
         return handle(data.astype(interpreter._get_np_dtype(to)), to.scalar)
@@ -144,40 +145,41 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
     def create_dot(a: Handle, b: Handle, d: Handle, precision: Handle, imprecise: Handle) -> Any:
         if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
             return type(builder).create_dot(builder, a, b, d, precision, imprecise)
-        left, right = (_widened(x.data, x.dtype.scalar == tl.bfloat16) for x in (a, b))
+        left, right = (_promoted(x.data, x.dtype.scalar == tl.bfloat16) for x in (a, b))
         return handle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
     def create_descriptor_reduce(kind: object, target: Handle, value: Handle, indices: Sequence[Handle]) -> None:
         if "ADD" not in str(kind).upper():
-            raise NotImplementedError(f"a descriptor's reductions are sums, got {kind}")
-        places, mask = target.materialize_pointers(indices)
-        inside = np.asarray(mask.data)  # of an array or a tensor: Triton 3.6 has the one, 3.9 the other
-        before = interpreter._interpreter.load(places.data, inside, np.zeros_like(value.data), value.data.dtype)
-        interpreter._interpreter.store(places.data, before + value.data, inside)
+            raise NotImplementedError(f"only ADD is implemented of a descriptor's reductions, got {kind}")
+        pointers, mask = target.materialize_pointers(indices)
+        inside = np.asarray(mask.data)  # an array in Triton 3.6, a tensor in 3.9
+        before = interpreter._interpreter.load(pointers.data, inside, np.zeros_like(value.data), value.data.dtype)
+        interpreter._interpreter.store(pointers.data, before + value.data, inside)
 
     def create_inline_asm(
         text: str, constraints: str, operands: Sequence[Handle], kinds: Sequence[TritonType], pure: bool, pack: int
     ) -> Any:
         if text not in meanings:
-            raise NotImplementedError(f"the kernel's module does not say by MEANINGS what this computes: {text}")
+            raise NotImplementedError(f"MEANINGS of the kernel's module has no equivalent of this assembly: {text}")
         (operand,), (kind,) = operands, kinds
         result = handle(meanings[text](operand.data), kind.scalar)
         return types.SimpleNamespace(get_result=lambda index: result)
 
-    ours = {
+    replacements = {
         "cast_impl": cast_impl,
         "create_fp_to_fp": create_fp_to_fp,
         "create_dot": create_dot,
         "create_descriptor_reduce": create_descriptor_reduce,
         "create_inline_asm": create_inline_asm,
     }
-    vars(builder).update(ours)
+    vars(builder).update(replacements)
     try:
         yield
     finally:
-        for name in ours:
+        for name in replacements:
             del vars(builder)[name]
 
 
-def _widened(data: np.ndarray, is_bfloat16: bool) -> np.ndarray:
+def _promoted(data: np.ndarray, is_bfloat16: bool) -> np.ndarray:
+    """Data in float32 if they are bfloat16, which the interpreter keeps as uint16; others unchanged."""
     return (data.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else data

@@ -1,8 +1,8 @@
-"""One launch of a Triton kernel inside a JAX program.
+"""Launches of Triton kernels inside JAX programs.
 
-jaxlib's custom call, which jax-triton launches by as well, gets the kernel as ``triton.compile`` leaves it: found in
-Triton's cache on disk by the next process. Not jax-triton itself: it has no such cache, the last version before 0.4 has
-every output in place twice among a kernel's parameters, and 0.4.1 does not lower under JAX 0.12.
+The kernel goes to jaxlib's custom call, which jax-triton uses as well, as ``triton.compile`` returns it, and the next
+process finds it in Triton's cache on disk. jax-triton itself is not used: it has no such cache, its last version before
+0.4 passes every output in place to the kernel twice, and 0.4.1 does not lower under JAX 0.12.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tilewright.kernels.triton.description import ALIGNMENT, JitKernel, Launch
 from tilewright.ops.utils.device import current_device
 
 SCRATCH_ALIGNMENT = 128
-"""The same of an array that XLA allocates itself."""
+"""Bytes by which the address of an array that XLA allocates is divisible."""
 
 
 def launch(
@@ -39,38 +39,37 @@ def launch(
     num_stages: int = 2,
     in_place: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[jax.Array, ...]:
-    """Arrays like ``outputs`` that a ``@triton.jit`` kernel makes of ``inputs``.
+    """Runs a ``@triton.jit`` kernel on ``inputs`` and returns arrays like ``outputs``.
 
     The kernel's parameters are, in order: a pointer for each input, the scalars, a pointer for each output, and the
-    ``tl.constexpr`` parameters. Pointers are divisible by 16 bytes; every array is whole and in row-major order. What a
-    kernel leaves unwritten of an output is undefined. Without any program, or any element to write, nothing runs, and
+    ``tl.constexpr`` parameters. Pointers are divisible by 16 bytes; every array is contiguous in row-major order.
+    Elements that the kernel does not write are undefined. With an empty grid, or no element to write, nothing runs, and
     the outputs that are not in place are zeros.
 
     Differentiation and ``vmap`` are the caller's to define; either raises.
 
     Args:
       kernel: the ``@triton.jit`` function.
-      inputs: arrays; something has to stand in the place of an absent one, such as ``jnp.zeros((0,), dtype)``.
+      inputs: arrays; an absent one needs a stand-in, such as ``jnp.zeros((0,), dtype)``.
       outputs: shape and dtype of each result.
       grid: programs along one to three axes.
       constants: values of the ``tl.constexpr`` parameters, for each set of which the kernel is compiled.
       scalars: integers by parameter, for all of which it is compiled once (but for 1, which is a constant).
       num_warps: warps of a program.
       num_stages: stages of the pipelines that Triton makes of loops.
-      in_place: the index of an input by the index of the output that is the same memory, updated; these outputs are
-        the last. The kernel has no further parameter for them: it reads and writes by the input's pointer. A caller
-        who donates the input saves a copy.
+      in_place: input index by output index, for outputs that update an input's memory; these outputs come last. The
+        kernel has no parameter for them: it reads and writes by the input's pointer. Donating the input saves a copy.
 
     Raises:
       TypeError, ValueError: the arguments are not what the kernel takes.
-      RuntimeError: when a program is lowered for something that is no GPU, or one of unknown compute capability.
+      RuntimeError: a program is lowered for another platform than CUDA, or for an unknown compute capability.
     """
     if not 1 <= len(grid) <= 3:
         raise ValueError(f"a grid has one to three axes, got {grid=}")
     if sorted(in_place) != list(range(len(outputs) - len(in_place), len(outputs))):
         raise ValueError(f"outputs in place come last, got {len(outputs)} outputs and {dict(in_place)=}")
     x, y, z = (*(int(count) for count in grid), 1, 1)[:3]
-    described = Launch(
+    description = Launch(
         kernel,
         tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs),
         tuple(jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs),
@@ -83,12 +82,12 @@ def launch(
     )
     record = _records.get()
     if record is not None:
-        record.append(described)
-    if 0 in described.grid or all(0 in output.shape for output in described.outputs):
-        fresh = (jnp.zeros(output.shape, output.dtype) for output in described.fresh)
-        return (*fresh, *(inputs[source] for source in described.in_place))
+        record.append(description)
+    if 0 in description.grid or all(0 in output.shape for output in description.outputs):
+        fresh = (jnp.zeros(output.shape, output.dtype) for output in description.fresh)
+        return (*fresh, *(inputs[source] for source in description.in_place))
     run = _runner.get() or _on_gpu
-    return tuple(run(described, tuple(jnp.asarray(array) for array in inputs)))
+    return tuple(run(description, tuple(jnp.asarray(array) for array in inputs)))
 
 
 type Runner = Callable[[Launch, tuple[Any, ...]], Sequence[Any]]
@@ -99,7 +98,7 @@ _records: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def run_by(runner: Runner) -> Iterator[None]:
-    """Has launches that are traced in the context run by something else than a GPU."""
+    """Runs launches that are traced in the context by ``runner`` instead of a GPU."""
     token = _runner.set(runner)
     try:
         yield
@@ -109,7 +108,7 @@ def run_by(runner: Runner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Collects what is launched by programs that are traced in the context."""
+    """Collects the launches of programs that are traced in the context."""
     record: list[Launch] = []
     token = _records.set(record)
     try:
@@ -151,9 +150,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, cap
 
 
 def _scratch(launch: Launch, kernel: CompiledKernel) -> list[jax.core.ShapedArray]:
-    """The memory in which a kernel that makes descriptors for TMA keeps them: a result that nobody reads, if any.
+    """Scratch memory in which a kernel builds its TMA descriptors: an additional result that nobody reads, or none.
 
-    The custom call could allocate it by itself, but only as it runs, and CUDA cannot put that into a graph.
+    The custom call could allocate it, but only while it runs, and CUDA graphs cannot capture that.
     """
     metadata = kernel.metadata
     if not metadata.global_scratch_size:
@@ -163,12 +162,13 @@ def _scratch(launch: Launch, kernel: CompiledKernel) -> list[jax.core.ShapedArra
 
 
 def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int], scratch: int) -> Any:
-    from jax._src.lib import gpu_triton  # without a public name; registers the custom call
+    from jax._src.lib import gpu_triton  # has no public name; the import registers the custom call
 
-    if not callable(getattr(gpu_triton, "TritonKernelCall", None)):  # what stands there where no plugin is installed
+    # Without the CUDA plugin the module has no such class.
+    if not callable(getattr(gpu_triton, "TritonKernelCall", None)):
         raise TargetDeviceError(
             f"{launch.name} is a Triton kernel, which JAX lowers only where its CUDA plugin is installed "
-            "(pip install 'jax[cuda13]'; it wants no GPU); tilewright.explain needs none"
+            "(pip install 'jax[cuda13]'; it needs no GPU); tilewright.explain needs none"
         )
     metadata, ptx = kernel.metadata, kernel.asm["ptx"]
     number = 10 * capability[0] + capability[1]
@@ -176,8 +176,8 @@ def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int]
     program = gpu_triton.TritonKernel(metadata.name, launch.num_warps, clusters, metadata.shared, ptx, "", number)
     array = gpu_triton.create_array_parameter(0, ALIGNMENT)
     scalars = [gpu_triton.create_scalar_parameter(value, "i32") for _, value in launch.scalars if value != 1]
-    # Pointers are taken from the operands and then the results; those of the outputs in place, at the end, are left.
-    # The pointer to scratch memory is what every compiled kernel takes after its own parameters.
+    # The custom call takes pointers from the operands, then from the results; those of outputs in place come last, and
+    # are left over. Every compiled kernel takes a pointer to scratch memory after its own parameters.
     parameters = [*[array] * len(launch.inputs), *scalars, *[array] * (len(launch.fresh) + scratch)]
     return gpu_triton.TritonKernelCall(program, *launch.grid, parameters)
 
@@ -189,7 +189,7 @@ def _lower_elsewhere(
 
 
 def _batch(*_: object, launch: Launch, **__: Any) -> Any:
-    raise NotImplementedError(f"{launch.name} has no rule for vmap: say by jax.custom_batching.custom_vmap what it is")
+    raise NotImplementedError(f"{launch.name} has no rule for vmap: define one by jax.custom_batching.custom_vmap")
 
 
 mlir.register_lowering(_triton_p, _lower, platform="cuda")

@@ -1,4 +1,4 @@
-"""What Triton kernels need of a machine."""
+"""Requirements of Triton kernels: the GPU, and the package."""
 
 import functools
 import importlib.metadata
@@ -10,7 +10,7 @@ MIN_CAPABILITY = (8, 0)
 """Ampere: before it there is neither bfloat16 nor an asynchronous copy to shared memory."""
 
 MIN_VERSION = (3, 6)
-"""The oldest Triton that was run with."""
+"""The oldest Triton that was tested."""
 
 INSTALL = "pip install 'tilewright[triton]'"
 
@@ -19,16 +19,16 @@ def unavailable(device: Device) -> list[str]:
     """Every reason why no Triton kernel can run on a device; empty if one can."""
     reasons = list(_package_reasons())
     if device.kind != "gpu" or device.capability is None or device.capability < MIN_CAPABILITY:
-        least = ".".join(map(str, MIN_CAPABILITY))
+        needed = _dotted(MIN_CAPABILITY)
         reasons.append(
-            f"needs a CUDA GPU of compute capability {least} or up, got {device.name} ({device.capability=})"
+            f"needs a CUDA GPU of compute capability {needed} or up, got {device.name} ({device.capability=})"
         )
     return reasons
 
 
 @functools.cache
 def _version() -> tuple[int, ...] | None:
-    """Triton's, as far as it is made of numbers; None if it is not there."""
+    """The leading numbers of Triton's version; None if it is not installed."""
     try:
         text = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -38,11 +38,12 @@ def _version() -> tuple[int, ...] | None:
 
 
 def _package_reasons() -> list[str]:
-    have = _version()
-    if have is None:
+    """Reasons why the installed Triton, or none, does not do."""
+    installed = _version()
+    if installed is None:
         return [f"needs the package triton: {INSTALL}"]
-    if have < MIN_VERSION:
-        return [f"needs triton {_dotted(MIN_VERSION)} or later, got {_dotted(have)}: {INSTALL}"]
+    if installed < MIN_VERSION:
+        return [f"needs triton {_dotted(MIN_VERSION)} or later, got {_dotted(installed)}: {INSTALL}"]
     return []
 
 

@@ -1,1 +1,1 @@
-"""Where configs are kept and how one is selected."""
+"""Caches of configs, and the selection of one for a call."""

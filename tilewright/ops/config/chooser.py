@@ -1,4 +1,4 @@
-"""What every choice of a config looks like, and whatever can make one."""
+"""The interface by which a config is chosen for a call, and the form of the choice."""
 
 import abc
 import dataclasses
@@ -14,11 +14,11 @@ class Selection:
 
     Attributes:
       config: the config.
-      step: where it came from: "explicit", "overlay", "lock", "memory", "disk", "shipped", "autotune", "nearest" or
-        "heuristic".
+      step: the step of the chain that it came from: "explicit", "overlay", "lock", "memory", "disk", "shipped",
+        "autotune", "nearest" or "heuristic".
       key: the key under which the call was looked up; empty for an explicit config.
-      time_ms: its measured time, if there is one.
-      detail: for people: which lock, or which shapes it was measured for and how far these are.
+      time_ms: the config's measured time, if there is one.
+      detail: for people: which lock, or which shapes it was measured for and how far away they are.
     """
 
     config: Any
@@ -29,17 +29,17 @@ class Selection:
 
 
 class ConfigChooser(abc.ABC):
-    """Whatever can pick the config of an invocation."""
+    """Chooses the config of an invocation."""
 
     @abc.abstractmethod
     def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
-        """The config of a call; may measure, if the policy lets it."""
+        """Returns the config of a call; may measure, if the policy allows it."""
 
     @abc.abstractmethod
     def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
-        """What ``choose`` would return if nothing could be measured, without leaving a trace."""
+        """Returns what ``choose`` would choose without measuring; has no side effects."""
 
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """A number that changes when an earlier choice might now come out differently."""
+        """A number that changes whenever an earlier choice might now come out differently."""

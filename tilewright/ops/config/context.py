@@ -1,4 +1,4 @@
-"""The overrides that are in force: overlay caches and policy fields, per thread and per async task."""
+"""Overlay caches and policy overrides in force, per thread and per async task."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from tilewright.ops.config.lockfile import Lock, LockInForce, Miss, environment_lock, lock_in_force
+from tilewright.ops.config.lockfile import ActiveLock, Lock, Miss, active_lock, environment_lock
 from tilewright.ops.config.memory import ConfigCache
 
 Fallback = Literal["autotune", "heuristics", "error"]
@@ -19,16 +19,16 @@ Fallback = Literal["autotune", "heuristics", "error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutotunePolicy:
-    """What a selection may do when no cache knows the call.
+    """Limits what a selection may do when no cache holds the call.
 
     Attributes:
       allow_autotune: measure candidates.
       allow_heuristics: fall back to the nearest shape in a tuned table, or the kernel's heuristic.
-      cache_miss_fallback: the first thing to try; "error" raises ``NoConfigError`` at once.
+      cache_miss_fallback: the first fallback to try; "error" raises ``NoConfigError`` at once.
       budget_s: seconds that one tuning may take; ``None`` for no limit.
       verify: check every candidate against the kernel's reference, if it has one.
-      build_in_background: where the first choice must be compiled by nvcc, begin with that in another process, for
-        later programs; this one takes the best that need not be compiled either way.
+      build_in_background: if nvcc must compile the preferred implementation first, start that build in another process,
+        for later programs; this program runs the best choice that is already built.
     """
 
     allow_autotune: bool = True
@@ -48,7 +48,7 @@ class AutotunePolicy:
 
 
 def check_budget(budget_s: float | None, name: str = "budget_s") -> None:
-    """Raises unless it is ``None`` or a positive number."""
+    """Raises unless the budget is ``None`` or a positive number."""
     if budget_s is None:
         return
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
@@ -59,36 +59,36 @@ def check_budget(budget_s: float | None, name: str = "budget_s") -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overrides:
-    """All that ``overlay_cache``, ``use_lock``, ``policy_override`` and ``tune`` have put in force, innermost last.
+    """The overrides of ``overlay_cache``, ``use_lock``, ``policy_override`` and ``tune`` in force, innermost last.
 
     Attributes:
       overlays: caches that answer before any other.
       policy: fields of ``AutotunePolicy`` to replace, in order.
-      token: set while a program is lowered only to be read, so that its trace is not reused for a real call.
-      locks: the last counts, ``None`` for no lock; where there is none the environment's does.
+      token: set while a program is lowered only for inspection, so that its trace is not reused for a real call.
+      locks: the last one applies, ``None`` meaning no lock; without any the environment's lock applies.
     """
 
     overlays: tuple[ConfigCache, ...] = ()
     policy: tuple[tuple[str, Any], ...] = ()
     token: object = None
-    locks: tuple[LockInForce | None, ...] = ()
+    locks: tuple[ActiveLock | None, ...] = ()
 
     def apply(self, policy: AutotunePolicy) -> AutotunePolicy:
         """The policy with the overridden fields replaced."""
         return dataclasses.replace(policy, **dict(self.policy)) if self.policy else policy
 
     @property
-    def lock(self) -> LockInForce | None:
-        """The lock to obey.
+    def lock(self) -> ActiveLock | None:
+        """The lock that selection must follow.
 
         Raises:
-          LockError: the environment asks for one that cannot be used.
+          LockError: the environment names a lock that cannot be used.
         """
         return self.locks[-1] if self.locks else environment_lock()
 
     @property
     def version(self) -> int:
-        """Grows whenever an overlay changes."""
+        """A number that grows whenever an overlay changes."""
         return sum(cache.version for cache in self.overlays)
 
 
@@ -96,55 +96,55 @@ _NONE = Overrides()
 _CURRENT: ContextVar[Overrides] = ContextVar("tilewright_overrides", default=_NONE)
 
 
-# What JAX's trace caches are keyed by beside the arguments. Made on import, because making one is not thread-safe.
+# Part of the keys of JAX's trace caches. Created on import, because creating a context is not thread-safe.
 _TRACE_CONTEXT = jax.make_user_context(None)
 
 
-# How often an explicit tuning has changed what would be chosen.
+# Counts explicit tunings that changed what would be chosen.
 _GENERATIONS = itertools.count(1)
 _generation = 0
 
 
 def choices_changed() -> None:
-    """Makes functions that ``jax.jit`` has traced before be traced again, in this thread now, in others soon."""
+    """Makes ``jax.jit`` retrace functions traced before, at once in this thread and on their next call in others."""
     global _generation
     _generation = next(_GENERATIONS)
     synchronise()
 
 
 def current_overrides() -> Overrides:
-    """What is in force here."""
+    """The overrides in force in this thread or async task."""
     return _CURRENT.get()
 
 
 def synchronise() -> None:
-    """Makes JAX's trace caches, which are keyed per thread, see the overrides of the running async task.
+    """Copies the overrides of the running async task into JAX's trace context, which JAX keeps per thread.
 
-    Called on every change and by every call of an executor. Between two calls an async task may still be handed a
-    trace that another task of its thread made: a matter of speed, for every config gives the same values.
+    Called on every change and by every call of an executor. Between two calls an async task may still get a trace that
+    another task of its thread made; that affects speed only, since every config gives the same values.
     """
     overrides = _CURRENT.get()
     wanted = None if overrides == _NONE and not _generation else (overrides, overrides.version, _generation)
     if _TRACE_CONTEXT.value != wanted:
-        # Entered and never left: leaving would restore what some other task of this thread had in force.
+        # Never exited: exiting would restore the overrides of another task of this thread.
         _TRACE_CONTEXT(wanted).__enter__()
 
 
-def as_without_overrides() -> AbstractContextManager[object]:
-    """A context in which JAX's keys are those without overrides, for what no choice of a config takes part in."""
+def without_overrides() -> AbstractContextManager[object]:
+    """A context in which JAX's cache keys carry no overrides, for code that no config choice affects."""
     context: AbstractContextManager[object] = _TRACE_CONTEXT(None)
     return context
 
 
-def key_of_overrides() -> Hashable:
-    """The overrides as JAX's keys know them."""
+def overrides_key() -> Hashable:
+    """The overrides in the form that JAX's cache keys hold."""
     key: Hashable = _TRACE_CONTEXT.value
     return key
 
 
 @contextlib.contextmanager
-def in_force(overrides: Overrides) -> Iterator[None]:
-    """Puts overrides in force for selection and for JAX's trace caches."""
+def applied_overrides(overrides: Overrides) -> Iterator[None]:
+    """Applies overrides to selection and to JAX's trace caches."""
     reset = _CURRENT.set(overrides)
     synchronise()
     try:
@@ -156,34 +156,34 @@ def in_force(overrides: Overrides) -> Iterator[None]:
 
 @contextlib.contextmanager
 def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
-    """Makes a cache answer before every other, in this thread or async task, for as long as the context lasts.
+    """Makes a cache answer before every other, in this thread or async task, while the context lasts.
 
-    Functions that ``jax.jit`` has traced outside are traced again inside, and the other way round.
+    Functions that ``jax.jit`` traced outside are traced again inside, and vice versa.
     """
     if not isinstance(cache, ConfigCache):
         raise TypeError(f"overlay_cache needs a ConfigCache, got {cache!r} of type {type(cache).__name__}")
     now = current_overrides()
-    with in_force(dataclasses.replace(now, overlays=(*now.overlays, cache))):
+    with applied_overrides(dataclasses.replace(now, overlays=(*now.overlays, cache))):
         yield cache
 
 
 @contextlib.contextmanager
 def use_lock(lock: Lock | str | os.PathLike[str] | None, miss: Miss = "allow") -> Iterator[Lock | None]:
-    """Makes a lock decide before memory and disk, in this thread or async task, for as long as the context lasts.
+    """Makes a lock decide before memory and disk, in this thread or async task, while the context lasts.
 
-    Of nested locks, and the environment's, the innermost alone counts.
+    Of nested locks and the environment's lock, only the innermost applies.
 
     Args:
-      lock: a lock, or the path of its file; ``None`` for no lock, the environment's included.
-      miss: "error" raises ``NoConfigError`` for every call of the lock's device that it does not decide.
+      lock: a lock, or the path of its file; ``None`` disables every lock, the environment's included.
+      miss: "error" raises ``NoConfigError`` for every call on the lock's device that the lock does not decide.
 
     Raises:
       LockError: the file is missing, damaged, altered, or of another schema.
     """
-    wanted = None if lock is None else lock_in_force(lock, miss)
+    lock_to_follow = None if lock is None else active_lock(lock, miss)
     now = current_overrides()
-    with in_force(dataclasses.replace(now, locks=(*now.locks, wanted))):
-        yield None if wanted is None else wanted.lock
+    with applied_overrides(dataclasses.replace(now, locks=(*now.locks, lock_to_follow))):
+        yield None if lock_to_follow is None else lock_to_follow.lock
 
 
 _ALIASES = {"autotune": "allow_autotune", "heuristics": "allow_heuristics"}
@@ -197,15 +197,15 @@ def policy_override(**fields: Any) -> Iterator[None]:
       **fields: fields of ``AutotunePolicy``; ``autotune`` and ``heuristics`` are short for the ``allow_`` fields.
 
     Raises:
-      TypeError: no such field.
+      TypeError: ``AutotunePolicy`` has no such field.
     """
-    named = {_ALIASES.get(name, name): value for name, value in fields.items()}
+    replaced = {_ALIASES.get(name, name): value for name, value in fields.items()}
     known = [field.name for field in dataclasses.fields(AutotunePolicy)]
-    unknown = [name for name in named if name not in known]
+    unknown = [name for name in replaced if name not in known]
     if unknown:
         raise TypeError(f"policy_override got {unknown}; it takes {[*known, *_ALIASES]}")
-    AutotunePolicy(**named)  # bad values fail here, before anything is in force
+    AutotunePolicy(**replaced)  # bad values fail here, before anything is in force
     now = current_overrides()
-    merged = dict(now.policy) | named
-    with in_force(dataclasses.replace(now, policy=tuple(sorted(merged.items())))):
+    merged = dict(now.policy) | replaced
+    with applied_overrides(dataclasses.replace(now, policy=tuple(sorted(merged.items())))):
         yield

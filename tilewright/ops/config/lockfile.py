@@ -32,13 +32,13 @@ _LACKS = "it lacks the call"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """The config of one call.
+    """The locked config of one call.
 
     Attributes:
-      shapes: the call in words, for people.
+      shapes: the call in short form, for people.
       key: the cache key of the call.
-      config: in its tagged JSON form.
-      source: hash of the implementation's source for which it was decided.
+      config: the config in its tagged JSON form.
+      source: hash of the implementation's source at the time of the decision.
     """
 
     op: str
@@ -52,52 +52,57 @@ class Decision:
         for name in ("op", "direction", "shapes", "key", "source"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r} of a decision must be a string")
-        said = key_fields(self.key)
-        if (said.get("op"), said.get("direction")) != (self.op, self.direction):
+        parsed_key = key_fields(self.key)
+        if (parsed_key.get("op"), parsed_key.get("direction")) != (self.op, self.direction):
             raise ValueError(f"{self.op=} {self.direction=} do not fit the decision's key {self.key!r}")
 
     @classmethod
     def of(cls, key: str, config: object, source: str) -> "Decision":
-        """A decision on a call.
+        """Makes the decision for a call.
 
         Raises:
-          TypeError: the config has no JSON form, or would not come back as it is.
-          ValueError: the key is none of an invocation.
+          TypeError: the config has no JSON form, or would not survive the round trip.
+          ValueError: the key is not that of an invocation.
         """
-        said = key_fields(key)
+        parsed_key = key_fields(key)
         return cls(
-            said.get("op", ""), said.get("direction", ""), describe_key(key), key, tagged_config(config, {}), source
+            parsed_key.get("op", ""),
+            parsed_key.get("direction", ""),
+            describe_key(key),
+            key,
+            tagged_config(config, {}),
+            source,
         )
 
     @property
     def sha256(self) -> str:
-        """The hash that pins it."""
+        """The hash that detects alterations."""
         return _sha256(dataclasses.asdict(self))
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"sha256": self.sha256}
 
     @classmethod
-    def of_json(cls, said: object) -> "Decision":
+    def of_json(cls, payload: object) -> "Decision":
         names = {field.name for field in dataclasses.fields(cls)} | {"sha256"}
-        if not isinstance(said, dict) or said.keys() != names:
-            raise ValueError(f"a decision has the fields {sorted(names)}, not {said!r}")
-        decision = cls(**{name: value for name, value in said.items() if name != "sha256"})
-        if decision.sha256 != said["sha256"]:
+        if not isinstance(payload, dict) or payload.keys() != names:
+            raise ValueError(f"a decision has the fields {sorted(names)}, not {payload!r}")
+        decision = cls(**{name: value for name, value in payload.items() if name != "sha256"})
+        if decision.sha256 != payload["sha256"]:
             raise ValueError(f"the decision on {decision.op} ({decision.direction}) for {decision.shapes} was altered")
         return decision
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lock:
-    """The configs that every process of a job shall run with.
+    """The configs that every process of a job must run with.
 
-    Two locks are equal if their hashes are. The same decisions give the same bytes. Two locks of one device and one
-    toolchain merge with ``|``; where both decide a call the right one counts.
+    Two locks are equal if their hashes are. Equal decisions give equal bytes. Locks of the same device and toolchain
+    merge with ``|``; if both decide a call, the right operand wins.
 
     Attributes:
       device: fingerprint of the device that all decisions are for.
-      toolchain: versions of what compiled the candidates.
+      toolchain: versions of the packages that compiled the candidates.
       decisions: one for each call, sorted.
     """
 
@@ -131,11 +136,11 @@ class Lock:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """The hash over the whole."""
+        """The hash over the whole lock."""
         return _sha256(self._content)
 
     def get(self, key: str) -> Decision | None:
-        """The decision on the call with a key."""
+        """The decision for the call with this key, current or former."""
         if key in self._by_key:
             return self._by_key[key]
         return next((self._by_key[each] for each in with_former_names(key) if each in self._by_key), None)
@@ -170,19 +175,19 @@ class Lock:
         """Reads what ``to_json`` wrote; white space and the order of fields do not matter.
 
         Raises:
-          ValueError: it is something else, of another schema, or was altered.
+          ValueError: the text is no lock, has another schema, or was altered.
         """
-        said = parse_document(text.encode() if isinstance(text, str) else text)
-        if said.get("schema") != SCHEMA or said["schema"] is True:
-            raise ValueError(f"its schema is {said.get('schema')!r}; this version of Tilewright reads {SCHEMA}")
-        if said.keys() != {"schema", "device", "toolchain", "decisions", "sha256"}:
-            raise ValueError(f"its fields are {sorted(said)}")
-        if not isinstance(said["decisions"], list):
-            raise ValueError(f"its decisions are {said['decisions']!r}, not a list")
+        document = parse_document(text.encode() if isinstance(text, str) else text)
+        if document.get("schema") != SCHEMA or document["schema"] is True:
+            raise ValueError(f"its schema is {document.get('schema')!r}; this version of Tilewright reads {SCHEMA}")
+        if document.keys() != {"schema", "device", "toolchain", "decisions", "sha256"}:
+            raise ValueError(f"its fields are {sorted(document)}")
+        if not isinstance(document["decisions"], list):
+            raise ValueError(f"its decisions are {document['decisions']!r}, not a list")
         try:
-            decisions = tuple(Decision.of_json(each) for each in said["decisions"])
-            lock = cls(said["device"], said["toolchain"], decisions)
-            altered = lock.sha256 != said["sha256"]
+            decisions = tuple(Decision.of_json(each) for each in document["decisions"])
+            lock = cls(document["device"], document["toolchain"], decisions)
+            altered = lock.sha256 != document["sha256"]
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
         if altered:
@@ -190,36 +195,37 @@ class Lock:
         return lock
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the lock in place of what the file held, atomically.
+        """Replaces the content of a file by the lock, atomically.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         replace_file(absolute(path), self.to_json().encode())
 
     def add_to(self, path: str | os.PathLike[str]) -> "Lock":
-        """Adds the decisions to those of a file, in place of earlier ones on the same calls, and returns all of them.
+        """Merges the decisions into a lock file, replacing earlier ones for the same calls, and returns the merged
+        lock.
 
-        Several processes may do so at a time, and none takes back what another has added; on a file system without
-        advisory locks that is not promised.
+        Several processes may add at the same time without losing each other's decisions, except on a file system
+        without advisory locks.
 
         Raises:
-          LockError: there is a file, and it cannot be used.
-          OSError: it cannot be written.
-          ValueError: it is of another device or toolchain.
+          LockError: the file exists and cannot be used.
+          OSError: the file cannot be written.
+          ValueError: the file's lock is for another device or toolchain.
         """
         file = absolute(path)
         with locked(file.with_name(f".{file.name}.lock")):
-            whole = Lock.load(file) | self if file.exists() else self
-            whole.save(file)
-        return whole
+            merged = Lock.load(file) | self if file.exists() else self
+            merged.save(file)
+        return merged
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Lock":
         """Reads a lock file.
 
         Raises:
-          LockError: there is none, or it cannot be read, is damaged, altered, or of another schema.
+          LockError: the file is missing, unreadable, damaged, altered, or of another schema.
         """
         file = absolute(path)
         try:
@@ -236,16 +242,17 @@ class Lock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LockInForce:
-    """A lock that selection obeys.
+class ActiveLock:
+    """A lock that selection follows.
 
     Attributes:
-      place: its file; empty if it was made in this process.
-      miss: "allow" goes on to the next step of the chain where the lock has no answer; "error" raises.
+      path: the lock's file; empty if it was made in this process.
+      miss: the action for a call that the lock does not decide: "allow" continues with the next step of the chain,
+        "error" raises.
     """
 
     lock: Lock
-    place: str = ""
+    path: str = ""
     miss: Miss = "allow"
 
     def __post_init__(self) -> None:
@@ -253,24 +260,24 @@ class LockInForce:
 
     @property
     def name(self) -> str:
-        """The lock in words."""
-        return self.place or f"given in the program (sha256 {self.lock.sha256[:12]})"
+        """The lock's name for messages."""
+        return self.path or f"given in the program (sha256 {self.lock.sha256[:12]})"
 
     def answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
-        """The config of a call, or ``None`` and the reason; no reason for a device that is none of the lock's business.
+        """The config of a call, or ``None`` and the reason; no reason if the lock does not concern the call's device.
 
         Args:
-          source: hash of the implementation's source as it is now.
+          source: hash of the implementation's current source.
         """
         config, why = self._answer(inv, source)
         if why and self.miss == "allow":
-            which = f" for {describe_key(inv.key)}" if why == _LACKS else ""
-            _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){which}: {why}")
+            call_text = f" for {describe_key(inv.key)}" if why == _LACKS else ""
+            _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){call_text}: {why}")
         return config, why
 
     def _answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
         if inv.device_fingerprint != self.lock.device:
-            return None, "" if _is_here(self.lock.device) else self._other_device(inv)
+            return None, "" if _has_device(self.lock.device) else self._other_device(inv)
         decision = self.lock.get(inv.key)
         if decision is None:
             return None, _LACKS
@@ -292,26 +299,26 @@ class LockInForce:
         )
 
     def refusal(self, inv: Invocation[Any, Any], why: str) -> str:
-        """The message for a call that may not run without a decision."""
+        """The error message for a call that must not run without a decision."""
         return (
             f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}) for {describe_key(inv.key)}, "
-            f"and a miss is an error: {why}. Nothing was measured; decide the call with: {_command(self.place)}"
+            f"and a miss is an error: {why}. Nothing was measured; decide the call with: {_command(self.path)}"
         )
 
 
-def lock_in_force(lock: Lock | str | os.PathLike[str], miss: Miss) -> LockInForce:
-    """A lock, or one read from its file, as selection obeys it.
+def active_lock(lock: Lock | str | os.PathLike[str], miss: Miss) -> ActiveLock:
+    """Wraps a lock, or loads one from its file, for selection to follow.
 
     Raises:
       LockError: the file cannot be used.
-      TypeError, ValueError: the arguments are something else.
+      TypeError, ValueError: an argument has a wrong type or value.
     """
     _check_miss(miss)
     if isinstance(lock, Lock):
-        return LockInForce(lock, miss=miss)
+        return ActiveLock(lock, miss=miss)
     if not isinstance(lock, str | os.PathLike):
         raise TypeError(f"{lock=} of type {type(lock).__name__} must be a Lock, the path of a lock file, or None")
-    return LockInForce(Lock.load(lock), str(absolute(lock)), miss)
+    return ActiveLock(Lock.load(lock), str(absolute(lock)), miss)
 
 
 def _check_miss(miss: object) -> None:
@@ -322,31 +329,31 @@ def _check_miss(miss: object) -> None:
 _READING = threading.Lock()
 
 
-def environment_lock() -> LockInForce | None:
-    """The lock that ``TILEWRIGHT_LOCK`` names, with the mode ``TILEWRIGHT_LOCK_MISS``, read once in a process.
+def environment_lock() -> ActiveLock | None:
+    """The lock that ``TILEWRIGHT_LOCK`` names, with the mode ``TILEWRIGHT_LOCK_MISS``, read once per process.
 
     Raises:
-      LockError: what was asked for cannot be had.
+      LockError: the variables are inconsistent, or the lock cannot be loaded.
     """
     with _READING:  # two threads must not read two states of the file
         return _read_environment()
 
 
 @functools.cache
-def _read_environment() -> LockInForce | None:
+def _read_environment() -> ActiveLock | None:
     path, miss = os.environ.get("TILEWRIGHT_LOCK", ""), os.environ.get("TILEWRIGHT_LOCK_MISS", "") or "allow"
     if miss not in get_args(Miss):
         raise LockError(f"TILEWRIGHT_LOCK_MISS={miss!r} must be 'allow' or 'error'")
     if path:
-        return lock_in_force(path, miss)  # type: ignore[arg-type]
+        return active_lock(path, miss)  # type: ignore[arg-type]
     if miss == "error":
         raise LockError("TILEWRIGHT_LOCK_MISS=error needs a lock: set TILEWRIGHT_LOCK to the path of one")
     return None
 
 
 @functools.cache
-def _is_here(device: str) -> bool:
-    """Whether this process has a device with a fingerprint."""
+def _has_device(device: str) -> bool:
+    """True if this process has a device with this fingerprint."""
     return any(device_fingerprint(each) == device for each in local_devices(device.partition(":")[0]))
 
 
@@ -365,14 +372,14 @@ def _differences(locked: dict[str, str], here: dict[str, str]) -> str:
 
 
 def key_fields(key: str) -> dict[str, Any]:
-    """What the cache key of a call says; ``ValueError`` if it is none."""
+    """Parses the cache key of a call; ``ValueError`` if it is not one."""
     try:
-        said = json.loads(key)
+        fields = json.loads(key)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{key!r} is not the key of a call") from error
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{key!r} is not the key of a call")
-    return said
+    return fields
 
 
 def _sha256(data: object) -> str:

@@ -1,4 +1,4 @@
-"""Configs remembered in memory."""
+"""The in-memory cache of configs."""
 
 import threading
 from collections.abc import Hashable, Iterable, Iterator
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class ConfigCache:
-    """Configs by key for the life of the process, safe to share between threads.
+    """Maps keys to configs for the life of the process; safe to share between threads.
 
-    Each entry remembers its origin: ``"user"`` for a plain `put`, else what the selection chain says it was
+    Each entry remembers its origin: ``"user"`` for a plain `put`, else the step of the selection chain that stored it
     (``"heuristic"``, ``"autotune"``, ``"disk"``).
     """
 
@@ -23,11 +23,11 @@ class ConfigCache:
         return self._version
 
     def put(self, key: Hashable, cfg: object, *, origin: str = "user") -> None:
-        """Stores ``cfg`` under ``key`` in place of what was there."""
+        """Stores ``cfg`` under ``key``, replacing an earlier entry."""
         entry = (cfg, origin)
         with self._lock:
             previous = self._entries.get(key)
-            # An equal config of another type, such as 1 and True, is a change.
+            # An equal config of another type, such as True instead of 1, counts as a change.
             if previous is None or type(previous[0]) is not type(cfg) or previous != entry:
                 self._entries[key] = entry
                 self._version += 1
@@ -38,19 +38,19 @@ class ConfigCache:
         return None if entry is None else entry[0]
 
     def origin(self, key: Hashable) -> str | None:
-        """Where the config under ``key`` came from, or ``None`` if there is none."""
+        """The origin of the config under ``key``, or ``None`` if there is none."""
         entry = self._entries.get(key)
         return None if entry is None else entry[1]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes every entry."""
         with self._lock:
             if self._entries:
                 self._entries.clear()
                 self._version += 1
 
     def discard(self, keys: Iterable[Hashable]) -> None:
-        """Forgets some keys, whether they are there or not."""
+        """Removes the entries of some keys; missing ones are ignored."""
         with self._lock:
             present = [key for key in keys if key in self._entries]
             for key in present:
@@ -58,7 +58,7 @@ class ConfigCache:
             self._version += bool(present)
 
     def items(self) -> list[tuple[Hashable, Any]]:
-        """The keys and configs at this moment."""
+        """A snapshot of the keys and configs."""
         with self._lock:
             return [(key, cfg) for key, (cfg, _) in self._entries.items()]
 

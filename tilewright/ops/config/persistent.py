@@ -1,4 +1,4 @@
-"""Configs remembered on disk: one file per entry, no lock, and nothing that a damaged file can break."""
+"""The on-disk cache of configs: one file per entry, without locks, robust to damaged files."""
 
 import contextlib
 import dataclasses
@@ -45,25 +45,25 @@ _FIELDS = {
 _ENTRY_NAME = re.compile(r"[\w.\-]+-[0-9a-f]{32}\.json", re.ASCII)
 _TEMPORARY_NAME = re.compile(r"\.[\w.\-]+\.\d+-[0-9a-f]{16}\.tmp", re.ASCII)
 
-# What a config's constructor may raise on fields that an older version of its class accepted.
+# Exceptions that a config's constructor may raise on fields that an older version of its class accepted.
 REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
 
-# Types that cannot be found by name, such as those defined inside a function, for as long as they live.
-_seen_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+# Types that cannot be found by name, such as those defined inside a function, while they are alive.
+_local_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 Document = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """What one file says.
+    """The content of one file.
 
     Attributes:
-      config: ``None`` if its type is not loaded in this process; ``readable`` shows it nevertheless.
-      measurements: what was given to `PersistentCache.put`; as plain JSON data where a type is not loaded.
-      toolchain: versions of what compiled the kernels.
+      config: ``None`` if its type is not loaded in this process; ``readable`` still shows it.
+      measurements: those given to `PersistentCache.put`, or plain JSON data if a type is not loaded.
+      toolchain: versions of the packages that compiled the kernels.
       source: hash of the implementation's source.
-      stale: measured with another toolchain or source than asked for, so no hit.
+      stale: measured with another toolchain or source than the present one, so not a hit.
     """
 
     key: Hashable
@@ -78,14 +78,14 @@ class Entry:
 
 
 class PersistentCache:
-    """Configs by key in a folder that any number of processes may share, also over a network file system.
+    """Maps keys to configs in a folder that any number of processes may share, also on a network file system.
 
-    Whatever cannot be read or written is logged and counts as a miss. A file never makes this process import a module:
-    types are looked up among the loaded ones. Two caches merge by copying files.
+    A file that cannot be read or written is logged and counts as a miss. Reading a file never imports a module: types
+    are looked up among the loaded ones. Two caches merge by copying files.
 
     Args:
-      path: the folder, ``~`` expanded; it is made on the first write. By default ``configs`` under
-        ``TILEWRIGHT_CACHE_DIR`` or else under the user's cache folder, looked up on first use.
+      path: the folder, ``~`` expanded; it is created on the first write. By default ``configs`` under
+        ``TILEWRIGHT_CACHE_DIR`` or else under the user's cache folder, determined on first use.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -101,7 +101,7 @@ class PersistentCache:
 
     @property
     def version(self) -> int:
-        """A number that grows with every change made through this object; other processes' changes do not show."""
+        """A number that grows with every change made through this object; other processes' changes do not count."""
         return self._version
 
     def put(
@@ -113,20 +113,20 @@ class PersistentCache:
         metadata: Mapping[str, object] | None = None,
         source: str = "",
     ) -> bool:
-        """Writes ``cfg`` under ``key`` in place of what was there.
+        """Writes ``cfg`` under ``key``, replacing an earlier entry.
 
         Args:
           key: a string, or a value with a tagged JSON form.
           cfg: a value with a tagged JSON form that holds no arrays.
-          measurements: everything that was measured to find it.
+          measurements: every measurement of the tuning that found it.
           metadata: further remarks.
-          source: hash of the implementation's source, with which `get` compares.
+          source: hash of the implementation's source, compared by `get`.
 
         Returns:
-          Whether it was written; if not, the reason is logged.
+          True if it was written; if not, the reason is logged.
 
         Raises:
-          TypeError: something has no JSON form, or would not come back as it is. Nothing is written then.
+          TypeError: an argument has no JSON form, or would not survive the round trip. Nothing is written then.
         """
         found: dict[str, type] = {}
         config = tagged_config(cfg, found)
@@ -143,16 +143,16 @@ class PersistentCache:
             "measurements": [tagged(item, found=found) for item in measurements],
         }
         document["checksum"] = _checksum(document)
-        _seen_types.update(found)
+        _local_types.update(found)
         return self._write(document)
 
     def get(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Any | None:
-        """The config under ``key``, or ``None`` if there is none to be used.
+        """The config under ``key``, or ``None`` if there is no usable one.
 
         Args:
-          key: as given to `put`.
-          expected_type: anything else is a miss; without it the config may be of any type that is loaded.
-          source: hash of the implementation's source as it is now; an entry with another is stale, hence a miss.
+          key: the key that was given to `put`.
+          expected_type: a config of another type is a miss; without it any loaded type is accepted.
+          source: hash of the implementation's current source; an entry with another hash is stale, hence a miss.
         """
         document = self._load(key)
         if document is None or _stale(document, source):
@@ -160,20 +160,20 @@ class PersistentCache:
         return self._config(document, expected_type)
 
     def has_file(self, key: Hashable) -> bool:
-        """Looks for a file of ``key``; it may turn out to be damaged or stale when it is read."""
+        """True if there is a file for ``key``; it may turn out to be damaged or stale when it is read."""
         return any((self.path / _file_name(data)).is_file() for data in _forms(key))
 
     def stale_config(
         self, key: Hashable, *, expected_type: type | None = None, source: str | None = None
     ) -> Any | None:
-        """The config of an entry that `get` passes over only because toolchain or source differ: worth measuring."""
+        """The config of an entry that is stale only by toolchain or source, as a first candidate of the next tuning."""
         document = self._load(key)
         if document is None or not _stale(document, source):
             return None
         return self._config(document, expected_type)
 
     def entry(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Entry | None:
-        """All that is stored under ``key``, stale or not; the arguments mean what they mean in `get`."""
+        """The whole entry under ``key``, stale or not; the arguments mean the same as in `get`."""
         document = self._load(key)
         if document is None:
             return None
@@ -187,21 +187,21 @@ class PersistentCache:
         return [_entry(document, self._config(document, None), None) for document in self._documents()]
 
     def remove(self, key: Hashable) -> bool:
-        """Forgets ``key``; whether there was a file to delete."""
+        """Deletes the entry of ``key``; returns False if there was none."""
         return sum(self._unlink(_file_name(data)) for data in _forms(key)) > 0
 
     def clear(self) -> int:
-        """Deletes all entries, damaged ones too, and returns how many; leaves what is not ours."""
+        """Deletes all entries, damaged ones too, and returns their number; leaves foreign files."""
         self._sweep(lifetime_s=0.0)
         return sum(self._unlink(name) for name in self._names())
 
     def merge(self, other: "str | os.PathLike[str] | PersistentCache", *, overwrite: bool = False) -> int:
-        """Copies the entries of another folder that are newer than ours, or all of them; returns how many."""
+        """Copies newer entries from another folder, or all with ``overwrite``; returns how many."""
         cache = other if isinstance(other, PersistentCache) else PersistentCache(other)
         return sum(self._adopt(document, overwrite) for document in cache._documents())
 
     def export(self, file: str | os.PathLike[str]) -> int:
-        """Writes every intact entry into one JSON file and returns how many.
+        """Writes every intact entry into one JSON file and returns their number.
 
         Raises:
           OSError: the file cannot be written.
@@ -211,13 +211,13 @@ class PersistentCache:
         return len(documents)
 
     def import_(self, file: str | os.PathLike[str], *, overwrite: bool = False) -> int:
-        """Takes over the entries of an exported file that are newer than ours, or all of them; returns how many.
+        """Copies newer entries from an exported file, or all with ``overwrite``; returns how many.
 
         Damaged entries are logged and left out.
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is no export.
+          ValueError: the file is not an export.
         """
         source = os.path.expanduser(file)
         exported = parse_document(read_file(source, EXPORT_LIMIT))
@@ -290,8 +290,8 @@ class PersistentCache:
             return []
 
     def _adopt(self, document: Document, overwrite: bool) -> bool:
-        ours = None if overwrite else self._load_file(_file_name(document["key"]))
-        if ours is not None and _created(ours) >= _created(document):
+        existing = None if overwrite else self._load_file(_file_name(document["key"]))
+        if existing is not None and _created(existing) >= _created(document):
             return False
         return self._write(document)
 
@@ -329,7 +329,7 @@ class PersistentCache:
             self._version += 1
 
     def _sweep(self, lifetime_s: float) -> None:
-        """Deletes what processes that were killed in the middle of a write left behind."""
+        """Deletes temporary files of processes that were killed during a write."""
         for name in self._names(_TEMPORARY_NAME):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(self.path / name).st_mtime >= lifetime_s:
@@ -337,7 +337,7 @@ class PersistentCache:
 
 
 def _forms(key: Hashable) -> Iterator[Json]:
-    """A key in its tagged form, and then, where that is not enough, in those in which earlier versions wrote it."""
+    """Yields the tagged form of a key, and then the forms in which earlier versions wrote it."""
     data: Json = tagged(key)
     yield data
     # The key of an invocation is itself JSON, in a string.
@@ -348,13 +348,13 @@ def _forms(key: Hashable) -> Iterator[Json]:
 
 
 def _file_name(key: Json) -> str:
-    """The name of the file for a tagged key: something to recognise it by, and a hash."""
+    """The name of the file for a tagged key: a readable prefix and a hash."""
     digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()[:32]
     text = key if isinstance(key, str) else canonical_json(key)
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(text)  # an invocation's key is itself JSON that names its op
-        if isinstance(said, dict) and "op" in said:
-            text = f"{said['op']}-{said.get('direction', '')}"
+        parsed = json.loads(text)  # an invocation's key is itself JSON that names its op
+        if isinstance(parsed, dict) and "op" in parsed:
+            text = f"{parsed['op']}-{parsed.get('direction', '')}"
     prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")[-48:].lstrip("-.")
     return f"{prefix or 'entry'}-{digest}.json"
 
@@ -365,7 +365,7 @@ def _checksum(document: Document) -> str:
 
 
 def parse_document(data: bytes) -> Document:
-    """A JSON object from a file that may hold anything; ``ValueError`` if it is none."""
+    """Parses a JSON object from a file that may hold anything; ``ValueError`` if it is not one."""
     try:
         document = json.loads(data.decode())
     except RecursionError as error:
@@ -376,7 +376,7 @@ def parse_document(data: bytes) -> Document:
 
 
 def _verify(document: object) -> Document:
-    """The document if it is an intact entry, else ``ValueError``."""
+    """Returns the document if it is an intact entry, else raises ``ValueError``."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or document["schema"] is True:
         raise ValueError(f"not an entry of schema {SCHEMA}")
     if document.keys() != _FIELDS.keys():
@@ -418,7 +418,7 @@ def _entry(document: Document, config: object, source: str | None) -> Entry:
 
 
 def untagged_if_loaded(data: Json) -> Any:
-    """The value of tagged JSON if all its types are loaded, else ``data`` itself; imports nothing."""
+    """The value of tagged JSON if all its types are loaded, else ``data`` unchanged; imports nothing."""
     try:
         return untagged(data, resolve=_find_loaded)
     except REBUILD_ERRORS:
@@ -426,7 +426,7 @@ def untagged_if_loaded(data: Json) -> Any:
 
 
 def rebuild_config(data: Json, expected_type: type | None) -> Any:
-    """A config from its tagged form, of types that are loaded; one of ``REBUILD_ERRORS`` if it cannot be."""
+    """Rebuilds a config of loaded types from its tagged form; raises one of ``REBUILD_ERRORS`` if that fails."""
     if expected_type is None:
         return untagged(data, resolve=_find_loaded)
     expected = qualified_name(expected_type)
@@ -442,39 +442,39 @@ def rebuild_config(data: Json, expected_type: type | None) -> Any:
 
 
 def _find_loaded(qualified: str) -> Any:
-    """What a qualified name stands for among the loaded modules, without running any code to find it."""
+    """The object that a qualified name refers to among the loaded modules; runs no code to find it."""
     module, _, name = qualified.partition(":")
     found: Any = loaded_class(qualified)
     if found is not None:
         return found
     found = sys.modules.get(module)
     for part in name.split("."):
-        # Not getattr, which may run a module's __getattr__ and so import something.
+        # Not getattr, which may run a module's __getattr__ and thereby import something.
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    found = _seen_types.get(qualified) if found is None else found
+    found = _local_types.get(qualified) if found is None else found
     if found is None:
         raise ValueError(f"{qualified} is not loaded")
     return found
 
 
 def tagged_config(cfg: object, found: MutableMapping[str, type]) -> Json:
-    """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not come back as it is.
+    """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not survive the round trip.
 
     Args:
       found: collects the types whose names were written.
     """
     data: Json = tagged(cfg, found=found)
-    _check_comes_back(cfg, data, found)
-    _seen_types.update(found)
+    _check_round_trip(cfg, data, found)
+    _local_types.update(found)
     return data
 
 
-def _check_comes_back(cfg: object, data: Json, found: Mapping[str, type]) -> None:
+def _check_round_trip(cfg: object, data: Json, found: Mapping[str, type]) -> None:
     try:
-        again = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
+        rebuilt = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
     except ValueError as error:
         raise TypeError(f"{cfg!r} cannot be rebuilt from its fields: {error}") from error
     text = canonical_json(data)
-    equal = again == cfg or '"$float":"nan"' in text  # a NaN differs from itself
-    if '"$array":' in text or type(again) is not type(cfg) or tagged(again) != data or not equal:
-        raise TypeError(f"{cfg!r} would come back from JSON as {again!r}")
+    equal = rebuilt == cfg or '"$float":"nan"' in text  # a NaN differs from itself
+    if '"$array":' in text or type(rebuilt) is not type(cfg) or tagged(rebuilt) != data or not equal:
+        raise TypeError(f"{cfg!r} would come back from JSON as {rebuilt!r}")

@@ -1,4 +1,4 @@
-"""What a tuning found: every candidate with its times, its check and its exception."""
+"""The result of a tuning: every candidate with its times, its check and its exception."""
 
 import dataclasses
 import json
@@ -21,21 +21,21 @@ from tilewright.ops.utils.stable_ids import with_current_names
 
 SCHEMA = 1
 
-# The results that are entered here, in this thread or async task.
+# The results entered as context managers in this thread or async task.
 _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("tilewright_results", default=())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TunedCall:
-    """The field of one invocation.
+    """The candidates of one invocation.
 
     Attributes:
       key: the cache key of the call.
-      shapes: the call in words, for people.
+      shapes: the call in short form, for people.
       chosen: index of the winner.
-      step: "measured", or the cache that already knew it: "memory", "disk" or "overlay".
+      step: "measured", or the cache that already held the result: "memory", "disk" or "overlay".
       complete: ``False`` if the tuning was cut short by its budget or an interrupt.
-      source: hash of the code that was measured; empty if it is not known.
+      source: hash of the measured code; empty if unknown.
     """
 
     op: str
@@ -64,7 +64,7 @@ class TunedCall:
         complete: bool = True,
         source: str = "",
     ) -> "TunedCall":
-        """The field of an invocation."""
+        """Makes the entry for an invocation."""
         return cls(
             inv.kernel.name,
             inv.direction,
@@ -83,7 +83,7 @@ class TunedCall:
 
     @property
     def heuristic(self) -> Candidate | None:
-        """What would have run without tuning, if it was among the candidates."""
+        """The candidate that would have run without tuning, if it was measured."""
         return next((c for c in self.candidates if c.heuristic), None)
 
     @property
@@ -94,52 +94,52 @@ class TunedCall:
 
     @property
     def fastest(self) -> Candidate | None:
-        """The candidate with the lowest median of those that are right; a file may hold medians that cannot be."""
-        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and 0 <= c.time_ms < math.inf]
-        return min(right, key=lambda c: c.time_ms or 0.0, default=None)
+        """The eligible candidate with the lowest median; files may hold invalid medians, which are ignored."""
+        eligible = [c for c in self.candidates if c.eligible and c.time_ms is not None and 0 <= c.time_ms < math.inf]
+        return min(eligible, key=lambda c: c.time_ms or 0.0, default=None)
 
     @property
     def ranked(self) -> tuple[Any, ...]:
-        """The winner's config and, fastest first, those of the others that were measured and found right.
+        """The winner's config, then those of the other measured, eligible candidates, fastest first.
 
-        The heuristic comes before what is faster by no more than the noise of the coarsest clock, 2 %: what measured
-        it is not kept.
+        The heuristic's config precedes others that are faster by no more than 2 %, the noise of the coarsest timer,
+        since the entry does not record which timer was used.
         """
-        right = [c for c in self.candidates if c.eligible and c.time_ms is not None and c is not self.winner]
+        eligible = [c for c in self.candidates if c.eligible and c.time_ms is not None and c is not self.winner]
 
-        def place(candidate: Candidate) -> float:
+        def ranking_time(candidate: Candidate) -> float:
             return (candidate.time_ms or 0.0) * (1 - Timer.repeats_to if candidate.heuristic else 1.0)
 
-        return (self.winner.config, *(c.config for c in sorted(right, key=place)))
+        return (self.winner.config, *(c.config for c in sorted(eligible, key=ranking_time)))
 
     @property
     def regret_ms(self) -> float | None:
-        """What the winner takes longer than the fastest, which the noise rule allows for.
+        """The winner's time minus that of the fastest candidate, within which the noise rule allowed it to win.
 
-        ``None`` if it is not itself one of those that are right and were measured.
+        ``None`` if the winner itself is not eligible or was not measured.
         """
-        mine, best = self.winner.time_ms, self.fastest
-        if mine is None or best is None or best.time_ms is None or not self.winner.eligible:
+        winner_ms, best = self.winner.time_ms, self.fastest
+        if winner_ms is None or best is None or best.time_ms is None or not self.winner.eligible:
             return None
-        return mine - best.time_ms
+        return winner_ms - best.time_ms
 
     @property
     def regret(self) -> float | None:
-        """``regret_ms`` over the time of the fastest."""
+        """``regret_ms`` relative to the time of the fastest candidate."""
         over, best = self.regret_ms, self.fastest
         return over / best.time_ms if over is not None and best is not None and best.time_ms else None
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Why, by implementation, candidates were not measured though they may be the fastest; of each the first."""
-        out: dict[str, str] = {}
+        """Reasons why possibly fastest candidates were not measured, the first one for each implementation."""
+        reasons: dict[str, str] = {}
         for candidate in self.candidates:
             if candidate.left_out:
-                out.setdefault(kind_of(candidate.config) or str(candidate.config), candidate.error)
-        return out
+                reasons.setdefault(kind_of(candidate.config) or str(candidate.config), candidate.error)
+        return reasons
 
     def compact(self) -> "TunedCall":
-        """The same with the winner, the heuristic and the fastest of every kind of config alone."""
+        """A copy with only the winner, the heuristic and the fastest candidate of every kind of config."""
         kept, kinds = {self.chosen}, set()
         times = {i: c.time_ms for i, c in enumerate(self.candidates) if c.eligible and c.time_ms is not None}
         for i in sorted(times, key=lambda i: times[i]):
@@ -153,22 +153,22 @@ class TunedCall:
         )
 
     def as_json(self) -> dict[str, Any]:
-        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return said | {"candidates": [c.as_json() for c in self.candidates]}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"candidates": [c.as_json() for c in self.candidates]}
 
     @classmethod
-    def of_json(cls, said: dict[str, Any]) -> "TunedCall":
-        candidates = tuple(Candidate.of_json(c) for c in said["candidates"])
-        call = cls(**(said | {"candidates": candidates}))
+    def of_json(cls, payload: dict[str, Any]) -> "TunedCall":
+        candidates = tuple(Candidate.of_json(c) for c in payload["candidates"])
+        call = cls(**(payload | {"candidates": candidates}))
         return dataclasses.replace(call, key=with_current_names(call.key))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Confirmation:
-    """How a program did with what a tuning chose, and with what would have run without it.
+    """Times of a whole program with the tuned configs and with those that would have run untuned.
 
     Attributes:
-      tuned, untuned: samples of the whole program, taken in turn.
+      tuned, untuned: samples of the whole program, taken alternately.
     """
 
     tuned: Timing
@@ -176,12 +176,12 @@ class Confirmation:
 
     @property
     def speedup(self) -> float:
-        """The time without over the time with."""
+        """The untuned time divided by the tuned time."""
         return self.untuned.median_ms / self.tuned.median_ms
 
     @property
     def is_slower(self) -> bool:
-        """Tells if the winners made the program slower by more than the noise."""
+        """True if the tuned configs made the program slower by more than the noise."""
         noise = max(self.tuned.noise_ms + self.untuned.noise_ms, Timer.repeats_to * self.untuned.median_ms)
         return self.tuned.median_ms > self.untuned.median_ms + noise
 
@@ -194,19 +194,18 @@ class Confirmation:
 
 
 class AutotuningResult(AbstractContextManager["AutotuningResult"]):
-    """The calls that a tuning measured or found.
+    """The calls that a tuning measured or found in a cache.
 
     As a context manager it makes its winners the configs of these calls, before every cache. Two results merge with
-    ``|``; where both know a call the right one counts.
+    ``|``; if both hold a call, the right operand wins.
 
     Attributes:
       entries: one ``TunedCall`` for each call.
       device: fingerprint of the device that was measured.
-      toolchain: versions of what compiled the candidates.
-      interrupted: whether an interrupt ended the tuning.
-      left_out: calls that were not measured at all, in words, for the budget had ended; not kept by JSON.
-      confirmation: how the caller's program did with the winners and without, where that was asked for; not kept by
-        JSON.
+      toolchain: versions of the packages that compiled the candidates.
+      interrupted: True if an interrupt ended the tuning.
+      left_out: short forms of the calls that were not measured because the budget had ended; not kept by JSON.
+      confirmation: times of the caller's program with and without the winners, if asked for; not kept by JSON.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         self.interrupted = interrupted
         self.left_out = tuple(left_out)
         self.confirmation: Confirmation | None = None
-        # One for all entries into this context, so that a function is traced once in it.
+        # Shared by all entries into this context, so that a function is traced only once in it.
         self._overlay: ConfigCache | None = None
 
     def __iter__(self) -> Iterator[TunedCall]:
@@ -259,7 +258,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
 
     def compact(self) -> "AutotuningResult":
-        """The same with the few candidates of each call that say why its winner won."""
+        """A copy with only the few candidates of each call that show why its winner won."""
         entries = tuple(entry.compact() for entry in self.entries)
         return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
 
@@ -291,23 +290,23 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         entered.__exit__(kind, error, traceback)
 
     def to_json(self) -> str:
-        """The whole result as readable JSON; exceptions by their messages."""
-        said = {
+        """The whole result as readable JSON, exceptions as their messages."""
+        document = {
             "schema": SCHEMA,
             "device": self.device,
             "toolchain": self.toolchain,
             "interrupted": self.interrupted,
             "entries": [entry.as_json() for entry in self.entries],
         }
-        return json.dumps(said, indent=1)
+        return json.dumps(document, indent=1)
 
     def to_lock(self) -> Lock:
-        """The winners as a lock, pinned to the source of the kernels that was measured.
+        """The winners as a lock, pinned to the source of the measured kernels.
 
         Raises:
           TypeError: a config has no JSON form.
-          ValueError: there is nothing to lock, the calls are of several devices, or it is not known of one what source
-            was measured.
+          ValueError: there are no calls, they are for several devices, or the source of one that was measured is
+            unknown.
         """
         if not self.entries:
             raise ValueError("a result without calls decides nothing that could be locked")
@@ -321,10 +320,10 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return Lock(self.device, self.toolchain, tuple(decisions.values()))
 
     def save_lock(self, path: str | os.PathLike[str]) -> Lock:
-        """Writes ``to_lock()`` in place of what the file held, and returns it; `Lock.add_to` keeps the rest of it.
+        """Replaces the content of a file by ``to_lock()`` and returns the lock; `Lock.add_to` merges instead.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
           TypeError, ValueError: as ``to_lock``.
         """
         lock = self.to_lock()
@@ -336,13 +335,15 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         """Reads what ``to_json`` wrote.
 
         Raises:
-          ValueError: it is something else, of another schema, or names a type that cannot be found.
+          ValueError: the text is no such result, has another schema, or names a type that cannot be found.
         """
         try:
-            said = json.loads(text)
-            if said["schema"] != SCHEMA:
-                raise ValueError(f"{said['schema']=} is not {SCHEMA}")
-            entries = tuple(TunedCall.of_json(entry) for entry in said["entries"])
-            return cls(entries, device=said["device"], toolchain=said["toolchain"], interrupted=said["interrupted"])
+            document = json.loads(text)
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"{document['schema']=} is not {SCHEMA}")
+            entries = tuple(TunedCall.of_json(entry) for entry in document["entries"])
+            return cls(
+                entries, device=document["device"], toolchain=document["toolchain"], interrupted=document["interrupted"]
+            )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error

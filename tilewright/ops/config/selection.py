@@ -1,4 +1,4 @@
-"""The chain that picks the config of a call, one loop over named steps."""
+"""The chain that selects the config of a call: one loop over named steps."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from tilewright.ops.config.tuner import Tuner, check_tuner
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.kernel.names import RemembersConfigs, key_is_of, remembers_configs
+from tilewright.ops.kernel.names import ConfigHolder, key_is_of, register_config_holder
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.hook import Hook
-from tilewright.ops.utils.untraced import measuring_alone
+from tilewright.ops.utils.untraced import measurement_lock
 
 __all__ = [
     "AutotunePolicy",
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 Event = Callable[[Any], None]
 
-# Steps whose answers were not measured for the call: they never block a tuning, nor reach the disk.
+# Steps whose configs were not measured for the call: they never block a tuning and are never stored on disk.
 _GUESSES = ("nearest", "heuristic")
-# Steps whose answers nobody asked for: what must be compiled first is passed over.
+# Steps whose configs the user did not ask for: those that must be compiled first are skipped.
 _UNTUNED = ("shipped", *_GUESSES)
 
 
-class Measures(Protocol):
+class MeasureFunction(Protocol):
     """Measures the candidates of a call and stores the winner in a chain."""
 
     def __call__(
@@ -53,28 +53,28 @@ class Measures(Protocol):
     ) -> AutotuningResult: ...
 
 
-MEASURE: Hook[Measures] = Hook("the autotuner")
-"""What a chain tunes by where its policy allows that."""
+MEASURE: Hook[MeasureFunction] = Hook("the autotuner")
+"""The function by which a chain tunes a call where its policy allows that."""
 
 
-class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
-    """The first answer counts.
+class ConfigSelectorChain(ConfigChooser, ConfigHolder):
+    """Takes the first answer of its steps.
 
-    Explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the shipped
-    tables, heuristic.
+    The steps: explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the
+    shipped tables, heuristic.
 
-    A config from a cache that the kernel says it cannot run is logged and counts as none. Of a shipped table's entry
-    the fastest config counts that can run: the fastest of all may be by a package that is not installed. Nor does what
-    nobody asked for, from the tables or by the heuristic, run if it must be compiled by nvcc first: the best that need
-    not be does, and that is said once.
+    A cached config that the kernel cannot run is logged and counts as a miss. From a shipped table's entry the fastest
+    config that can run is taken, since the fastest of all may need a package that is not installed. A config from the
+    tables or the heuristic, which the user did not ask for, is skipped if nvcc must compile it first: the best one that
+    is already built runs instead, and that is reported once.
 
     Args:
       cache: the memory cache; a fresh one by default.
       persistent: the disk cache; ``None`` keeps everything in memory.
       autotune: shorthand for ``policy=AutotunePolicy(allow_autotune=autotune)``.
-      policy: what to do when no cache answers; by default nothing is measured.
-      tuner: how to measure.
-      on_event: is called with a ``Selection`` for every choice and with the events of each tuning.
+      policy: the limits when no cache answers; by default nothing is measured.
+      tuner: settings of the measurements.
+      on_event: called with a ``Selection`` for every choice and with the events of each tuning.
       tables: folder of tuned tables; by default the one in the package.
     """
 
@@ -117,7 +117,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             ("disk", self._disk),
             ("shipped", self._shipped_table),
         )
-        remembers_configs(self)
+        register_config_holder(self)
 
     def forget(self, name: str, version: str) -> None:
         self.cache.discard([key for key in self.cache if key_is_of(key, name, version)])
@@ -139,7 +139,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
     def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
-        _ = overrides.lock  # one that cannot be used is an error at once, whichever step would answer
+        _ = overrides.lock  # a lock that cannot be used raises at once, whichever step would answer
         selection = self._known(inv, cfg, overrides)
         decided = selection is not None and selection.step in ("explicit", "overlay", "lock")
         if not decided and overrides.token is None and (refused := self.lock_refusal(inv, overrides)):
@@ -147,8 +147,8 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if selection is None:
             selection = self._miss(inv, overrides)
         if selection.step in _UNTUNED and overrides.token is None:
-            self._say_what_is_not_built(inv, selection, overrides)
-        if not decided and overrides.token is None:  # where a program is only read, what explains it says whence
+            self._report_missing_builds(inv, selection, overrides)
+        if not decided and overrides.token is None:  # a program lowered only to be inspected stores nothing
             self.remember(selection)
         if self.on_event is not None:
             self.on_event(selection)
@@ -159,7 +159,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return self._known(inv, cfg, overrides) or self._guess(inv)
 
     def not_built(self, inv: Invocation[Any, Any], selection: Selection) -> tuple[Any, tuple[Build, ...]] | None:
-        """The config that would have been chosen instead if it were built, with what must be built; if there is one."""
+        """The config that would have been chosen if it were built, with its missing builds; None if there is none."""
         if selection.step not in _UNTUNED:
             return None
         preferred = self._preferred(inv)
@@ -169,7 +169,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return (preferred, missing) if missing else None
 
     def _preferred(self, inv: Invocation[Any, Any]) -> Any:
-        """The config that the steps that measure nothing would choose if everything were built."""
+        """The config that the steps without measurements would choose if everything were built."""
         entry = self.shipped(inv)
         for config in () if entry is None else entry.ranked:
             if _can_run(inv, config, built=False):
@@ -179,29 +179,29 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
             return nearest.config
         return inv.kernel.preferred_cfg(inv)
 
-    def _say_what_is_not_built(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
-        """Says once of each build that a call does without it, and begins with it if the policy wants that."""
+    def _report_missing_builds(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
+        """Reports each missing build once, and starts building it if the policy says so."""
         found = self.not_built(inv, selection)
         if found is None:
             return
         in_background = self.effective_policy(overrides).build_in_background
-        unbuilt.say_once(inv, selection.config, *found, in_background=in_background)
+        unbuilt.report_once(inv, selection.config, *found, in_background=in_background)
 
     def remember(self, selection: Selection) -> None:
-        """Puts a choice into the memory cache; a guess never replaces anything that was measured."""
+        """Puts a choice into the memory cache; a guess never replaces a measured config."""
         if selection.step in _GUESSES:
             with self._remembering:
                 if self.cache.get(selection.key) is None:
                     self.cache.put(selection.key, selection.config, origin=selection.step)
-                    self._guesses += 1  # no choice comes out differently for it
+                    self._guesses += 1  # storing a guess changes no later choice
         elif selection.step != "memory":
             self.cache.put(selection.key, selection.config, origin=selection.step)
 
     def _known(self, inv: Invocation[Any, Any], cfg: object, overrides: Overrides) -> Selection | None:
         if cfg is not None:
-            directed = inv.kernel.resolve_config(cfg, inv)
-            if directed is not None:
-                return Selection(directed, "explicit")
+            resolved = inv.kernel.resolve_config(cfg, inv)
+            if resolved is not None:
+                return Selection(resolved, "explicit")
         for step, answer in self._steps:
             found = answer(inv, overrides)
             if found is not None and _fits(inv, found, step):
@@ -218,7 +218,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None if lock is None else lock.answer(inv, inv.kernel.source())[0]
 
     def lock_refusal(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> str:
-        """Why the lock in force makes a call that it does not decide an error; empty if it does not."""
+        """The error message if the lock in force forbids a call that it does not decide; empty if it does not."""
         lock = (current_overrides() if overrides is None else overrides).lock
         if lock is None or lock.miss == "allow":
             return ""
@@ -231,7 +231,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        # The hash of the source takes all backends to be loaded.
+        # Computing the source hash loads all backends, so look for a file first.
         if self.persistent is None or not self.persistent.has_file(inv.key):
             return None
         expected = type(inv.kernel.heuristic_cfg(inv))
@@ -243,7 +243,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return next((config for config in configs if _can_run(inv, config)), None)
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
-        """What the shipped tables say of the call."""
+        """The shipped tables' entry for the call."""
         return self._table(inv.device_fingerprint).get(inv.key)
 
     def _table(self, device: str) -> dict[str, TunedCall]:
@@ -267,25 +267,25 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         raise NoConfigError(f"{policy=} forbids finding a config of {inv.kernel.name} ({inv.direction}) for {inv.key}")
 
     def _autotune(self, inv: Invocation[Any, Any], policy: AutotunePolicy, overrides: Overrides) -> Selection:
-        with measuring_alone():  # two threads that miss on one key measure it once
+        with measurement_lock():  # two threads that miss on the same key measure it once
             found = self._known(inv, None, overrides)
             if found is not None:
                 return found
             result = MEASURE.function(inv, self, policy)
         if result.interrupted:
             raise KeyboardInterrupt
-        if not result.entries:  # the budget had ended before anything was measured
+        if not result.entries:  # the budget ended before anything was measured
             return self._guess(inv)
         winner = result.entries[0].winner
         return Selection(winner.config, "autotune", inv.key, winner.time_ms)
 
     def _guess(self, inv: Invocation[Any, Any]) -> Selection:
-        """What runs if nothing was measured for the call."""
+        """The config that runs if nothing was measured for the call."""
         near = None if inv.is_symbolic else self._nearest(inv)
         return near or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
 
     def _nearest(self, inv: Invocation[Any, Any], *, built: bool = True) -> Selection | None:
-        """The config of the nearest shape in the shipped tables that can run the call, and is built."""
+        """The config of the nearest shape in the shipped tables that can run the call and, if ``built``, is built."""
         device = inv.device_fingerprint
         table = self._table(device)
         if not len(table):
@@ -302,7 +302,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
     def store(
         self, inv: Invocation[Any, Any], cfg: object, candidates: Sequence[Any], time_ms: float | None, complete: bool
     ) -> None:
-        """Keeps a measured config, with all that was measured, in memory and on disk."""
+        """Keeps a measured config, with all measurements, in memory and on disk."""
         self.cache.put(inv.key, cfg, origin="autotune")
         if self.persistent is None:
             return
@@ -314,11 +314,11 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
                 metadata={"time_ms": time_ms, "complete": complete, "op": inv.kernel.name, "direction": inv.direction},
                 source=inv.kernel.source(),
             )
-        except TypeError as error:  # a config without a JSON form is kept in memory alone
+        except TypeError as error:  # a config without a JSON form is kept in memory only
             logger.warning("the config of %s cannot be stored on disk: %s", inv.kernel.name, error)
 
     def measurements(self, inv: Invocation[Any, Any]) -> tuple[Any, str, tuple[Any, ...]] | None:
-        """Config, step and candidates of a complete tuning that the disk cache holds, unless it is stale."""
+        """The config, step and candidates of a complete, current tuning in the disk cache."""
         if self.persistent is None:
             return None
         config = self._disk(inv, Overrides())
@@ -328,14 +328,15 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         if entry is None or not entry.metadata.get("complete") or not entry.measurements:
             return None
         try:
-            return config, "disk", tuple(Candidate(**said) for said in entry.measurements)
+            return config, "disk", tuple(Candidate(**fields) for fields in entry.measurements)
         except TypeError:  # written by another version, with other fields
             return None
 
     def stale_config(self, inv: Invocation[Any, Any]) -> Any:
-        """What the next tuning tries first: what another toolchain or an older source measured, or the nearest shape's.
+        """The first candidate of the next tuning: an older toolchain's or source's winner, or the nearest shape's
+        config.
 
-        The latter runs without tuning, so tuning must not choose anything slower.
+        The nearest shape's config runs without tuning, so tuning must not choose anything slower.
         """
         stale = None
         if self.persistent is not None:
@@ -345,7 +346,7 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
         return stale if nearest is None else nearest.config
 
     def measured_ms(self, inv: Invocation[Any, Any], cfg: object) -> float | None:
-        """The time that the disk cache, or else a shipped table, has for a config of this call."""
+        """The time that the disk cache, or else a shipped table, holds for a config of this call."""
         entry = None if self.persistent is None else self.persistent.entry(inv.key)
         if entry is not None and entry.config == cfg:
             return entry.metadata.get("time_ms")
@@ -354,12 +355,12 @@ class ConfigSelectorChain(ConfigChooser, RemembersConfigs):
 
 
 def _can_run(inv: Invocation[Any, Any], cfg: object, *, built: bool = True) -> bool:
-    """Tells if a kernel can run a config, and has all that must be built for it."""
+    """True if a kernel can run a config and, if ``built``, everything that it needs is built."""
     return not (inv.kernel.config_reasons(inv, cfg) or (built and unbuilt.missing(inv, cfg)))
 
 
 def _fits(inv: Invocation[Any, Any], cfg: object, step: str) -> bool:
-    """Whether a config that a cache holds can run; one that cannot is logged and counts as a miss."""
+    """True if a cached config can run; one that cannot is logged and counts as a miss."""
     why = inv.kernel.config_reasons(inv, cfg)
     if why:
         kernel = f"{inv.kernel.name} ({inv.direction})"

@@ -1,4 +1,4 @@
-"""The tuned tables that ship inside the package: one ``AutotuningResult`` in JSON per file."""
+"""The tuned tables shipped inside the package: one ``AutotuningResult`` in JSON per file."""
 
 import functools
 import json
@@ -13,15 +13,16 @@ logger = logging.getLogger(__name__)
 
 
 type Table = dict[str, TunedCall]
-"""By a call's key its winner, and the fastest configs of other implementations, for where it cannot run."""
+"""Maps a call's key to its winner and to the fastest configs of other implementations, in case the winner cannot run.
+"""
 
 
 def load_tables(device: str, folder: Path | None = None) -> Table:
-    """What every table of a device says, the last by name first; one that cannot be read is logged and left out."""
-    place: Any = files("tilewright").joinpath("tables") if folder is None else folder
+    """Merges all tables for a device, the last by file name winning; an unreadable one is logged and left out."""
+    root: Any = files("tilewright").joinpath("tables") if folder is None else folder
     merged: Table = {}
-    if place.is_dir():
-        for file in sorted(place.iterdir(), key=lambda file: file.name):
+    if root.is_dir():
+        for file in sorted(root.iterdir(), key=lambda file: file.name):
             if file.name.endswith(".json"):
                 merged |= _read(file, device)
     return merged
@@ -31,9 +32,9 @@ def load_tables(device: str, folder: Path | None = None) -> Table:
 def _read(file: Any, device: str) -> Table:
     try:
         text = file.read_text()
-        said = json.loads(text)
-        # Configs are rebuilt by the modules of their backends, which other devices' tables need not load.
-        if isinstance(said, dict) and said.get("device", device) != device:
+        document = json.loads(text)
+        # Rebuilding configs loads the modules of their backends, which other devices' tables need not load.
+        if isinstance(document, dict) and document.get("device", device) != device:
             return {}
         result = AutotuningResult.from_json(text)
     except (OSError, ValueError) as error:
@@ -43,13 +44,13 @@ def _read(file: Any, device: str) -> Table:
 
 
 def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
-    """Adds what a tuning found to the table in a file, in place of what the file says of the same calls.
+    """Merges the result of a tuning into a table file, replacing earlier entries for the same calls.
 
-    Of each call the winner, the heuristic and the fastest of every implementation stay, as evidence. The commands that
-    made a table stand in it, latest last.
+    For each call the winner, the heuristic and the fastest candidate of every implementation are kept as evidence. The
+    file also lists the commands that made the table, latest last.
 
     Raises:
-      ValueError: the file holds something else, or the table of another device.
+      ValueError: the file is no table, or is for another device.
     """
     commands: list[str] = []
     merged = result
@@ -60,7 +61,7 @@ def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
             raise ValueError(f"{file} is of {before.device!r}, not of {result.device!r}")
         commands = list(json.loads(text).get("commands", ()))
         merged = before | result
-    said = json.loads(merged.compact().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
-    part = file.with_suffix(".part")  # a run that is killed leaves the old table or the new one
-    part.write_text(json.dumps(said, indent=1) + "\n")
-    part.replace(file)
+    document = json.loads(merged.compact().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
+    temporary = file.with_suffix(".part")  # a killed run leaves either the old table or the new one
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(file)

@@ -1,4 +1,4 @@
-"""How a tuning measures: what a selection chain is given and hands on."""
+"""Settings of a tuning's measurements, as given to a selection chain."""
 
 import abc
 import dataclasses
@@ -11,36 +11,37 @@ Search = Literal["halving", "exhaustive"]
 
 
 class Timer(abc.ABC):
-    """What takes the samples of a tuning.
+    """Takes the timing samples of a tuning.
 
     Attributes:
-      repeats_to: the share to which medians of interleaved samples repeat on a quiet machine, whatever the samples' own
-        spread says.
+      repeats_to: the relative repeatability of medians of interleaved samples on a quiet machine; it holds even if the
+        spread of the samples is smaller.
     """
 
     repeats_to: ClassVar[float] = 0.02
 
     @abc.abstractmethod
     def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        """How many calls make a sample that can be trusted."""
+        """The number of calls per sample that makes a sample reliable."""
 
     @abc.abstractmethod
     def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
-        """Milliseconds per call."""
+        """Takes one sample, in milliseconds per call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuner:
-    """How to measure.
+    """Settings of the measurements.
 
     Attributes:
       warmup: untimed calls of each candidate after its first.
-      iters: timed samples of each candidate that is still in the race.
-      isolation: "process" runs candidates in a process of its own, which is replaced when it crashes, hangs, leaks or
-        loses its device; "none" in this one; "auto" is "process" wherever the call can be sent to another process.
-      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a process of its own.
+      iters: timed samples of each candidate that has not been dropped.
+      isolation: "process" runs candidates in a separate process, which is replaced when it crashes, hangs, leaks or
+        loses its device; "none" runs them in this process; "auto" is "process" if the call can be sent to another
+        process.
+      timeout_s: seconds for one candidate to compile, run and be checked, or to be sampled; in a separate process only.
       search: see `Limits`.
-      timer: takes the samples; by default what suits the device.
+      timer: takes the samples; by default the timer for the device.
     """
 
     warmup: int = 2
@@ -65,15 +66,15 @@ class Tuner:
 
 
 def check_tuner(tuner: object) -> None:
-    """Raises unless it is a ``Tuner``."""
+    """Raises unless the argument is a ``Tuner``."""
     if not isinstance(tuner, Tuner):
         raise TypeError(f"{tuner=} must be a Tuner or None")
 
 
 def check_counts(**counts: tuple[int, int]) -> None:
     """Raises unless each number is an integer of at least the second of its pair."""
-    for name, (count, least) in counts.items():
+    for name, (count, minimum) in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"{name}={count!r} must be an integer")
-        if count < least:
-            raise ValueError(f"{name}={count!r} must be at least {least}")
+        if count < minimum:
+            raise ValueError(f"{name}={count!r} must be at least {minimum}")

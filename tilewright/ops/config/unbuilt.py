@@ -1,4 +1,4 @@
-"""Configs that would be chosen if a compiler of minutes had made what they need: passed over, and said once."""
+"""Reports, once each, preferred configs that are skipped because nvcc, which takes minutes, has not built them yet."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,28 +12,28 @@ from tilewright.ops.utils.hook import Hook
 logger = logging.getLogger("tilewright.ops.config.selection")
 
 BUILD_IN_BACKGROUND: Hook[Callable[[Sequence[Build]], None]] = Hook("the process that makes builds")
-"""Has builds made by another process, which goes on when this one ends."""
+"""Starts builds in another process, which outlives this one."""
 
-# Of which it was said that a call does without them.
-_SAID: set[Build] = set()
+# Builds whose absence was already reported.
+_REPORTED: set[Build] = set()
 
 
 def needed(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
-    """Builds that a config that can run the call needs, made or not."""
+    """The builds that a config needs, already built or not."""
     return tuple(inv.kernel.config_builds(inv, cfg))
 
 
 def missing(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
-    """Builds for want of which a config that can run the call is passed over."""
+    """The missing builds because of which a config is skipped."""
     return missing_builds(needed(inv, cfg))
 
 
-def say_once(
+def report_once(
     inv: Invocation[Any, Any], chosen: object, preferred: object, builds: Sequence[Build], *, in_background: bool
 ) -> None:
-    """Says of each build once that a call does without it; and has it made by another process if that is wanted."""
-    fresh = [each for each in builds if each not in _SAID]
-    _SAID.update(fresh)
+    """Reports each missing build once, and starts building it in another process if ``in_background``."""
+    fresh = [each for each in builds if each not in _REPORTED]
+    _REPORTED.update(fresh)
     if not fresh:
         return
     commands = " and ".join(dict.fromkeys(f"`{each.command(inv.kernel.name)}`" for each in builds))

@@ -1,1 +1,1 @@
-"""Kernels, their invocations, and what both are described by."""
+"""Kernels, their invocations, and the data that describes both."""

@@ -1,4 +1,4 @@
-"""Which parts of a call are arrays, and what may be said of an array without looking at its values."""
+"""Separates the arrays of a call from its static values, and describes arrays without reading their values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-"""What is an operand of a call. A NumPy scalar is static, as Python's numbers are."""
+"""The types that are operands of a call. A NumPy scalar is static, like Python's numbers."""
 
 type Operand = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct
 
@@ -26,7 +26,7 @@ class Shaped(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StaticLeaf:
-    """A value that is not an array, compared by type and value so that 1, 1.0 and True stay apart."""
+    """A value that is not an array, compared by type and value, so that 1, 1.0 and True differ."""
 
     value: Any
 
@@ -34,7 +34,7 @@ class StaticLeaf:
         if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
             return False
         if isinstance(self.value, float | np.inexact):
-            return repr(self.value) == repr(other.value)  # 0.0 and -0.0 are not the same constant, and NaN is one
+            return repr(self.value) == repr(other.value)  # 0.0 and -0.0 are different constants, and NaN equals itself
         return self.value is other.value or bool(self.value == other.value)
 
     def __hash__(self) -> int:
@@ -43,19 +43,19 @@ class StaticLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """A pytree without its arrays: the tree, and for each leaf its static value or ``None`` for an array."""
+    """A pytree without its arrays: the tree, and for each leaf its static value, or ``None`` for an array."""
 
     tree: jax.tree_util.PyTreeDef
     leaves: tuple[StaticLeaf | None, ...]
 
     def join(self, arrays: Sequence[object]) -> Any:
-        """The pytree with ``arrays`` in the places of its arrays."""
+        """Rebuilds the pytree with ``arrays`` in place of its arrays."""
         rest = iter(arrays)
         return self.tree.unflatten([next(rest) if leaf is None else leaf.value for leaf in self.leaves])
 
 
 def split(tree: object) -> tuple[list[Any], Structure]:
-    """Takes a pytree apart into its arrays and everything else.
+    """Separates a pytree into its arrays and its structure with everything else.
 
     Raises:
       TypeError: a leaf is neither an array nor hashable.
@@ -81,7 +81,7 @@ def split(tree: object) -> tuple[list[Any], Structure]:
 
 
 def is_hashable(value: object) -> bool:
-    """Whether a value can be told from others by its hash."""
+    """True if the value can be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -90,7 +90,7 @@ def is_hashable(value: object) -> bool:
 
 
 def abstract(leaf: object, sharding: jax.sharding.Sharding | None = None) -> Any:
-    """The ``ShapeDtypeStruct`` of an array, weak type and sharding kept; any other leaf as it is."""
+    """The ``ShapeDtypeStruct`` of an array, weak type and sharding kept; any other leaf unchanged."""
     if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf, ARRAY_TYPES):
         return leaf
     if sharding is None:
@@ -105,26 +105,29 @@ def struct_of(aval: Shaped, sharding: jax.sharding.Sharding | None = None) -> ja
 
 
 def random_array(key: jax.Array, leaf: object) -> Any:
-    """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf as it is."""
+    """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf unchanged."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, leaf.shape) if leaf.shape else key
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating) or jnp.issubdtype(leaf.dtype, jnp.floating):
-        wide = leaf.dtype if leaf.dtype.itemsize >= 2 else jnp.dtype(jnp.bfloat16)  # fp8 has no generator
-        return jax.random.normal(key, leaf.shape, wide).astype(leaf.dtype)
+        # jax.random does not generate fp8
+        sampled_dtype = leaf.dtype if leaf.dtype.itemsize >= 2 else jnp.dtype(jnp.bfloat16)
+        return jax.random.normal(key, leaf.shape, sampled_dtype).astype(leaf.dtype)
     if leaf.dtype == jnp.bool_:
         return jax.random.bernoulli(key, 0.5, leaf.shape)
     return jax.random.randint(key, leaf.shape, 0, 2).astype(leaf.dtype)
 
 
 def is_symbolic(*sizes: object) -> bool:
-    """True if a size is a symbolic dimension of ``jax.export``, which only a call of the exported program knows."""
+    """True if a size is a symbolic dimension of ``jax.export``, whose value only a call of the exported program has."""
     return not all(isinstance(size, int) for size in sizes)
 
 
 def at_most(size: int, limit: int) -> int:
-    """A block for so many elements; for a symbolic dimension ``limit``, of which the elements may fill a part."""
+    """A block size for ``size`` elements; ``limit`` for a symbolic dimension, even if the elements fill only a part of
+    it.
+    """
     return limit if is_symbolic(size) else min(size, limit)
 
 
@@ -139,8 +142,8 @@ def meaningful_sharding(leaf: object) -> jax.sharding.Sharding | None:
 
 
 def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:
-    """The sharding in the type of a traced value, where only explicit axes show; ``None`` if no axis is sharded."""
-    # Absent from types that are no arrays.
+    """The sharding in the type of a traced value, which shows explicit axes only; ``None`` if no axis is sharded."""
+    # Types that are no arrays have none.
     sharding: jax.sharding.NamedSharding | None = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
         return None

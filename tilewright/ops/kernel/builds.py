@@ -1,4 +1,4 @@
-"""Builds that take a compiler minutes and that configs need, and how many such compilers fit on a machine."""
+"""Builds that configs need and that take a compiler minutes, and the number of compilers that fit on a machine."""
 
 import abc
 import contextlib
@@ -12,27 +12,28 @@ from tilewright.ops.utils.processes import usable_cores
 
 
 class Build(abc.ABC):
-    """Something that must be compiled before a config can run, in minutes rather than seconds: nvcc's shared objects.
+    """Something that must be compiled before a config can run and takes minutes, such as nvcc's shared objects.
 
-    Equal builds are the same thing, whoever made it. A build can be pickled, for another process may make it.
+    Equal builds stand for the same result, whoever made it. A build can be pickled, so that another process can make
+    it.
     """
 
     @property
     @abc.abstractmethod
     def memory_bytes(self) -> int:
-        """Memory that its compiler takes at most."""
+        """The maximum memory that its compiler needs."""
 
     @abc.abstractmethod
     def is_made(self) -> bool:
-        """Tells if it is there, for this process."""
+        """True if this process can use the result already."""
 
     @abc.abstractmethod
     def is_installed(self) -> bool:
-        """Tells if it came with a package, so that every process of a program has it."""
+        """True if it came with an installed package, so that every process of a program has it."""
 
     @abc.abstractmethod
     def make(self, cancelled: threading.Event) -> None:
-        """Compiles it, unless it is there or another process is at it, whose result is waited for.
+        """Compiles it, unless it exists, or waits for the result of another process that is compiling it.
 
         Raises:
           BuildError: it cannot be compiled.
@@ -45,25 +46,27 @@ class Build(abc.ABC):
 
 
 class Cancelled(Exception):
-    """A build was given up because another failed, or by the user."""
+    """A build was cancelled, by the user or because another one failed."""
 
 
 def missing_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
-    """Those for want of which a config is not chosen unless somebody asked for it.
+    """The builds whose absence rules a config out unless the user asked for it explicitly.
 
-    In a program of several processes what one of them has built counts for nothing, for the others may lack it, and all
-    must choose alike.
+    In a program of several processes only installed builds count, since one process may have built what the others
+    lack, and all must choose the same config.
     """
-    wanted = tuple(builds)
-    if not wanted:
+    needed = tuple(builds)
+    if not needed:
         return ()
     if jax.process_count() > 1:
-        return tuple(each for each in wanted if not each.is_installed())
-    return tuple(each for each in wanted if not each.is_made())
+        return tuple(each for each in needed if not each.is_installed())
+    return tuple(each for each in needed if not each.is_made())
 
 
 def parallel_compilers(memory_bytes: Iterable[int], *, spared: int = 0) -> int:
-    """As many compilers as there are cores, less those spared, and as many of the largest as fit into free memory."""
+    """The number of compilers to run at once: cores not spared, limited by how many of the largest fit into free
+    memory.
+    """
     largest = max(memory_bytes, default=1)
     return max(1, min(usable_cores() - spared, _free_memory() // max(1, largest)))
 

@@ -1,4 +1,4 @@
-"""Configs of a call and what was measured of them: the plain data of a tuning."""
+"""Plain data of a tuning: configs of a call and their measurements."""
 
 import dataclasses
 import statistics
@@ -19,7 +19,7 @@ class Timing:
 
     @property
     def noise_ms(self) -> float:
-        """Half the distance between the quartiles: what two medians must differ by to mean anything."""
+        """Half the distance between the quartiles: a smaller difference of two medians is not significant."""
         if len(self.samples_ms) < 3:
             return max(self.samples_ms) - min(self.samples_ms)
         low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
@@ -32,10 +32,10 @@ class Candidate:
 
     Attributes:
       samples_ms: milliseconds per call; empty if it never ran.
-      check: "passed", "failed", "unchecked" where the kernel has no reference, "dropped" if it was never started: it
-        cannot run, or cannot be the fastest; or "left out" if there was no time to start it, or to build it.
-      error: the message of its exception, what its check found, or why it was not started; empty if all was well.
-      heuristic: whether it is what would run without tuning.
+      check: "passed"; "failed"; "unchecked" if the kernel has no reference; "dropped" if it was never started, because
+        it cannot run or cannot be the fastest; or "left out" if there was no time to start or to build it.
+      error: the message of its exception, the finding of its check, or the reason why it was not started; else empty.
+      heuristic: True for the config that would run without tuning.
       exception: the exception itself; not kept by JSON.
     """
 
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def time_ms(self) -> float | None:
-        """The median of its samples."""
+        """The median of the samples."""
         return statistics.median(self.samples_ms) if self.samples_ms else None
 
     @property
@@ -57,34 +57,39 @@ class Candidate:
 
     @property
     def eligible(self) -> bool:
-        """Whether it ran, was measured and was not found wrong."""
+        """True if it ran, was measured and was not found wrong."""
         return bool(self.samples_ms) and not self.error
 
     @property
     def dropped(self) -> bool:
-        """Whether it was never started, for the reason in ``error``."""
+        """True if it was never started, for the reason in ``error``."""
         return self.check in ("dropped", "left out")
 
     @property
     def left_out(self) -> bool:
-        """Tells if it was not measured for want of time, and may be the fastest for all that is known."""
+        """True if it was not measured for lack of time, and so might be the fastest."""
         return self.check == "left out"
 
     @property
     def failed(self) -> bool:
-        """Whether it was started and did not come to a time, or was found wrong."""
+        """True if it was started and raised, or was found wrong."""
         return bool(self.error) and not self.dropped
 
     def fields(self) -> dict[str, Any]:
-        """All that another process can be told."""
+        """The fields that can be sent to another process."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exception"}
 
     def as_json(self) -> dict[str, Any]:
         return self.fields() | {"config": tagged(self.config), "samples_ms": list(self.samples_ms)}
 
     @classmethod
-    def of_json(cls, said: dict[str, Any]) -> "Candidate":
-        return cls(**(said | {"config": untagged(said["config"]), "samples_ms": tuple(map(float, said["samples_ms"]))}))
+    def of_json(cls, payload: dict[str, Any]) -> "Candidate":
+        return cls(
+            **(
+                payload
+                | {"config": untagged(payload["config"]), "samples_ms": tuple(map(float, payload["samples_ms"]))}
+            )
+        )
 
 
 def kind_of(config: object) -> str:

@@ -1,4 +1,4 @@
-"""Kernel, the unit that declares how it runs and what may be tuned, and Invocation, one call of it."""
+"""Kernel, the unit that declares its implementations and tunable configs, and Invocation, one call of it."""
 
 import abc
 import contextlib
@@ -24,18 +24,18 @@ from tilewright.ops.utils.serialize import canonical_json, tagged, untagged
 _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakref.WeakValueDictionary()
 
 
-class RunsKernels(Protocol):
-    """An executor, as kernels know it."""
+class KernelExecutor(Protocol):
+    """The interface of an executor that kernels use."""
 
     def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out: ...
 
 
-DEFAULT_EXECUTOR: Hook[Callable[[], RunsKernels]] = Hook("the default executor")
-"""What ``kernel(...)`` runs on."""
+DEFAULT_EXECUTOR: Hook[Callable[[], KernelExecutor]] = Hook("the default executor")
+"""The executor behind ``kernel(...)``."""
 
 
 class Kernel(abc.ABC, Generic[Cfg, Out]):
-    """An operation that can run in several ways and knows which ways are worth trying.
+    """An operation that can run in several ways, with the configs worth trying.
 
     ``run`` and ``heuristic_cfg`` must be implemented; the other methods have defaults. The following are optional and
     exist only where a subclass defines them:
@@ -46,25 +46,25 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
 
-    ``cotangents`` is a tuple with one entry per output. Gradients come as a tuple with one entry per positional
-    argument (``None`` for an argument that has none), or as a dict by argument name, which may also name keyword
-    arrays. Without either form JAX differentiates ``run``, with a config chosen when that happens: a ``vmap`` around
+    ``cotangents`` is a tuple with one entry per output. Gradients are returned as a tuple with one entry per positional
+    argument (``None`` for an argument without a gradient), or as a dict by argument name, which may also name keyword
+    arrays. Without either form JAX differentiates ``run`` with a config that is chosen at that time: a ``vmap`` around
     the derivative is not seen. The shapes of outputs and residuals must not depend on the config, and ``run`` must be
     traceable by ``jax.jit``.
 
-    All kernels of one class and name share their configs. What else tells two of them apart, such as a number given to
-    ``__init__`` on which the best config depends, belongs into the name.
+    All kernels of one class and name share their configs. Anything else on which the best config depends, such as a
+    number given to ``__init__``, must be part of the name.
 
     Attributes:
-      name: stands for the kernel in cache keys and in the labels of lowered programs.
-      version: a new one makes every cached config miss.
-      run_is_forward: true where ``run`` returns what ``forward_with_residuals`` does without the residuals, so that
-        both can share what they are lowered to.
-      argument_names: of the prepared positional arguments; empty where the signature of ``run`` says them.
+      name: identifies the kernel in cache keys and in the labels of lowered programs.
+      version: changing it invalidates every cached config.
+      run_is_forward: True if ``run`` returns what ``forward_with_residuals`` returns without the residuals, so that
+        both can share one lowering.
+      argument_names: names of the prepared positional arguments; empty if the signature of ``run`` has them.
 
     Raises:
-      ValueError: another class has the name and version. A class that was defined again, as when a notebook's cell runs
-        twice, takes the place of the one before, whose configs in memory are forgotten.
+      ValueError: another class has the name and version. A class that is defined again, as when a notebook cell runs
+        twice, replaces the previous one, whose configs are removed from memory.
     """
 
     run_is_forward: ClassVar[bool] = False
@@ -84,10 +84,10 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
     @abc.abstractmethod
     def heuristic_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg:
-        """The config to use when nothing was measured; reads shapes, dtypes and the device only."""
+        """The config to use when nothing was measured; may read only shapes, dtypes and the device."""
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Validates and canonicalises the arguments of a call; the one place that owns the argument list."""
+        """Validates and canonicalises the arguments of a call; the only place that knows the argument list."""
         return args, kwargs
 
     def config_space(self, inv: "Invocation[Cfg, Out]") -> Iterable[Cfg]:
@@ -103,78 +103,82 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         return args, kwargs
 
     def resolve_config(self, cfg: object, inv: "Invocation[Cfg, Out]") -> Cfg | None:
-        """What a config that the caller gave means for an invocation; ``None`` leaves its direction to selection."""
+        """Translates a config given by the caller for an invocation; ``None`` leaves its direction to selection."""
         return cast("Cfg", cfg)
 
-    # How a call is tuned, checked and explained.
+    # Tuning, checking and explaining a call.
 
     def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: object) -> Sequence[str]:
-        """Why a config cannot run the call; a cached one with reasons is a miss, a candidate is not measured."""
+        """Reasons why a config cannot run the call; a cached config with reasons is a miss, a candidate is not
+        measured.
+        """
         return ()
 
     def config_bound_ms(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> float:
-        """The milliseconds that a call takes at the least with a config that can run it; 0 if that is unknown.
+        """A lower bound of the call's time in milliseconds with a config that can run it; 0 if unknown.
 
-        A candidate that cannot be faster than another was is not measured.
+        A candidate whose bound exceeds another's measured time is not measured.
         """
         return 0.0
 
     def time_bound_ms(self, inv: "Invocation[Cfg, Out]") -> float:
-        """The milliseconds below which no measurement of a call can be believed; 0 if that is unknown."""
+        """A lower bound in milliseconds below which a measurement is not credible; 0 if unknown."""
         return 0.0
 
     def config_builds(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Sequence[Build]:
-        """What a compiler of minutes must have made before a config that can run the call runs, made already or not.
+        """The builds, taking a compiler minutes, that a config which can run the call needs, already made or not.
 
-        Without tuning what is not made is not chosen; tuning makes it beside.
+        Without tuning, a config with missing builds is not chosen; tuning makes them in the background.
         """
         return ()
 
     def preferred_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg | None:
-        """What ``heuristic_cfg`` would return if everything were built; ``None`` if that changes nothing."""
+        """The config that ``heuristic_cfg`` would return if everything were built; ``None`` if it is the same."""
         return None
 
     def oracle_parts(self, inv: "Invocation[Cfg, Out]") -> Sequence[OraclePart]:
-        """The parts to check where the reference of the whole call would not fit into memory; none for the whole."""
+        """The parts to check separately if the reference of the whole call would not fit into memory; empty for the
+        whole.
+        """
         return ()
 
     def tolerance_factor(self, inv: "Invocation[Cfg, Out]") -> float:
-        """How many times the oracle's error in the input dtype is allowed."""
+        """The allowed error as a multiple of the oracle's own error in the input dtype."""
         return 2.0
 
     def rejection_reasons(
         self, inv: "Invocation[Cfg, Out]", cfg: Cfg, measured: Sequence[Candidate]
     ) -> Mapping[str, Sequence[str]]:
-        """Why each other implementation was not taken, for ``explain``.
+        """The reasons why each other implementation was not chosen, for ``explain``.
 
         Args:
           measured: the candidates of the call's last tuning, if the disk cache has one.
         """
         return {}
 
-    # What its configs and its code depend on.
+    # Dependencies of its configs and its code.
 
     def source(self) -> str:
         """A hash of the code that its configs depend on; by default of the source of its class."""
         return source_fingerprint(type(self))
 
     def lowering_packages(self, cfg: Cfg) -> tuple[str, ...]:
-        """The top-level packages whose sources decide, beside JAX, what a config is lowered to.
+        """The top-level packages besides JAX whose sources determine the lowering of a config.
 
-        It is then kept on disk for other processes; where there are none, it is not.
+        The lowering is then stored on disk for other processes; without packages it is not.
         """
         return ()
 
-    # What cannot be differentiated, or in reverse mode alone.
+    # Limits of differentiation.
 
     def no_gradient(self) -> str:
-        """Why no call can be differentiated; empty if calls can be."""
+        """The reason why calls cannot be differentiated; empty if they can."""
         return ""
 
     def forward_mode_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg | None:
         """A config whose code JAX can differentiate in forward mode; ``None`` if there is none.
 
-        Asked of kernels with gradients of their own.
+        Only used for kernels with gradients of their own.
         """
         return None
 
@@ -187,16 +191,16 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
 @dataclasses.dataclass(frozen=True)
 class Invocation(Generic[Cfg, Out]):
-    """One call of a kernel: what selection sees.
+    """One call of a kernel, as selection sees it.
 
-    The executor fills ``args`` and ``kwargs`` with what ``prepare`` returned, a ``ShapeDtypeStruct`` in place of each
-    array, so an invocation that is kept keeps no array alive.
+    The executor sets ``args`` and ``kwargs`` to the result of ``prepare``, with a ``ShapeDtypeStruct`` in place of each
+    array, so that a stored invocation keeps no array alive.
 
     Attributes:
-      metadata: anything the caller wants to remember; takes no part in the key.
-      direction: what the config is for.
+      metadata: any value of the caller's; not part of the key.
+      direction: the direction that the config is for.
       mapped: the ``vmap`` axes around the call, outermost first; shapes in ``args`` are those of one element.
-      device: where it will run; ``None`` is the default device.
+      device: the device that it will run on; ``None`` is the default device.
     """
 
     kernel: Kernel[Cfg, Out]
@@ -226,12 +230,12 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def memo(self) -> dict[str, Any]:
-        """What its kernel has worked out about the call, to do so once; takes no part in comparisons."""
+        """The kernel's memo of facts about the call, computed once; not compared."""
         return {}
 
     @functools.cached_property
     def target(self) -> Device:
-        """The device, the default one where none was named."""
+        """The device, or the default one if none was given."""
         return self.device or current_device()
 
     @property
@@ -240,17 +244,17 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def is_symbolic(self) -> bool:
-        """True with symbolic dimensions of ``jax.export``: no such call was ever measured, nor can it be."""
+        """True with symbolic dimensions of ``jax.export``: such a call cannot be measured."""
         leaves = jax.tree.leaves((self.abstract_args, self.abstract_kwargs))
         sizes = (size for leaf in leaves for size in getattr(leaf, "shape", ()))
         return is_symbolic(*sizes, *(axis.size for axis in self.mapped))
 
     @functools.cached_property
     def key(self) -> str:
-        """What the caches know the call by: canonical JSON.
+        """The key of the call in the caches, as canonical JSON.
 
         Raises:
-          TypeError: a static argument has no form by which another process could recognise it, such as a lambda.
+          TypeError: a static argument, such as a lambda, has no form by which another process could recognise it.
         """
         return canonical_json(
             {
@@ -274,19 +278,23 @@ class Invocation(Generic[Cfg, Out]):
 
     @classmethod
     def of_description(
-        cls, kernel: Kernel[Any, Any], said: Mapping[str, Any], direction: Direction, device: Device | None = None
+        cls,
+        kernel: Kernel[Any, Any],
+        description: Mapping[str, Any],
+        direction: Direction,
+        device: Device | None = None,
     ) -> "Invocation[Any, Any]":
-        """The invocation whose ``description`` is given.
+        """Rebuilds the invocation from its ``description``.
 
         Raises:
-          ValueError: it is malformed, or names something that cannot be found.
+          ValueError: the description is malformed, or names something that cannot be found.
         """
-        mapped = tuple(MappedAxis(size, tuple(bool(m) for m in which)) for size, which in said.get("mapped", ()))
-        args, kwargs = untagged(said["args"]), untagged(said["kwargs"])
+        mapped = tuple(MappedAxis(size, tuple(bool(m) for m in flags)) for size, flags in description.get("mapped", ()))
+        args, kwargs = untagged(description["args"]), untagged(description["kwargs"])
         return cls(kernel, args, kwargs, direction=direction, mapped=mapped, device=device)
 
     def abstract(self) -> "Invocation[Cfg, Out]":
-        """The same invocation without array values."""
+        """A copy of the invocation without array values."""
         return dataclasses.replace(self, args=self.abstract_args, kwargs=self.abstract_kwargs)
 
     def backward(self) -> "Invocation[Cfg, Out]":
@@ -301,8 +309,8 @@ def check_kernel(kernel: object) -> None:
 
 
 @contextlib.contextmanager
-def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
-    """What is raised for wrong arguments names the kernel."""
+def errors_naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
+    """Prefixes the kernel's name to errors about wrong arguments."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -312,5 +320,5 @@ def naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
 
 
 def live_kernel(name: str, version: str) -> Kernel[Any, Any] | None:
-    """The newest living kernel of that name and version in this process."""
+    """The newest live kernel of that name and version in this process."""
     return _LIVE.get((name, version))

@@ -1,31 +1,30 @@
-"""The names of kernels: which class has one, and who must forget its configs when another takes its place."""
+"""The registry of kernel names: the class that owns each, and the caches to clear when another class replaces it."""
 
 import abc
 import json
 import weakref
 from collections.abc import Hashable
 
-# The class that has a name and version, and what holds configs by them. A name stays taken when its kernels are gone:
-# their configs are still there.
+# The class that owns a name and version. A name stays owned after its kernels are gone, since their configs remain.
 _OWNERS: "dict[tuple[str, str], tuple[str, weakref.ref[type]]]" = {}
-_MEMORIES: "weakref.WeakSet[RemembersConfigs]" = weakref.WeakSet()
+_CACHES: "weakref.WeakSet[ConfigHolder]" = weakref.WeakSet()
 
 
-class RemembersConfigs(abc.ABC):
-    """Something that holds configs in memory by the keys of invocations."""
+class ConfigHolder(abc.ABC):
+    """An object that keeps configs in memory by the keys of invocations."""
 
     @abc.abstractmethod
     def forget(self, name: str, version: str) -> None:
         """Drops the configs of the kernels of that name and version."""
 
 
-def remembers_configs(memory: RemembersConfigs) -> None:
-    """Has an object told, as long as it lives, when a kernel's class is replaced."""
-    _MEMORIES.add(memory)
+def register_config_holder(memory: ConfigHolder) -> None:
+    """Registers an object, for its lifetime, to be told when a kernel's class is replaced."""
+    _CACHES.add(memory)
 
 
 def key_is_of(key: Hashable, name: str, version: str) -> bool:
-    """Whether a key is that of an invocation of a kernel of that name and version."""
+    """True if the key is that of an invocation of a kernel with that name and version."""
     try:
         described = json.loads(key) if isinstance(key, str) else None
     except ValueError:
@@ -37,17 +36,17 @@ def claim(name: str, version: str, kind: type) -> None:
     """Makes a class the owner of a name and version.
 
     Raises:
-      ValueError: a class of another qualified name is.
+      ValueError: a class with another qualified name is the owner.
     """
-    qualified = f"{kind.__module__}:{kind.__qualname__}"
-    owner, known = _OWNERS.get((name, version), (qualified, None))
-    if owner != qualified:
+    qualified_name = f"{kind.__module__}:{kind.__qualname__}"
+    owner, owner_class = _OWNERS.get((name, version), (qualified_name, None))
+    if owner != qualified_name:
         raise ValueError(
-            f"the kernel {qualified} has the {name=} and {version=} of {owner}, whose configs it would share; "
+            f"the kernel {qualified_name} has the {name=} and {version=} of {owner}, whose configs it would share; "
             "give it another name or version"
         )
-    if known is None or known() is not kind:
-        _OWNERS[name, version] = (qualified, weakref.ref(kind))
-    if known is not None and known() is not kind:
-        for memory in list(_MEMORIES):
+    if owner_class is None or owner_class() is not kind:
+        _OWNERS[name, version] = (qualified_name, weakref.ref(kind))
+    if owner_class is not None and owner_class() is not kind:
+        for memory in list(_CACHES):
             memory.forget(name, version)

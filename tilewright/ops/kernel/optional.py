@@ -1,4 +1,4 @@
-"""What a kernel may define or not, where the base class has no stub: platforms' code, gradients and the oracle."""
+"""The optional methods of a kernel, which the base class does not define: code per platform, gradients, the oracle."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {
 
 
 def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:
-    """A method that a kernel may or may not define; ``None`` if it does not."""
+    """The method of that name, or ``None`` if the kernel does not define it."""
     return getattr(kernel, name, None)
 
 
 def platform_hook(kernel: Kernel[Any, Any], cfg: object, device: Device) -> Callable[..., Any]:
-    """The most specific ``run_<platform>`` for the config's platform or else the device's; ``run`` if there is none."""
-    wanted = getattr(cfg, "platform", None)
-    names = PLATFORMS.get(device.kind, ()) if wanted in (None, "auto") else (str(wanted),)
+    """The most specific ``run_<platform>`` for the config's or else the device's platform; ``run`` if there is none."""
+    platform = getattr(cfg, "platform", None)
+    names = PLATFORMS.get(device.kind, ()) if platform in (None, "auto") else (str(platform),)
     for name in names:
         hook: Callable[..., Any] | None = optional_method(kernel, f"run_{name}")
         if hook is not None:
@@ -32,10 +32,10 @@ def platform_hook(kernel: Kernel[Any, Any], cfg: object, device: Device) -> Call
 
 
 def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
-    """ "residuals", "recomputing", or ``None`` where JAX differentiates ``run``.
+    """Returns "residuals", "recomputing", or ``None`` if JAX differentiates ``run``.
 
     Raises:
-      TypeError: a kernel defines half of the pair.
+      TypeError: the kernel defines only one of the pair.
     """
     forward, backward = (optional_method(kernel, name) is not None for name in ("forward_with_residuals", "backward"))
     if forward != backward:

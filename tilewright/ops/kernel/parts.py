@@ -1,4 +1,4 @@
-"""Parts of a call that its oracle can compute on their own."""
+"""Parts of a call that its oracle can compute separately."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,10 +12,10 @@ class OraclePart:
     """One part of a call.
 
     Attributes:
-      arguments: from the call's prepared arguments to the part's, of the same structure. Given gradients in the places
-        of the arrays, it gives what of them belongs to the part.
-      results: from what the call returns to what the part returns.
-      shared: positional arguments to whose gradients other parts add; these are not compared.
+      arguments: maps the call's prepared arguments to the part's, in the same structure. Given gradients in place of
+        the arrays, it returns those that belong to the part.
+      results: maps the call's results to the part's.
+      shared: positional arguments whose gradients are sums over several parts; these are not compared.
     """
 
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]

@@ -1,4 +1,4 @@
-"""A call's arguments as its kernel's ``prepare`` leaves them, and the invocation that they are."""
+"""Prepares a call's arguments by its kernel, and makes the invocation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,32 +6,32 @@ from typing import Any
 import jax
 
 from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split
-from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, naming
+from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, errors_naming
 from tilewright.ops.kernel.parts import Arguments
 
 
 def prepare(kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Arguments:
-    """What ``kernel.prepare`` makes of the arguments; what it raises for wrong ones names the kernel."""
-    with naming(kernel):
+    """Calls ``kernel.prepare``; errors about wrong arguments name the kernel."""
+    with errors_naming(kernel):
         return kernel.prepare(*args, **kwargs)
 
 
 def prepared(
     kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object], *, concrete: bool = True
 ) -> tuple[Invocation[Any, Any], Arguments | None]:
-    """The forward invocation of a call, without its arrays, and if asked the prepared arguments themselves."""
+    """The forward invocation of a call, without arrays, and with ``concrete`` also the prepared arguments."""
     check_kernel(kernel)
     arrays, structure = split((tuple(args), dict(kwargs)))
     shardings = [meaningful_sharding(array) for array in arrays]
-    seen: list[Any] = []
+    abstract_calls: list[Any] = []
 
     def look(traced: list[Any]) -> None:
         known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
-        again = prepare(kernel, *structure.join(traced))
-        seen.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), again))
+        arguments = prepare(kernel, *structure.join(traced))
+        abstract_calls.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), arguments))
 
     jax.eval_shape(look, [abstract(a) for a in arrays])
-    abstract_args, abstract_kwargs = seen[0]
+    abstract_args, abstract_kwargs = abstract_calls[0]
     inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))
     if not concrete:
         return inv, None

@@ -1,4 +1,4 @@
-"""The invocations that a program made, remembered without their arrays."""
+"""The invocations of a program, recorded without their arrays."""
 
 import threading
 from typing import Any
@@ -11,10 +11,10 @@ _KERNELS: set[tuple[str, str]] = set()
 
 
 def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
-    """Remembers an invocation and from now on every further one that an executor makes of the same kernel.
+    """Records an invocation, and from then on every further one of the same kernel.
 
     Raises:
-      TypeError: it is no invocation.
+      TypeError: ``inv`` is no invocation.
       ValueError: the invocation is of another kernel.
     """
     if not isinstance(inv, Invocation):
@@ -26,8 +26,8 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
         _RECORDED[inv.key] = inv.abstract()
 
 
-def note(inv: Invocation[Any, Any]) -> None:
-    """Remembers an invocation if its kernel is being recorded."""
+def record_if_enabled(inv: Invocation[Any, Any]) -> None:
+    """Records an invocation if its kernel is being recorded."""
     if (inv.kernel.name, inv.kernel.version) in _KERNELS:
         with _LOCK:
             _RECORDED.setdefault(inv.key, inv.abstract())

@@ -1,8 +1,8 @@
-"""How a call becomes one equation: a primitive whose config is chosen when the program is lowered.
+"""The call primitive: one equation per kernel call, whose config is chosen when the program is lowered.
 
-Choosing that late has three reasons. Every ``vmap`` around the call is known by then, also one that was applied to an
+The choice is made that late for three reasons. Every ``vmap`` around the call is known by then, also one applied to an
 already traced function, so selection sees the whole problem and nothing is tuned for a problem that never runs. The
-platform is the one that the program is lowered for. And the traced program is the same whatever is chosen.
+platform is the one that the program is lowered for. And the traced program does not depend on the choice.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tilewright.ops.config.context import Overrides
 from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit_sharding, split, struct_of
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
-from tilewright.ops.kernel.registry import note
+from tilewright.ops.kernel.registry import record_if_enabled
 from tilewright.ops.lowering.labels import call_label, without_label
 from tilewright.ops.lowering.lowering import results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
@@ -33,7 +33,7 @@ from tilewright.ops.lowering.surroundings import trace_settings
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.memory import LruCache
 from tilewright.ops.utils.target import check_runs_here
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selector:
-    """Where a call's configs come from: the chooser, the caller's own config, and what was in force at the call."""
+    """The source of a call's configs: the chooser, the caller's explicit config, and the overrides in force at the
+    call.
+    """
 
     chooser: ConfigChooser
     cfg: StaticLeaf | None
@@ -60,11 +62,11 @@ class Call:
     """One stage of a call of a kernel, without its arrays.
 
     Attributes:
-      structure: of ``(args, kwargs)`` after ``prepare``.
-      shardings: for each array of the call, what an eager caller knew of its sharding and the trace does not show.
+      structure: structure of ``(args, kwargs)`` after ``prepare``.
+      shardings: for each array of the call, the sharding that an eager caller knew and the trace does not show.
       extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
-      wanted: backward only: for each array of the call, whether its gradient is asked for.
-      returned: forward only: which of the stage's flat results the call returns; all of them if empty.
+      wanted: backward only: for each array of the call, True if its gradient is needed.
+      returned: forward only: indices of the stage's flat results that the call returns; empty for all of them.
     """
 
     kernel: Kernel[Any, Any]
@@ -85,25 +87,28 @@ class Call:
         return sum(leaf is None for leaf in self.structure.leaves)
 
     def invocation(self, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Invocation[Any, Any]:
-        """What selection sees, from the abstract values of all operands with their mapped axes in front."""
+        """The invocation that selection sees, from all operands' abstract values with their mapped axes in front."""
         structs = []
         for i, known in enumerate(self.shardings):
             element = drop_axes(avals[i], sum(axis.mapped[i] for axis in mapped))
             structs.append(with_sharding(element, avals[i], known))
         args, kwargs = self.structure.join(structs)
-        # What follows the call's own arrays is mapped as they and the caller's cotangents are; it tells nothing more.
+        # The operands after the call's own arrays are mapped like those and the caller's cotangents: no new
+        # information.
         axes = tuple(MappedAxis(axis.size, axis.mapped[: self.num_arrays]) for axis in mapped)
         return Invocation(self.kernel, args, kwargs, direction=self.direction, mapped=axes, device=device)
 
     @property
     def code(self) -> Stage:
-        """The stage of the kernel that runs: for ``run`` the forward stage where that is the same, which both share."""
+        """The stage of the kernel that runs: for ``run`` the forward stage if both compute the same, so that they share
+        code.
+        """
         if self.stage == "run" and self.kernel.run_is_forward:
             return Stage(self.kernel, self.structure, "forward")
         return Stage(self.kernel, self.structure, self.stage, self.extra, self.wanted)
 
     def program(self, cfg: object, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Program:
-        """The stage with a config for operands of some abstract values, with the mapped axes in front."""
+        """The program of the stage for a config and for operands with these abstract values, mapped axes in front."""
         return Program(self.code, StaticLeaf(cfg), tuple(avals), mapped, device)
 
     def function(self, cfg: object, mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., list[Any]]:
@@ -118,16 +123,16 @@ class Call:
         return flat
 
     def tree(self, results: Results) -> Any:
-        """The results that the call's stage returns, among those of its code."""
+        """The tree of the results that the call's stage returns, which may be a part of its code's results."""
         return results.tree if self.code.name == self.stage else results.tree.children()[0]
 
     def picked(self, results: Results) -> tuple[int, ...]:
-        """Which of the flat results of its code the call returns."""
+        """Indices of the flat results of its code that the call returns."""
         return self.returned or tuple(range(self.tree(results).num_leaves))
 
 
 def drop_axes(aval: Shaped, count: int) -> jax.ShapeDtypeStruct:
-    """One element of a value whose first ``count`` axes are mapped."""
+    """The abstract value of one element, without its first ``count`` axes, which are mapped."""
     struct = struct_of(aval)
     return jax.ShapeDtypeStruct(struct.shape[count:], struct.dtype, weak_type=struct.weak_type)
 
@@ -152,7 +157,7 @@ CHOOSING.add(call_p)
 
 
 def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
-    """The results of a call, known before its config is chosen: they are alike with any."""
+    """The results' abstract values, known before a config is chosen, since they do not depend on it."""
     with without_label():
         key = (call.code, call.selector.cfg, tuple(avals), mapped, device, trace_settings())
         known = _KNOWN.get(key)
@@ -162,15 +167,15 @@ def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ..
         return known
 
 
-_KNOWN: Memory[Results] = Memory("what tilewright knows of calls' results", 4096)
+_KNOWN: LruCache[Results] = LruCache("tilewright results of calls", 4096)
 
 
 def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
-    """A config to learn the shapes of the results with: the caller's own, or the heuristic."""
+    """A config with which to learn the shapes of the results: the caller's own, or the heuristic."""
     inv = call.invocation(avals, mapped, device)
     explicit = call.selector.explicit
-    directed = None if explicit is None else call.kernel.resolve_config(explicit, inv)
-    return call.kernel.heuristic_cfg(inv) if directed is None else directed
+    resolved = None if explicit is None else call.kernel.resolve_config(explicit, inv)
+    return call.kernel.heuristic_cfg(inv) if resolved is None else resolved
 
 
 def _abstract_eval(*avals: jax.core.AbstractValue, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
@@ -184,7 +189,7 @@ _PROGRAMS = Programs()
 
 
 def _impl(*operands: jax.Array, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
-    """Runs what reaches the primitive outside any trace, such as the passes of an eager ``jax.grad``."""
+    """Runs a call that reaches the primitive outside of any trace, such as the passes of an eager ``jax.grad``."""
     check_runs_here()
     if jax.config.jax_disable_jit:
         return select(call, [jax.typeof(x) for x in operands], mapped, current_device())(*operands)
@@ -206,17 +211,17 @@ def batching_rule(
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = [x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     axis = MappedAxis(size, tuple(d is not None for d in dims))
-    out = primitive.bind(*_mapped_alike(moved, axis), mapped=(axis, *mapped), **params)
+    out = primitive.bind(*_reshard_mapped_axes(moved, axis), mapped=(axis, *mapped), **params)
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[call_p] = functools.partial(batching_rule, call_p)
 
 
-def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
-    """The operands with one sharding of their mapped axes.
+def _reshard_mapped_axes(operands: list[Any], axis: MappedAxis) -> list[Any]:
+    """Gives the mapped axes of all operands the same sharding.
 
-    What a mapped call returns without depending on what is mapped, such as a residual, is replicated along the axis.
+    A result of a mapped call that does not depend on mapped operands, such as a residual, is replicated along the axis.
     """
     shardings = [
         explicit_sharding(jax.typeof(x)) if mapped else None for x, mapped in zip(operands, axis.mapped, strict=True)
@@ -224,18 +229,18 @@ def _mapped_alike(operands: list[Any], axis: MappedAxis) -> list[Any]:
     first = next((s.spec[0] for s in shardings if s is not None and s.spec[0] is not None), None)
     if first is None:
         return operands
-    alike = list(operands)
+    resharded = list(operands)
     for i, (x, mapped) in enumerate(zip(operands, axis.mapped, strict=True)):
         spec = jax.typeof(x).sharding.spec
         if mapped and spec[0] is None:
-            alike[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
-    return alike
+            resharded[i] = jax.sharding.reshard(x, PartitionSpec(first, *spec[1:]))
+    return resharded
 
 
 def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
     """Chooses the config of a call; returns it with the label that names the call in the program."""
     inv = call.invocation(avals, mapped, device)
-    note(inv)
+    record_if_enabled(inv)
     selection = call.selector.choose(inv)
     record(inv, selection)
     if logger.isEnabledFor(logging.INFO) and call.selector.overrides.token is None:
@@ -254,16 +259,16 @@ def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
 def code_of(
     call: Call, cfg: object, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
 ) -> Callable[..., list[Any]]:
-    """A call's stage with a config as a function of the flat operands, lowered once whatever programs contain it."""
+    """A call's stage with a config as a function of the flat operands, lowered once for all programs."""
     program = call.program(cfg, avals, mapped, device)
     results = results_of(program)
     picked = call.picked(results)
-    # Of a program that is only read its labels are looked at. To lower the code of a call takes seconds, and may take
-    # packages that are not here.
-    only_read = call.selector.overrides.token is not None and _is_opaque(results)
+    # If the program is lowered only for inspection, only its labels are read. Lowering the call's code would take
+    # seconds and may need packages that are not installed.
+    only_inspected = call.selector.overrides.token is not None and _is_opaque(results)
 
     def code(*operands: jax.Array) -> list[Any]:
-        if only_read:
+        if only_inspected:
             return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
         found = run(program, *operands)
         return [found[i] for i in picked]
@@ -272,14 +277,14 @@ def code_of(
 
 
 def _is_opaque(results: Results) -> bool:
-    """Tells if the code of a call is nothing but its results: it has no effects and calls no other kernel."""
+    """True if the code has no effects and calls no other kernel, so that zeros of the right shapes can replace it."""
     keys = any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in results.avals)
     return not (results.effects or results.chooses or keys)
 
 
 def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    # The name of a jitted function shows in the text of lowered programs and of compiled ones, with and without
-    # debug information; a name scope shows only with it.
+    # The name of a jitted function appears in the text of lowered and compiled programs, with and without debug
+    # information; a name scope appears only with it.
     function.__name__ = function.__qualname__ = name
     return jax.jit(function)
 
@@ -292,20 +297,20 @@ def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, 
         chosen = next(iter(branches.values()))
     else:
         chosen = functools.partial(jax.lax.platform_dependent, **branches)
-    checked = functools.partial(_with_promised_shapes, call, chosen, ctx.avals_out)
+    checked = functools.partial(_with_checked_shapes, call, chosen, ctx.avals_out)
     return mlir.lower_fun(checked)(ctx, *operands)
 
 
-def _with_promised_shapes(
-    call: Call, chosen: Callable[..., Any], promised: Sequence[Any], *operands: jax.Array
+def _with_checked_shapes(
+    call: Call, chosen: Callable[..., Any], expected: Sequence[Any], *operands: jax.Array
 ) -> list[Any]:
     results: list[Any] = chosen(*operands)
-    got = [(x.shape, x.dtype) for x in results]
-    wanted = [(x.shape, x.dtype) for x in promised]
-    if got != wanted:
+    actual_shapes = [(x.shape, x.dtype) for x in results]
+    expected_shapes = [(x.shape, x.dtype) for x in expected]
+    if actual_shapes != expected_shapes:
         raise TypeError(
-            f"the outputs or residuals of {call.kernel!r} depend on its config: {got} with the chosen one, "
-            f"{wanted} with the heuristic one; they must not"
+            f"the outputs or residuals of {call.kernel!r} depend on its config: {actual_shapes} with the chosen one, "
+            f"{expected_shapes} with the heuristic one; they must not"
         )
     return results
 
@@ -329,7 +334,7 @@ def apply(
     call = Call(kernel, selector, structure, shardings)
     tree = call.tree(known_results(call, [jax.typeof(x) for x in arrays], (), current_device()))
     results = call_p.bind(*arrays, call=call, mapped=())
-    if gradient_form(kernel) is None:  # else they are named where the call is differentiated
+    if gradient_form(kernel) is None:  # with own gradients, the results are named where the call is differentiated
         results = [named(x, f"{kernel.name}_out") for x in results]
     return tree.unflatten(results)
 

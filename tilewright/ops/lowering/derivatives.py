@@ -1,8 +1,8 @@
-"""The derivatives of a call: by the kernel's own gradients in reverse mode, by JAX where it has none.
+"""Derivatives of a call: in reverse mode by the kernel's own gradients, otherwise by JAX.
 
-Under differentiation a call becomes two equations: the call itself, which also returns its residuals, and one that is
-linear in the tangents. Reverse mode transposes the second, which runs the kernel's backward pass; forward mode runs it
-as it stands, where the kernel has code for that.
+Under differentiation a call becomes two equations: the call itself, which also returns its residuals, and an equation
+that is linear in the tangents. Reverse mode transposes the second one, which runs the kernel's backward pass; forward
+mode evaluates it directly, if the kernel has code for that.
 """
 
 import dataclasses
@@ -46,12 +46,12 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
         return _with_own_gradients(primals, tangents, call, mapped, form)
     if not any(isinstance(x, jax.core.Tracer) for x in primals):
         check_runs_here()
-    # Kernels without a gradient form, and derivatives of the second order: JAX differentiates the chosen code itself,
-    # so the choice cannot wait; a vmap that follows is not seen.
+    # JAX differentiates the chosen code itself, for kernels without gradients of their own and for second derivatives.
+    # The config must therefore be chosen now, and a vmap applied later is not seen.
     avals = [jax.typeof(x) for x in primals]
     device = current_device()
     selection, name = decide(call, avals, mapped, device)
-    chosen = _to_differentiate(call, StaticLeaf(selection.config), mapped, device, name)
+    chosen = _differentiable_code(call, StaticLeaf(selection.config), mapped, device, name)
     return _jvp_along(chosen, primals, tangents)
 
 
@@ -59,10 +59,10 @@ ad.primitive_jvps[call_p] = _jvp_rule
 
 
 @functools.lru_cache(maxsize=MAX_PROGRAMS)
-def _to_differentiate(
+def _differentiable_code(
     call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
 ) -> Callable[..., Any]:
-    """The code of a call; the same function each time, so that JAX compiles its derivatives once."""
+    """The code of a call; the same function object each time, so that JAX compiles its derivatives once."""
 
     def labelled(*operands: jax.Array) -> list[Any]:
         return call.function(cfg.value, mapped, device)(*operands)
@@ -70,59 +70,59 @@ def _to_differentiate(
     return labelled_as(labelled, name)
 
 
-def _moves(tangent: jax.Array | ad.Zero) -> bool:
-    """Whether an input is differentiated."""
+def _has_tangent(tangent: jax.Array | ad.Zero) -> bool:
+    """True if an input is differentiated."""
     return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
 
 
 def _jvp_along(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """``jax.jvp`` of a function with respect to those operands that have a tangent."""
-    moving = [i for i, t in enumerate(tangents) if _moves(t)]
+    """``jax.jvp`` of a function with respect to the operands that have a tangent."""
+    differentiated = [i for i, t in enumerate(tangents) if _has_tangent(t)]
 
     def along(*values: jax.Array) -> list[Any]:
         operands = list(primals)
-        for i, value in zip(moving, values, strict=True):
+        for i, value in zip(differentiated, values, strict=True):
             operands[i] = value
         results: list[Any] = function(*operands)
         return results
 
-    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+    return jax.jvp(along, tuple(primals[i] for i in differentiated), tuple(tangents[i] for i in differentiated))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linearised:
     """The derivative of a call, without its arrays.
 
-    Its operands are the call's arrays, its residuals and the tangents; its results the tangents of those outputs that
-    have one.
+    Its operands are the call's arrays, its residuals and the tangents; its results are the tangents of the inexact
+    outputs.
 
     Attributes:
-      out: the structure of what the call returns.
-      kept: the structure of the residuals.
-      moving: for each array of the call, whether there is a tangent of it.
-      inexact: for each output, whether it has a tangent.
+      out: the structure of the call's outputs.
+      residuals_tree: the structure of the residuals.
+      differentiated: for each array of the call, True if it has a tangent.
+      inexact: for each output, True if it has a tangent.
     """
 
     call: Call
     out: jax.tree_util.PyTreeDef
-    kept: jax.tree_util.PyTreeDef
-    moving: tuple[bool, ...]
+    residuals_tree: jax.tree_util.PyTreeDef
+    differentiated: tuple[bool, ...]
     inexact: tuple[bool, ...]
 
     @property
-    def num_kept(self) -> int:
-        return self.call.num_arrays + int(self.kept.num_leaves)
+    def num_primal_operands(self) -> int:
+        return self.call.num_arrays + int(self.residuals_tree.num_leaves)
 
 
 def _with_own_gradients(
     primals: Sequence[Any], tangents: Sequence[Any], call: Call, mapped: tuple[MappedAxis, ...], form: str
 ) -> tuple[list[Any], list[Any]]:
     """The call with its residuals, and its linear part."""
-    moving = tuple(_moves(t) for t in tangents)
+    differentiated = tuple(_has_tangent(t) for t in tangents)
     out, residuals, structures = _forward(primals, call, mapped, form)
-    linear = Linearised(call, *structures, moving, tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in out))
-    given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
-    axes = _with_rest(mapped, len(residuals), moving)
+    linear = Linearised(call, *structures, differentiated, tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in out))
+    given = [t for t, moves in zip(tangents, differentiated, strict=True) if moves]
+    axes = _with_rest(mapped, len(residuals), differentiated)
     along = iter(linear_p.bind(*primals, *residuals, *given, linear=linear, mapped=axes))
     return out, [
         next(along) if has else ad.Zero(jax.typeof(x).to_tangent_aval())
@@ -130,9 +130,11 @@ def _with_own_gradients(
     ]
 
 
-def _with_rest(mapped: Sequence[MappedAxis], num_residuals: int, moving: Sequence[bool]) -> tuple[MappedAxis, ...]:
-    """The mapped axes of a call, of its linear part: residuals are mapped, a tangent is as its array is."""
-    indices = [i for i, moves in enumerate(moving) if moves]
+def _with_rest(
+    mapped: Sequence[MappedAxis], num_residuals: int, differentiated: Sequence[bool]
+) -> tuple[MappedAxis, ...]:
+    """The mapped axes of the linear part: residuals are mapped, a tangent is mapped as its array is."""
+    indices = [i for i, moves in enumerate(differentiated) if moves]
     rest = (True,) * num_residuals
     return tuple(MappedAxis(axis.size, (*axis.mapped, *rest, *(axis.mapped[i] for i in indices))) for axis in mapped)
 
@@ -140,9 +142,10 @@ def _with_rest(mapped: Sequence[MappedAxis], num_residuals: int, moving: Sequenc
 def _forward(
     primals: Sequence[Any], call: Call, mapped: tuple[MappedAxis, ...], form: str
 ) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
-    """The outputs and residuals of a call under their names, and the structures of both.
+    """The outputs and residuals of a call under their checkpoint names, and the structures of both.
 
-    What is both an output and a residual comes out of the call once, so that a ``jax.checkpoint`` saves it once.
+    An array that is both an output and a residual is returned by the call once, so that ``jax.checkpoint`` saves it
+    once.
     """
     avals, device = tuple(jax.typeof(x) for x in primals), current_device()
     name = call.kernel.name
@@ -150,19 +153,19 @@ def _forward(
         tree = call.tree(known_results(call, avals, mapped, device))
         results = call_p.bind(*primals, call=call, mapped=mapped)
         return [named(x, f"{name}_out") for x in results], [], (tree, jax.tree.structure(()))
-    whole = dataclasses.replace(call, stage="forward")
-    known = known_results(whole, avals, mapped, device)
-    out, kept = known.tree.children()
+    forward_call = dataclasses.replace(call, stage="forward")
+    known = known_results(forward_call, avals, mapped, device)
+    out, residuals_tree = known.tree.children()
     sources = known.sources
     returned = tuple(sorted({index for index, _ in sources}))
-    step = dataclasses.replace(whole, returned=returned)
+    step = dataclasses.replace(forward_call, returned=returned)
     outputs = {index for index, _ in sources[: out.num_leaves]}
     results = {
         index: named(x, f"{name}_{'out' if index in outputs else 'residuals'}")
         for index, x in zip(returned, call_p.bind(*primals, call=step, mapped=mapped), strict=True)
     }
     leaves = [results[i] if reshaped is None else reshaped(results[i]) for i, reshaped in sources]
-    return leaves[: out.num_leaves], leaves[out.num_leaves :], (out, kept)
+    return leaves[: out.num_leaves], leaves[out.num_leaves :], (out, residuals_tree)
 
 
 # The linear part.
@@ -176,13 +179,13 @@ def _linear_abstract_eval(
     *avals: jax.core.ShapedArray, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> list[Any]:
     call, count, device = linear.call, linear.call.num_arrays, current_device()
-    own = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
+    own_axes = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
     arrays = tuple(avals[:count])
-    if all(any(axis.mapped) for axis in own):
-        results = known_results(call, arrays, own, device)
+    if all(any(axis.mapped) for axis in own_axes):
+        results = known_results(call, arrays, own_axes, device)
         along = [results.avals[i] for i in call.picked(results)]
-    else:  # along some axis the tangents alone are mapped
-        function = call.function(shape_config(call, arrays, own, device), (), device)
+    else:  # along some axis only the tangents are mapped
+        function = call.function(shape_config(call, arrays, own_axes, device), (), device)
         along = jax.make_jaxpr(map_axes(lambda *operands: function(*operands[:count]), mapped))(*avals).out_avals
     return [aval.to_tangent_aval() for aval, has in zip(along, linear.inexact, strict=True) if has]
 
@@ -194,32 +197,35 @@ batching.primitive_batchers[linear_p] = functools.partial(batching_rule, linear_
 def _transpose(
     cotangents: Sequence[Any], *operands: jax.Array, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> list[Any]:
-    """The gradients by the kernel's backward pass."""
-    count, num_kept = linear.call.num_arrays, linear.num_kept
-    kept, tangents = operands[:num_kept], operands[num_kept:]
+    """Computes the gradients by the kernel's backward pass."""
+    count, num_primal_operands = linear.call.num_arrays, linear.num_primal_operands
+    residuals_tree, tangents = operands[:num_primal_operands], operands[num_primal_operands:]
     given = iter(cotangents)
     leaves = [_materialised(next(given)) if has else None for has in linear.inexact]
     outputs = linear.out.unflatten(leaves)
     per_output = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
-    rest, extra = split((linear.kept.unflatten(kept[count:]), per_output))
-    step = dataclasses.replace(linear.call, stage="backward", extra=extra, wanted=linear.moving)
+    rest, extra = split((linear.residuals_tree.unflatten(residuals_tree[count:]), per_output))
+    step = dataclasses.replace(linear.call, stage="backward", extra=extra, wanted=linear.differentiated)
     axes = tuple(
-        MappedAxis(axis.size, (*axis.mapped[:num_kept], *(True,) * (len(rest) - num_kept + count))) for axis in mapped
+        MappedAxis(
+            axis.size, (*axis.mapped[:num_primal_operands], *(True,) * (len(rest) - num_primal_operands + count))
+        )
+        for axis in mapped
     )
-    gradients = call_p.bind(*kept[:count], *rest, call=step, mapped=axes)
+    gradients = call_p.bind(*residuals_tree[:count], *rest, call=step, mapped=axes)
     found = []
     for i, (gradient, tangent) in enumerate(zip(gradients, tangents, strict=True)):
-        shared = tuple(depth for depth, axis in enumerate(mapped) if not axis.mapped[num_kept + i])
+        shared = tuple(depth for depth, axis in enumerate(mapped) if not axis.mapped[num_primal_operands + i])
         summed = gradient.sum(shared) if shared else gradient
         found.append(with_manual_axes(summed, tangent.aval) if ad.is_undefined_primal(tangent) else None)
-    return [None] * num_kept + found
+    return [None] * num_primal_operands + found
 
 
 ad.primitive_transposes[linear_p] = _transpose
 
 
 def _materialised(cotangent: jax.Array | ad.Zero) -> jax.Array:
-    """A cotangent as an array."""
+    """A cotangent as an array, zeros if it is symbolic."""
     if not isinstance(cotangent, ad.Zero):
         return cotangent
     aval: Any = cotangent.aval
@@ -229,36 +235,36 @@ def _materialised(cotangent: jax.Array | ad.Zero) -> jax.Array:
 def _forward_mode(
     linear: Linearised, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
 ) -> Callable[..., list[Any]]:
-    """The linear part as a function: JAX differentiates the code of a config that the kernel names for that.
+    """The linear part as a function: JAX differentiates the code of the config that the kernel provides for that.
 
     Raises:
-      TypeError: the kernel has none.
+      TypeError: the kernel provides no such config.
     """
     call = linear.call
     cfg = forward_mode_config(call.kernel, call.invocation(avals, mapped, device))
     function = call.function(cfg, (), device)
-    moving = [i for i, moves in enumerate(linear.moving) if moves]
+    differentiated = [i for i, moves in enumerate(linear.differentiated) if moves]
 
     def element(*operands: jax.Array) -> list[Any]:
-        arrays, tangents = operands[: call.num_arrays], operands[linear.num_kept :]
+        arrays, tangents = operands[: call.num_arrays], operands[linear.num_primal_operands :]
 
         def along(*values: jax.Array) -> list[Any]:
             complete = list(arrays)
-            for i, value in zip(moving, values, strict=True):
+            for i, value in zip(differentiated, values, strict=True):
                 complete[i] = value
             return function(*complete)
 
-        _, results = jax.jvp(along, tuple(arrays[i] for i in moving), tuple(tangents))
+        _, results = jax.jvp(along, tuple(arrays[i] for i in differentiated), tuple(tangents))
         return [t for t, has in zip(results, linear.inexact, strict=True) if has]
 
     return map_axes(element, mapped)
 
 
 def forward_mode_config(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
-    """The config that a kernel names for its code to be differentiated in forward mode.
+    """The config whose code JAX shall differentiate in forward mode.
 
     Raises:
-      TypeError: it names none.
+      TypeError: the kernel provides none.
     """
     cfg = kernel.forward_mode_cfg(inv)
     if cfg is None:

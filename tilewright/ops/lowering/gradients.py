@@ -1,4 +1,4 @@
-"""From what a kernel returns as its gradients to what JAX expects of them."""
+"""Converts the gradients that a kernel returns into those that JAX expects."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from tilewright.ops.kernel.optional import argument_names
 def select_gradients(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: object, wanted: tuple[bool, ...]
 ) -> list[Any]:
-    """The gradients that were asked for, in the order of the call's arrays.
+    """Selects the requested gradients, in the order of the call's arrays.
 
     Args:
-      gradients: what the kernel returned.
-      wanted: for each array whether its gradient is asked for; if empty, all come, ``None`` for those that are missing.
+      gradients: the value that the kernel returned.
+      wanted: for each array, True if its gradient is requested; if empty, all are returned, missing ones as ``None``.
 
     Raises:
-      TypeError: one is missing, has another shape, or the kernel returned something else than a tuple or a dict.
+      TypeError: a gradient is missing or has another shape, or the kernel returned neither a tuple nor a dict.
     """
     names = argument_names(kernel, len(args))
     if isinstance(gradients, dict):
@@ -50,8 +50,8 @@ def select_gradients(
         return given
     return [
         _checked(kernel, label, gradient, array)
-        for label, gradient, array, asked in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
-        if asked
+        for label, gradient, array, is_wanted in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
+        if is_wanted
     ]
 
 
@@ -79,13 +79,13 @@ def _checked(kernel: Kernel[Any, Any], name: str, gradient: object, array: jax.A
 
 
 def with_manual_axes(gradient: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
-    """A gradient that varies over the axes of a ``shard_map`` along which its argument, of type ``aval``, does.
+    """Makes a gradient vary over the same manual axes of a ``shard_map`` as its argument, of type ``aval``.
 
-    An argument that all devices share has the sum of their gradients.
+    An argument that all devices share gets the sum of their gradients.
     """
-    given, wanted = (x.manual_axis_type.varying for x in (jax.typeof(gradient), aval))
-    if given - wanted:
-        gradient = jax.lax.psum(gradient, tuple(given - wanted))
-    if wanted - given:
-        gradient = jax.lax.pcast(gradient, tuple(wanted - given), to="varying")
+    actual, expected = (x.manual_axis_type.varying for x in (jax.typeof(gradient), aval))
+    if actual - expected:
+        gradient = jax.lax.psum(gradient, tuple(actual - expected))
+    if expected - actual:
+        gradient = jax.lax.pcast(gradient, tuple(expected - actual), to="varying")
     return gradient

@@ -1,8 +1,8 @@
-"""Names that survive in the text of lowered and compiled programs, and how to read them back.
+"""Labels that survive in the text of lowered and compiled programs, and their parsing.
 
-A label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the op
-is for people, the payload holds everything that the invocation can be rebuilt from. A label that a user gives is a name
-scope and an attribute of the operations under it.
+The label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the
+op is for people, the payload holds everything from which the invocation can be rebuilt. A label that a user gives is a
+name scope and an attribute of the operations under it.
 """
 
 import base64
@@ -30,10 +30,10 @@ R = TypeVar("R")
 
 _CALL = re.compile(r"tilewright\.v1\.\w+\.(?:forward|backward)\.[\w\-]+\.", re.ASCII)
 _USER = re.compile(r"tilewright\.label\.([\w%~\-]+)\.end\b", re.ASCII)
-# XLA replaces all other characters in the names of functions, and a dot ends a part of a label.
+# XLA replaces all other characters in the names of functions; a dot ends a part of a label.
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
 
-# Text that most payloads hold, so that what is left to write is short. Part of the format: v1 means these bytes.
+# A compression dictionary of text found in most payloads. Part of the format: v1 means these bytes.
 _DICTIONARY = (
     b'{"$callable":{"$dataclass":{"$enum":{"$tuple":["$dict":"weak_type":false"sharding":"op":"version":"0""kernel":'
     b'"float16""bfloat16""int32""uint32""bool"{"$array":{"dtype":"float32","shape":[1,1024,8,64],"weak_type":false}}'
@@ -43,7 +43,7 @@ _DICTIONARY = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLabel:
-    """What a label says of a kernel call.
+    """The parsed label of a kernel call.
 
     Attributes:
       kernel: stable id or qualified name of the kernel's class.
@@ -60,10 +60,11 @@ class CallLabel:
     config: Any
 
     def invocation(self) -> Invocation[Any, Any]:
-        """The invocation, on this process's living kernel of that name and version or else a new one of its class.
+        """Rebuilds the invocation, on this process's live kernel of that name and version or else a new one of its
+        class.
 
         Raises:
-          ValueError: neither can be found.
+          ValueError: neither kernel can be found.
         """
         return Invocation.of_description(self._kernel(), self.arguments, self.direction)  # type: ignore[arg-type]
 
@@ -71,19 +72,19 @@ class CallLabel:
         living = live_kernel(self.op, self.version)
         if living is not None:
             return living
-        made: Kernel[Any, Any] = resolve(self.kernel)()
-        if (made.name, made.version) != (self.op, self.version):
-            raise ValueError(f"{self.kernel} is now {made!r}, but the label is of {self.op=} {self.version=}")
-        return made
+        new_kernel: Kernel[Any, Any] = resolve(self.kernel)()
+        if (new_kernel.name, new_kernel.version) != (self.op, self.version):
+            raise ValueError(f"{self.kernel} is now {new_kernel!r}, but the label is of {self.op=} {self.version=}")
+        return new_kernel
 
 
 def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:
-    """The label of a kernel call."""
+    """Makes the label of a kernel call."""
     try:
         config = tagged(selection.config)
-    except TypeError:  # a config without a JSON form still runs; it just cannot be read from the program
+    except TypeError:  # a config without a JSON form still runs, but cannot be read back from the program
         config = None
-    said = {
+    payload_fields = {
         "op": inv.kernel.name,
         "version": inv.kernel.version,
         "kernel": qualified_name(type(inv.kernel)),
@@ -91,14 +92,17 @@ def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:
         "step": selection.step,
         "cfg": config,
     }
-    packed = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
-    raw = packed.compress(json.dumps(said, separators=(",", ":"), sort_keys=True).encode()) + packed.flush()
+    compressor = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
+    raw = (
+        compressor.compress(json.dumps(payload_fields, separators=(",", ":"), sort_keys=True).encode())
+        + compressor.flush()
+    )
     payload = base64.urlsafe_b64encode(raw).decode().rstrip("=")
     return f"tilewright.v1.{_NOT_IN_NAMES.sub('_', inv.kernel.name)}.{inv.direction}.{payload}."
 
 
 def is_call_label(text: str) -> bool:
-    """Whether a label has the form of one of a kernel call."""
+    """True if the text has the form of a kernel call's label."""
     return _CALL.fullmatch(text) is not None
 
 
@@ -106,7 +110,7 @@ def parse_label(text: str) -> CallLabel:
     """Reads a label of a kernel call.
 
     Raises:
-      ValueError: it is none, or it is damaged.
+      ValueError: the text is no such label, or it is damaged.
     """
     match = _CALL.fullmatch(text)
     if match is None:
@@ -114,24 +118,30 @@ def parse_label(text: str) -> CallLabel:
     *_, direction, payload, _ = text.split(".")
     try:
         raw = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
-        said = json.loads(zlib.decompressobj(-15, zdict=_DICTIONARY).decompress(raw))
-        arguments = {name: said[name] for name in ("args", "kwargs", "mapped") if name in said}
+        parsed = json.loads(zlib.decompressobj(-15, zdict=_DICTIONARY).decompress(raw))
+        arguments = {name: parsed[name] for name in ("args", "kwargs", "mapped") if name in parsed}
         return CallLabel(
-            said["op"], said["version"], said["kernel"], direction, arguments, said["step"], _config(said["cfg"])
+            parsed["op"],
+            parsed["version"],
+            parsed["kernel"],
+            direction,
+            arguments,
+            parsed["step"],
+            _config(parsed["cfg"]),
         )
     except (binascii.Error, zlib.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"the label of a kernel call is damaged: {text!r}") from error
 
 
-def _config(said: object) -> Any:
+def _config(data: object) -> Any:
     try:
-        return untagged(said)
-    except ValueError:  # its type lives in another program; the selection chain can still be asked
+        return untagged(data)
+    except ValueError:  # its type is defined in another program; the selection chain can still be asked
         return None
 
 
 def _quoted(name: str) -> str:
-    """A name with only such characters as no printer of programs changes in a scope, and without dots."""
+    """Escapes a name so that no printer of programs changes it in a scope, and so that it has no dots."""
     return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 
@@ -157,15 +167,15 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def without_label() -> AbstractContextManager[Any]:
-    """A context without a user's label: the code of a kernel is the same under any, and its call keeps the name."""
+    """A context without the user's label: a kernel's code is the same under any label, and its call keeps the name."""
     context: AbstractContextManager[Any] = set_xla_metadata(tilewright_label=None)
     return context
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
-    """The labels in the text of a program, StableHLO or HLO, in order of appearance, each once.
+    """Returns the labels in the text of a program, StableHLO or HLO, in order of appearance, each once.
 
-    User labels come as the names they were given, labels of kernel calls whole.
+    A user's label is returned as the name that was given, a kernel call's label as a whole.
     """
     if not isinstance(text, str):
         raise TypeError(f"{text=} must be the text of a program")
@@ -175,7 +185,7 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
 
 
 def find_labels_in_lowered(lowered: object) -> list[str]:
-    """The labels in what ``jax.jit(f).lower(...)``, or ``.compile()`` after it, returned."""
+    """Returns the labels in the result of ``jax.jit(f).lower(...)``, or of ``.compile()`` after it."""
     if isinstance(lowered, jax.stages.Lowered):
         return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
     if not isinstance(lowered, jax.stages.Compiled):
@@ -184,9 +194,9 @@ def find_labels_in_lowered(lowered: object) -> list[str]:
 
 
 def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
-    """The config of each kernel call among the labels: what the program was built with, or what would be chosen now.
+    """The config of each labelled kernel call: the one the program was built with, or else the one chosen now.
 
-    Labels that users gave are passed over.
+    Users' labels are ignored.
 
     Raises:
       ValueError: the label of a kernel call is damaged.
@@ -197,7 +207,7 @@ def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
 
 
 def _config_of(text: str) -> Any:
-    said = parse_label(text)
-    if said.config is not None:
-        return said.config
-    return default_chain().lookup(said.invocation()).config
+    parsed = parse_label(text)
+    if parsed.config is not None:
+        return parsed.config
+    return default_chain().lookup(parsed.invocation()).config

@@ -1,7 +1,7 @@
-"""Lowered and compiled kernels on disk: one file each, known by all that it depends on, for their owner alone.
+"""Lowered and compiled kernels on disk, one file each, keyed by everything they depend on, private to their owner.
 
-A file is a line that says what it is, a line of JSON (the key, what is said of the content, checksums), and the
-content: MLIR bytecode or XLA's executable, which nothing in Python executes. Whatever cannot be read or written is
+A file consists of a line that names its format, a line of JSON (key, description of the content, checksums), and the
+content: MLIR bytecode or an XLA executable, neither of which Python executes. A file that cannot be read or written is
 logged and counts as a miss.
 """
 
@@ -41,7 +41,7 @@ class LoweredFile:
     """One entry.
 
     Attributes:
-      about: what its writer said of the content.
+      about: the writer's description of the content.
       content: the bytes; may be empty.
     """
 
@@ -50,13 +50,13 @@ class LoweredFile:
 
 
 class LoweredFiles:
-    """The folder ``lowered`` among Tilewright's caches; any number of processes may use it at once, without locks.
+    """The folder ``lowered`` in Tilewright's cache folder; any number of processes may use it at once, without locks.
 
-    It never grows beyond a limit: what was used longest ago goes first.
+    Its size is limited: the least recently used files are deleted first.
 
     Args:
-      path: another folder; it is made on the first write.
-      limit: of the bytes in the folder.
+      path: another folder; it is created on the first write.
+      limit: maximum bytes in the folder.
     """
 
     def __init__(self, path: Path | None = None, limit: int = FOLDER_LIMIT) -> None:
@@ -65,14 +65,14 @@ class LoweredFiles:
 
     @property
     def path(self) -> Path:
-        """The folder; the user's is looked up at each use, as the environment may change."""
+        """The folder; the default is determined at each use, since the environment may change."""
         return cache_folder("lowered") if self._given is None else self._given
 
     def get(self, key: Document) -> LoweredFile | None:
-        """The entry of a key, if it is there and is what was written."""
+        """The entry of a key, or None if it is missing or damaged."""
         path = self.path / _file_name(key)
         try:
-            if not _is_owners_alone(self.path, stat.S_ISDIR) or not _is_owners_alone(path, stat.S_ISREG):
+            if not _only_owner_can_write(self.path, stat.S_ISDIR) or not _only_owner_can_write(path, stat.S_ISREG):
                 return None
             found = _parsed(read_file(path, FILE_LIMIT), key)
         except FileNotFoundError:
@@ -81,15 +81,15 @@ class LoweredFiles:
             logger.warning("the lowered kernel in %s is not used: %s", path, error)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # the order in which entries go
+            os.utime(path)  # the order of deletion
         return found
 
     def has(self, key: Document) -> bool:
-        """Looks for a file under a key, which may be damaged."""
+        """True if there is a file for a key; it may be damaged."""
         return (self.path / _file_name(key)).exists()
 
     def put(self, key: Document, about: Document, content: bytes) -> bool:
-        """Writes an entry in place of what was there; whether that succeeded, else the reason is logged."""
+        """Writes an entry, replacing an earlier one; returns False if that failed, and logs the reason."""
         header = {"key": key, "about": about, "bytes": len(content), "sha256": _digest(content)}
         text = canonical_json({**header, "checksum": _checksum(header)}).encode()
         data = _MAGIC + text + b"\n" + content
@@ -99,7 +99,7 @@ class LoweredFiles:
             return False
         try:
             make_folder(self.path)
-            if not _is_owners_alone(self.path, stat.S_ISDIR):
+            if not _only_owner_can_write(self.path, stat.S_ISDIR):
                 return False
             replace_file(path, data, mode=0o600)
             self._trim()
@@ -109,17 +109,17 @@ class LoweredFiles:
         return True
 
     def usage(self) -> tuple[int, int]:
-        """How many entries there are, and their bytes."""
+        """The number of entries and their total bytes."""
         sizes = [status.st_size for _, status in self._entries()]
         return len(sizes), sum(sizes)
 
     def clear(self) -> int:
-        """Deletes all entries, damaged ones too, and returns how many; leaves what is not ours."""
+        """Deletes all entries, damaged ones too, and returns their number; leaves foreign files."""
         self._sweep(0.0)
         return sum(_unlink(path) for path, _ in self._entries())
 
     def _entries(self) -> list[tuple[Path, os.stat_result]]:
-        """The files of entries, those that were used longest ago first."""
+        """The files of entries, least recently used first."""
         found = []
         for name in self._names(_NAME):
             with contextlib.suppress(OSError):  # another process may have deleted it meanwhile
@@ -133,7 +133,7 @@ class LoweredFiles:
             return []
 
     def _trim(self) -> None:
-        """Deletes what was used longest ago until the rest is within the limit, and what killed writers left."""
+        """Deletes the least recently used entries beyond the limit, and temporary files of killed processes."""
         self._sweep(_TEMPORARY_LIFETIME_S)
         entries = self._entries()
         excess = sum(status.st_size for _, status in entries) - self._limit
@@ -151,15 +151,15 @@ class LoweredFiles:
 
 
 def _file_name(key: Document) -> str:
-    """The name of the file for a key: something to recognise it by, and a hash."""
-    said = f"{key.get('op', '')}-{key.get('stage', '')}-{key.get('platform', 'results')}"
-    prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", said)[-64:].lstrip("-.")
+    """The name of the file for a key: a readable prefix and a hash."""
+    text = f"{key.get('op', '')}-{key.get('stage', '')}-{key.get('platform', 'results')}"
+    prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", text)[-64:].lstrip("-.")
     return f"{prefix}-{_digest(canonical_json(key).encode())[:32]}.lowered"
 
 
-def _is_owners_alone(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Tells if nobody else can have written a file or folder; logs why not."""
-    # The folder may be a link that its owner made; an entry is never one.
+def _only_owner_can_write(path: Path, kind: Callable[[int], bool]) -> bool:
+    """True if nobody but the owner can have written a file or folder; otherwise logs that it is not used."""
+    # The folder may be a symbolic link made by its owner; an entry must not be one.
     status = os.stat(path) if kind is stat.S_ISDIR else os.lstat(path)
     if kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
         return True
@@ -168,10 +168,10 @@ def _is_owners_alone(path: Path, kind: Callable[[int], bool]) -> bool:
 
 
 def _parsed(data: bytes, key: Document) -> LoweredFile:
-    """An entry from the bytes of a file.
+    """Parses an entry from the bytes of a file.
 
     Raises:
-      ValueError: it is none, it is damaged, or it is that of another key.
+      ValueError: the bytes are no entry, are damaged, or belong to another key.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(f"not an entry of schema {SCHEMA}")

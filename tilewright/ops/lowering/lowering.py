@@ -1,8 +1,8 @@
-"""A program of a kernel is lowered once in a process, and once on a machine, whatever programs of the user contain it.
+"""Lowers a kernel's program once per process and once per machine, whichever user programs contain it.
 
 ``run`` binds one equation for it. When the user's program is lowered, the kernel's MLIR module is taken from memory or
-from the disk, or made, and becomes a function of the user's module, which is called. What cannot be taken from one
-program into another, such as callbacks, is lowered in place, as if there were no such equation.
+from disk, or made, and becomes a function of the user's module, which is called. A kernel that cannot be moved between
+programs, for example because of callbacks, is lowered in place, as if there were no such equation.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
 from tilewright.ops.lowering.program_key import describe, is_shared, read, written
 from tilewright.ops.lowering.stages import Program, Results, traced
-from tilewright.ops.lowering.surroundings import NotDescribableError, Surroundings, surroundings, trace_settings
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.lowering.surroundings import LoweringContext, NotDescribableError, lowering_context, trace_settings
+from tilewright.ops.utils.memory import LruCache
 
 logger = logging.getLogger(__name__)
 
 MEMORY_LIMIT = 128 << 20
-"""Bytes of lowered kernels that a process keeps."""
+"""Bytes of lowered kernels that a process keeps in memory."""
 
 _TARGETS = {"mosaic_gpu_v2": register_mosaic_gpu}
-"""Custom calls that a module on disk may name, and what must be done before they are compiled.
+"""Custom calls that a module on disk may contain, and the functions to call before such a module is compiled.
 
-They hold all that they need; those of other kernels want something in the process that made them.
+These calls are self-contained; those of other kernels refer to state of the process that made them.
 """
 
 
@@ -41,7 +41,7 @@ class Lowered:
     """A program as an MLIR module with a function ``main`` of its flat operands.
 
     Attributes:
-      bytecode: ``None`` of a program that has to be lowered in place.
+      bytecode: ``None`` for a program that must be lowered in place.
     """
 
     bytecode: bytes | None
@@ -51,29 +51,33 @@ def _size(lowered: Lowered) -> int:
     return 1024 + len(lowered.bytecode or b"")
 
 
-_RESULTS: Memory[Results] = Memory("what tilewright knows of kernels' results", 4096)
-_LOWERED: Memory[Lowered] = Memory("tilewright's lowered kernels", MEMORY_LIMIT, _size)
+_RESULTS: LruCache[Results] = LruCache("tilewright results of kernels", 4096)
+_LOWERED: LruCache[Lowered] = LruCache("tilewright's lowered kernels", MEMORY_LIMIT, _size)
 _FILES = LoweredFiles()
 
 
 def results_of(program: Program) -> Results:
-    """The results of a program, known from memory, from the disk, or else by tracing it."""
+    """The results' abstract values, from memory, from disk, or else by tracing the program."""
     with without_label():
         key = (program, trace_settings())
         known = _RESULTS.get(key)
         if known is not None:
             return known
-        told = describe(program)
-        if told is not None and (file := _FILES.get(told)) is not None and (found := read(file.about)) is not None:
+        description = describe(program)
+        if (
+            description is not None
+            and (file := _FILES.get(description)) is not None
+            and (found := read(file.about)) is not None
+        ):
             return _RESULTS.put(key, found)
         results = traced(program)[1]
-        if told is not None and not _belongs_to_caller(results) and (about := written(results)) is not None:
-            _FILES.put(told, about, b"")
+        if description is not None and not _belongs_to_caller(results) and (about := written(results)) is not None:
+            _FILES.put(description, about, b"")
         return _RESULTS.put(key, results)
 
 
 def run(program: Program, *operands: jax.Array) -> list[Any]:
-    """The flat results of a program."""
+    """Runs a program on its operands; returns the flat results."""
     results: list[Any] = program_p.bind(*operands, program=program)
     return results
 
@@ -99,10 +103,10 @@ program_p.def_impl(_impl)
 
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value, program: Program) -> Any:
     with without_label():
-        around = surroundings(ctx) if _can_be_apart(program, operands) else None
-        if around is not None:
-            key = (program, trace_settings(), around)
-            lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, program, around))
+        context = lowering_context(ctx) if _can_be_shared(program, operands) else None
+        if context is not None:
+            key = (program, trace_settings(), context)
+            lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, program, context))
             if lowered.bytecode is not None:
                 name = f"kernel.{program.stage.kernel.name}.{program.stage.name}"
                 return mlir_modules.call(ctx, key, lowered.bytecode, operands, name)
@@ -112,54 +116,54 @@ def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value,
 mlir.register_lowering(program_p, _lowering_rule)
 
 
-def _can_be_apart(program: Program, operands: Sequence[object]) -> bool:
-    """Tells if a program may be lowered apart from the one that calls it."""
+def _can_be_shared(program: Program, operands: Sequence[object]) -> bool:
+    """True if the program can be lowered independently of the program that calls it."""
     values = all(isinstance(operand, ir.Value) for operand in operands)
     return values and is_shared(program) and not _belongs_to_caller(results_of(program))
 
 
 def _belongs_to_caller(results: Results) -> bool:
-    """Tells if a program has effects, or depends on what the program that calls it would choose."""
+    """True if a program has effects, or depends on choices that the program calling it would make."""
     return bool(results.effects) or results.chooses
 
 
 def _find_or_lower(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, around: Surroundings
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, context: LoweringContext
 ) -> Lowered:
-    """The lowered program from the disk, or made and kept there."""
-    told = _described(program, around)
-    if told is not None and (found := _from_disk(ctx, operands, told)) is not None:
+    """The lowered program from disk, or else lowered now and stored on disk."""
+    disk_key = _described(program, context)
+    if disk_key is not None and (found := _from_disk(ctx, operands, disk_key)) is not None:
         return found
     module = mlir_modules.lower(ctx, traced(program)[0], operands)
     if module is None:
         return Lowered(None)
     bytecode = mlir_modules.bytecode_of(module)
-    if told is not None and _TARGETS.keys() >= set(targets := mlir_modules.custom_calls(module)):
-        # Another process may have been faster: with one module for all, JAX's cache has one program for all.
-        if _FILES.has(told) and (found := _from_disk(ctx, operands, told)) is not None:
+    if disk_key is not None and _TARGETS.keys() >= set(targets := mlir_modules.custom_calls(module)):
+        # Another process may have been faster: if all use the same module, JAX's cache compiles one program for all.
+        if _FILES.has(disk_key) and (found := _from_disk(ctx, operands, disk_key)) is not None:
             return found
-        _FILES.put(told, {"targets": targets}, bytecode)
+        _FILES.put(disk_key, {"targets": targets}, bytecode)
     ahead.begin(ctx, module)
     return Lowered(bytecode)
 
 
-def _described(program: Program, around: Surroundings) -> dict[str, Any] | None:
-    """The key of a lowered program on disk; ``None`` if it is not to be there."""
-    told = describe(program)
-    if told is None:
+def _described(program: Program, context: LoweringContext) -> dict[str, Any] | None:
+    """The key of a lowered program on disk; ``None`` if it must not be stored there."""
+    description = describe(program)
+    if description is None:
         return None
     try:
-        return {**told, "platform": around.platform, "surroundings": around.described()}
+        return {**description, "platform": context.platform, "surroundings": context.described()}
     except NotDescribableError as error:
         logger.debug("%s is not kept on disk: %s", program.stage.kernel.name, error)
         return None
 
 
 def _from_disk(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], told: dict[str, Any]
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], disk_key: dict[str, Any]
 ) -> Lowered | None:
-    """The lowered program that is kept under a key, ready to be compiled."""
-    file = _FILES.get(told)
+    """Loads the lowered program stored under a key, ready to be compiled."""
+    file = _FILES.get(disk_key)
     if file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The custom call of Mosaic GPU's kernels, made known to XLA without what lowers such kernels."""
+"""Registers the custom call of Mosaic GPU kernels with XLA, without importing the lowering of such kernels."""
 
 import importlib
 import os
@@ -10,10 +10,10 @@ _LIBRARY = "MOSAIC_GPU_RUNTIME_LIB_PATH"
 
 
 def register_mosaic_gpu() -> None:
-    """Loads the extension that has the custom call, and says where its library is.
+    """Loads the extension that defines the custom call, and sets the variable for the path of its library.
 
-    That is all of what importing the lowering does for a kernel that has been lowered, in a tenth of its time. Where
-    JAX keeps these in other places, the lowering is imported.
+    A lowered kernel needs nothing else from the lowering's import, and this takes a tenth of its time. If JAX keeps
+    these files in other places, the lowering is imported.
 
     Raises:
       ImportError: this JAX has no Mosaic GPU.

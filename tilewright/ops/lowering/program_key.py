@@ -1,4 +1,4 @@
-"""A program as another process would recognise it, and what is known of its results as it is written down."""
+"""Keys by which other processes recognise a program, and JSON forms of its results."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 _SCHEMA = 1
 _RESHAPES = {primitive.name: primitive for primitive in RESHAPES}
-# Types that come with what the toolchain's versions say.
+# Packages whose types are identified by the versions in the toolchain.
 _KNOWN_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy", "ml_dtypes"})
 
 
 def is_shared(program: Program) -> bool:
-    """Tells if programs may share one lowering of it: not with symbolic sizes, nor where it is split over a mesh."""
+    """True if programs can share one lowering of it: without symbolic sizes and not sharded over a mesh."""
     sizes = (size for aval in program.avals for size in getattr(aval, "shape", ()))
     if is_symbolic(*sizes, *(axis.size for axis in program.mapped)) or is_dumping():
         return False
@@ -37,12 +37,12 @@ def is_shared(program: Program) -> bool:
 
 
 def is_kept_on_disk() -> bool:
-    """Tells if anything is to be kept: the environment variable ``TILEWRIGHT_LOWERED`` is not 0."""
+    """False if the environment variable ``TILEWRIGHT_LOWERED`` is 0: then nothing is stored on disk."""
     return os.environ.get("TILEWRIGHT_LOWERED", "") != "0"
 
 
 def describe(program: Program) -> dict[str, Any] | None:
-    """A program under the settings in force as JSON data; ``None`` if it is not one to be kept on disk."""
+    """Describes a program under the settings in force as JSON data; ``None`` if it must not be stored on disk."""
     stage = program.stage
     if not is_kept_on_disk() or not is_shared(program):
         return None
@@ -76,28 +76,28 @@ def _arguments(stage: Stage, avals: tuple[Any, ...], packages: set[str]) -> dict
     """The structures of the operands, static values included.
 
     Raises:
-      TypeError: a static value has no JSON form, or more code than the sources of those packages decides what it does.
+      TypeError: a static value has no JSON form, or depends on code outside of the sources of those packages.
     """
     found: dict[str, type] = {}
     structs = [struct_of(aval) for aval in avals]
     count = stage.num_arrays
-    told = {"arguments": tagged(stage.structure.join(structs[:count]), found=found)}
+    structures = {"arguments": tagged(stage.structure.join(structs[:count]), found=found)}
     if stage.extra is not None:
-        told["extra"] = tagged(stage.extra.join(structs[count:]), found=found)
-    text = canonical_json(told)
+        structures["extra"] = tagged(stage.extra.join(structs[count:]), found=found)
+    text = canonical_json(structures)
     if '"$callable":' in text:
         raise TypeError("a function among the arguments is known by its name alone")
-    # Of an array that is part of a static value, the values would not be told.
+    # An array inside of a static value is described without its values, so the key would be incomplete.
     if text.count('"$array":') != len(avals):
         raise TypeError("an array stands in a static value")
     foreign = {name for name, kind in found.items() if kind.__module__.partition(".")[0] not in packages}
     if foreign:
         raise TypeError(f"the sources of {sorted(foreign)} are not among those of the kernel")
-    return told
+    return structures
 
 
 def written(results: Results) -> dict[str, Any] | None:
-    """Results as JSON data; ``None`` if they would not come back as they are."""
+    """Results as JSON data; ``None`` if they would not survive the round trip."""
     indices = list(range(len(results.avals)))
     try:
         about = {
@@ -112,7 +112,7 @@ def written(results: Results) -> dict[str, Any] | None:
 
 
 def read(about: Mapping[str, Any]) -> Results | None:
-    """Results from what `written` returned; ``None`` if they cannot be rebuilt, as without their classes."""
+    """Rebuilds the results that `written` described; ``None`` if that fails, for example without their classes."""
     try:
         avals = tuple(_read_aval(aval) for aval in about["avals"])
         leaves, tree = jax.tree.flatten(rebuild_config(about["tree"], None))
@@ -133,15 +133,15 @@ def _written_aval(aval: object) -> dict[str, Any]:
 
 def _read_aval(aval: Mapping[str, Any]) -> Any:
     struct, mesh = untagged(aval["struct"]), jax.sharding.get_abstract_mesh()
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(struct.shape)))
-    made = jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type, sharding=whole)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(struct.shape)))
+    array = jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type, sharding=replicated)
     varying = frozenset(aval["varying"])
-    return made.update(manual_axis_type=type(made.manual_axis_type)(varying=varying)) if varying else made
+    return array.update(manual_axis_type=type(array.manual_axis_type)(varying=varying)) if varying else array
 
 
 def _written_reshaping(reshaping: Reshaping | None) -> Any:
     return None if reshaping is None else [reshaping.primitive.name, tagged(reshaping.params)]
 
 
-def _read_reshaping(told: Sequence[Any] | None) -> Reshaping | None:
-    return None if told is None else Reshaping(_RESHAPES[told[0]], untagged(told[1]))
+def _read_reshaping(data: Sequence[Any] | None) -> Reshaping | None:
+    return None if data is None else Reshaping(_RESHAPES[data[0]], untagged(data[1]))

@@ -1,4 +1,4 @@
-"""Compiled programs for work that is done outside any trace, with the choices that went into each."""
+"""Compiled programs for work outside of any trace, with the config choices that each contains."""
 
 import collections
 import threading
@@ -11,9 +11,9 @@ from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.lowering import ahead
-from tilewright.ops.utils.target import target_in_force
+from tilewright.ops.utils.target import active_target
 
-# A program keeps its executables alive; the least recently used one goes when there are more.
+# A program keeps its executables alive, so only the most recently used ones are kept.
 MAX_PROGRAMS = 512
 
 Decision = tuple[Invocation[Any, Any], Selection]
@@ -21,7 +21,7 @@ _recorders = threading.local()
 
 
 def record(inv: Invocation[Any, Any], selection: Selection) -> None:
-    """Tells every ``Decisions`` in force in this thread what was chosen."""
+    """Adds a choice to every ``Decisions`` in force in this thread."""
     for decisions in getattr(_recorders, "stack", ()):
         decisions.append((inv, selection))
 
@@ -38,7 +38,7 @@ class Decisions(list[Decision]):
 
 
 class Program:
-    """A jitted function, and the choices that went into it."""
+    """A jitted function, and the choices made when it was lowered."""
 
     def __init__(self, function: Callable[..., Any], version: Hashable):
         self._jitted = jax.jit(function)
@@ -51,14 +51,14 @@ class Program:
 
     def compile(self, *structs: object) -> None:
         """Compiles for arguments of these shapes without running, for the target in force if there is one."""
-        target = target_in_force()
+        target = active_target()
         with self._decisions:
             lowered = self._jitted.lower(*structs)
-            ahead.wait()  # otherwise XLA would compile the same kernels beside
+            ahead.wait()  # otherwise XLA would compile the same kernels at the same time
             lowered.compile(device_assignment=None if target is None else target.devices)
 
     def valid_for(self, version: Hashable, chooser: ConfigChooser, overrides: Overrides) -> bool:
-        """Whether every choice would come out the same now; asked again only when a cache has changed."""
+        """True if every choice would still be the same; checked again only after a cache has changed."""
         if version == self._version:
             return True
         for inv, selection in self._decisions:
@@ -69,16 +69,16 @@ class Program:
 
 
 class Programs:
-    """The programs of one executor, or of all calls that a transformation hands over eagerly."""
+    """The programs of one executor, or of all calls that a transformation evaluates eagerly."""
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Hashable, Program] = collections.OrderedDict()
-        self._lock = threading.RLock()  # a heuristic that is asked again may call a kernel
+        self._lock = threading.RLock()  # re-entrant: a heuristic may call a kernel
 
     def get(
         self, key: Hashable, chooser: ConfigChooser, overrides: Overrides, make: Callable[[], Callable[..., Any]]
     ) -> Program:
-        """The program of a key, made anew if a config that went into it is no longer the one to choose."""
+        """The program of a key, compiled anew if one of its configs would no longer be chosen."""
         version = (chooser.version, overrides.version)
         with self._lock:
             program = self._programs.get(key)

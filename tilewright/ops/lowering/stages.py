@@ -1,4 +1,4 @@
-"""The stages of a call as code: what they compute with a config, traced once in a process whatever programs hold it."""
+"""The stages of a call as code, traced once per process whichever programs contain them."""
 
 import dataclasses
 import functools
@@ -14,20 +14,20 @@ from tilewright.ops.kernel.kernel import Kernel
 from tilewright.ops.kernel.optional import optional_method, platform_hook
 from tilewright.ops.lowering.gradients import select_gradients
 from tilewright.ops.lowering.labels import without_label
-from tilewright.ops.lowering.surroundings import choice_settings, without_places
+from tilewright.ops.lowering.surroundings import choice_settings, without_source_locations
 from tilewright.ops.types import Device, MappedAxis
-from tilewright.ops.utils.memory import Memory
+from tilewright.ops.utils.memory import LruCache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a call of a kernel: without its arrays, and without what its config is chosen by.
+    """One stage of a call of a kernel, without its arrays and without its selector.
 
     Attributes:
-      structure: of ``(args, kwargs)`` after ``prepare``.
+      structure: structure of ``(args, kwargs)`` after ``prepare``.
       name: "run", "forward" or "backward".
       extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
-      wanted: backward only: for each array of the call, whether its gradient is asked for.
+      wanted: backward only: for each array of the call, True if its gradient is needed.
     """
 
     kernel: Kernel[Any, Any]
@@ -46,7 +46,7 @@ class Stage:
 
 
 def map_axes(function: Callable[..., Any], mapped: Sequence[MappedAxis]) -> Callable[..., Any]:
-    """A function of one element as a function of all elements; all its results are mapped along axis 0."""
+    """Maps a function of one element to a function of all elements; all its results are mapped along axis 0."""
     for axis in reversed(mapped):
         function = jax.vmap(function, in_axes=tuple(0 if m else None for m in axis.mapped), axis_size=axis.size)
     return function
@@ -80,7 +80,7 @@ _STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_s
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A stage with all that decides what it computes: the same operands give the same results.
+    """A stage with everything that determines its results for given operands.
 
     Attributes:
       avals: abstract values of all operands, with the mapped axes in front.
@@ -99,14 +99,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """The results of a program, as far as they are known without running it.
+    """Properties of a program's results that are known without running it.
 
     Attributes:
-      avals: of the flat results.
-      tree: what the stage returns.
-      effects: of the program; a frozen set.
-      sources: for each result the first that is the same, or that it is a reshaped form of, and how.
-      chooses: whether calls of other kernels stand in the program, whose configs are chosen when it is lowered.
+      avals: abstract values of the flat results.
+      tree: structure of the stage's return value.
+      effects: the program's effects; a frozen set.
+      sources: for each result the index of the first equal one, or of the one that it is a reshape of, and the reshape.
+      chooses: True if the program calls other kernels, whose configs are chosen when it is lowered.
     """
 
     avals: tuple[Any, ...]
@@ -118,7 +118,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshaping:
-    """The equation that makes one result of another."""
+    """The equation that makes one result from another."""
 
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
@@ -128,11 +128,11 @@ class Reshaping:
         return shaped
 
 
-_TRACES: Memory[tuple[Any, Results]] = Memory("tilewright's traces of kernels", 64)
+_TRACES: LruCache[tuple[Any, Results]] = LruCache("tilewright's traces of kernels", 64)
 
 
 def traced(program: Program) -> tuple[Any, Results]:
-    """A program as a closed jaxpr, and what is known of its results."""
+    """A program as a closed jaxpr, and the properties of its results."""
     with without_label():
         key = (program, choice_settings())
         known = _TRACES.get(key)
@@ -147,7 +147,7 @@ def _trace(program: Program) -> tuple[Any, Results]:
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
 
-    with without_places():
+    with without_source_locations():
         jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
     sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
     return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)
@@ -163,9 +163,9 @@ def _chooses(jaxpr: Jaxpr) -> bool:
 
 
 def _without_references(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """A closed jaxpr with the references that it makes itself turned into values.
+    """A closed jaxpr with the references that it creates itself discharged to values.
 
-    JAX does this for a whole program, and does not look into the primitives of others (``jax.new_ref`` in a kernel).
+    JAX discharges those of a whole program, but does not look into other primitives (``jax.new_ref`` in a kernel).
     """
     if jax_core.internal_mutable_array_effect not in jaxpr.effects:
         return jaxpr
@@ -175,7 +175,7 @@ def _without_references(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _sources(jaxpr: Jaxpr) -> list[tuple[int, Reshaping | None]]:
-    """For each result of a jaxpr the result that it is made of, and the reshape that makes it, if it is another."""
+    """The index of the result that each result of a jaxpr comes from, and the reshape that makes it, if any."""
     first: dict[int, int] = {}
     for i, variable in enumerate(jaxpr.outvars):
         first.setdefault(id(variable), i)

@@ -1,4 +1,4 @@
-"""Everything beside the call that a trace and its lowering depend on: settings, mesh, the program around, sources."""
+"""Everything besides the call that its trace and lowering depend on: settings, mesh, enclosing program, sources."""
 
 import contextlib
 import dataclasses
@@ -20,31 +20,32 @@ from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
 from jax.interpreters import mlir
 
-from tilewright.ops.config.context import as_without_overrides, key_of_overrides
+from tilewright.ops.config.context import overrides_key, without_overrides
 
-# Sources that changed later may not be those that were imported.
+# A source that changed after this time may differ from the one imported.
 _STARTED = time.time()
 
-# Read by kernels while they are traced.
+# Environment variables that kernels read while they are traced.
 _VARIABLES = ("TILEWRIGHT_DEBUG",)
 
 
 class NotDescribableError(TypeError):
-    """A setting has no form by which another process would recognise it."""
+    """A setting has no form by which another process could recognise it."""
 
 
 def trace_settings() -> Hashable:
-    """All that JAX's own caches of traces are keyed by beside the function and its arguments, and what kernels read.
+    """Everything, besides function and arguments, in the keys of JAX's trace caches, and the variables that kernels
+    read.
 
-    What decides configs alone is left out, and so are checks that ``jax.checkpoint`` switches on.
+    Settings that decide configs alone are left out, and so are checks that ``jax.checkpoint`` switches on.
     """
-    with as_without_overrides(), jax_config.mutable_array_checks(True):
+    with without_overrides(), jax_config.mutable_array_checks(True):
         return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
 
 
 def choice_settings() -> Hashable:
-    """The same, and what decides configs: for traces in which calls stand whose configs are yet to be chosen."""
-    return trace_settings(), key_of_overrides()
+    """The trace settings and those that decide configs: for traces with calls whose configs are not chosen yet."""
+    return trace_settings(), overrides_key()
 
 
 def _pallas_settings() -> tuple[tuple[str, Any], ...]:
@@ -55,13 +56,13 @@ def _pallas_settings() -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(maxsize=1)
 def _pallas_names(count: int) -> tuple[str, ...]:
-    """Their names; looked for again where modules have defined more settings since."""
+    """The names of those settings, computed again after modules have defined more."""
     return tuple(sorted(name for name in jax.config.values if name.startswith(("jax_pallas", "jax_mosaic"))))
 
 
 @contextlib.contextmanager
-def without_places() -> Iterator[None]:
-    """A context in which what is traced and lowered says nothing of the program that asked: no names, no lines."""
+def without_source_locations() -> Iterator[None]:
+    """A context in which traced and lowered code records no names or lines of the program around it."""
     before = _source_info_context.context
     _source_info_context.context = new_source_info()
     try:
@@ -71,7 +72,7 @@ def without_places() -> Iterator[None]:
 
 
 def is_dumping() -> bool:
-    """Tells if the compiler of Mosaic GPU kernels was asked to show its work: then it must have all of it to do."""
+    """True if the Mosaic GPU compiler was asked to dump its work, so that it must compile every kernel itself."""
     return any(name.startswith("MOSAIC_GPU_DUMP_") or name == "MOSAIC_GPU_LLVM_DEBUG_ONLY" for name in os.environ)
 
 
@@ -79,7 +80,7 @@ def described(value: object) -> Any:
     """A setting as JSON data.
 
     Raises:
-      NotDescribableError: it has no such form.
+      NotDescribableError: the setting has no such form.
     """
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
@@ -112,15 +113,15 @@ _DESCRIPTIONS: dict[type, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Properties of the program around a call that its lowering depends on.
+class LoweringContext:
+    """Properties of the enclosing program that a call's lowering depends on.
 
     Attributes:
-      platform: that it is lowered for.
-      axes: the devices, and the mesh with its manual axes, as JAX's lowering knows them.
-      parameters: of the lowering: whether it is for export, and the like.
-      forward_compatible: whether older compilers have to understand the result.
-      default_memory: whether all arrays of the program are in the device's default memory.
+      platform: the platform that the program is lowered for.
+      axes: the devices, and the mesh with its manual axes, as JAX's lowering context holds them.
+      parameters: parameters of the lowering, such as whether it is for export.
+      forward_compatible: True if older compilers must understand the result.
+      default_memory: True if all arrays of the program are in the device's default memory.
     """
 
     platform: str
@@ -130,10 +131,10 @@ class Surroundings:
     default_memory: bool
 
     def described(self) -> Any:
-        """As JSON data.
+        """The properties as JSON data.
 
         Raises:
-          NotDescribableError: it has no such form, as with lowering rules that a caller gave.
+          NotDescribableError: a property has no such form, such as lowering rules that a caller gave.
         """
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: described(_fields(value)) for name, value in fields}
@@ -146,11 +147,11 @@ def _fields(value: object) -> Any:
     return value
 
 
-def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
-    """Those of a lowering rule's context; ``None`` where a lowered call would not fit into another program.
+def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:
+    """The properties from a lowering rule's context; ``None`` if a shared lowering would not fit into the program.
 
-    That is in a program for several platforms, one with symbolic dimensions, and on TPUs, where Pallas counts the
-    kernels of a program.
+    That is the case in a program for several platforms, in one with symbolic dimensions, and on TPUs, where Pallas
+    numbers the kernels of a program.
     """
     module = ctx.module_context
     platforms = ctx.platforms or module.platforms
@@ -160,8 +161,9 @@ def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
         return None
     axes = module.axis_context
     if isinstance(axes, ShardingContext) and axes.num_devices == 1:
-        axes = dataclasses.replace(axes, device_assignment=None)  # which of its devices a process runs on says nothing
-    return Surroundings(
+        # the lowering does not depend on which of its devices a process uses
+        axes = dataclasses.replace(axes, device_assignment=None)
+    return LoweringContext(
         platforms[0],
         axes,
         module.lowering_parameters,
@@ -174,9 +176,9 @@ def surroundings(ctx: mlir.LoweringRuleContext) -> Surroundings | None:
 
 
 def sources_fingerprint(packages: Iterable[str]) -> str:
-    """A hash of all Python sources of some packages or modules, by their top-level names.
+    """A hash of all Python sources of some packages or modules, given by top-level name.
 
-    Empty if it would not say what this process imported: one of them has no sources, or a file has changed since.
+    Empty if it might not describe the imported code: one of them has no sources, or a file has changed since.
     """
     digests = [_package_fingerprint(name) for name in sorted(set(packages))]
     return hashlib.sha256("".join(digests).encode()).hexdigest() if digests and all(digests) else ""
@@ -195,9 +197,9 @@ def _package_fingerprint(name: str) -> str:
         for path in files:
             if path.stat().st_mtime > _STARTED:
                 return ""
-            said = path.relative_to(Path(file).parent).as_posix().encode()
+            relative_path = path.relative_to(Path(file).parent).as_posix().encode()
             content = path.read_bytes()
-            digest.update(b"%d %s %d " % (len(said), said, len(content)) + content)
+            digest.update(b"%d %s %d " % (len(relative_path), relative_path, len(content)) + content)
     except OSError:
         return ""
     return digest.hexdigest() if file.endswith(".py") else ""

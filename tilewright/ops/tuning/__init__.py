@@ -1,1 +1,1 @@
-"""Measuring: candidates, their search, and where and how they are timed."""
+"""Tuning: the search among candidates, the processes that run them, and their timers."""

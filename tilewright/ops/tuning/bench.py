@@ -1,4 +1,4 @@
-"""Where the candidates of one call are compiled, checked and timed: here, or wherever else a ``Bench`` takes them."""
+"""A ``Bench`` compiles, checks and times the candidates of one call, in this process or elsewhere."""
 
 import abc
 import concurrent.futures
@@ -25,19 +25,19 @@ class CandidateError(Exception):
 
 
 class OutOfTimeError(CandidateError):
-    """The tuning's time ended before a candidate that had run before could run again, which says nothing of it."""
+    """The tuning's time ended before a candidate could run again, which is no fault of the candidate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """How a candidate's first run went.
+    """The outcome of a candidate's first run.
 
     Attributes:
-      check: "passed", "failed", or "unchecked" where there is no oracle or it did not come to that.
-      error: what it raised, what the check found, or how its process died; empty if all was well.
+      check: "passed", "failed", or "unchecked" if there is no oracle or the check was not reached.
+      error: the exception's message, the finding of the check, or the reason why its process died; else empty.
       sample_ms: its first sample, unless there was an error.
-      exception: what it raised, if that is at hand.
-      repeats_to: the share to which medians of its samples repeat (`Timer.repeats_to`).
+      exception: the exception, if it was raised in this process.
+      repeats_to: the relative repeatability of medians of its samples (`Timer.repeats_to`).
     """
 
     check: str = "unchecked"
@@ -48,39 +48,39 @@ class Trial:
 
 
 class Bench(abc.ABC):
-    """The candidates of one call, by their index."""
+    """The candidates of one call, by index."""
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Gets ready for candidates, where that takes time of its own: a process, arrays, the oracle's answer."""
+        """Prepares for the first candidate where that takes time: starts a process, makes arrays, runs the oracle."""
 
     @abc.abstractmethod
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
-        """Says which candidates will be started next, in that order; returns those that are compiled meanwhile."""
+        """Announces the candidates that will be started next, in order; returns those being compiled meanwhile."""
 
     @abc.abstractmethod
     def start(self, index: int) -> Trial:
-        """Compiles, runs and checks a candidate, and takes a first sample; what goes wrong is in the trial."""
+        """Compiles, runs and checks a candidate, and takes a first sample; errors are part of the trial."""
 
     @abc.abstractmethod
     def sample_ms(self, index: int) -> float:
-        """One more sample of a candidate that was started without an error.
+        """Takes one more sample of a candidate that was started without an error.
 
         Raises:
-          CandidateError: it failed.
+          CandidateError: the candidate failed.
         """
 
     @abc.abstractmethod
     def recheck(self, index: int) -> list[str]:
-        """How its results over poisoned memory differ from the oracle's; empty where there is no oracle.
+        """The differences from the oracle of its results over poisoned memory; empty without an oracle.
 
         Raises:
-          CandidateError: it failed.
+          CandidateError: the candidate failed.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases its resources."""
 
 
 def failure(error: Exception) -> str:
@@ -91,12 +91,12 @@ class LocalBench(Bench):
     """The bench in this process.
 
     Args:
-      work: the call.
+      work: the call, made runnable.
       configs: the candidates.
       timer: takes the samples.
-      warmup: untimed calls of a candidate between its first sample and the next.
-      ahead: how many candidates are compiled in other threads in advance.
-      device_lock: who may use the device when; what compiles or measures waits for its turn.
+      warmup: untimed calls of a candidate between its first and second sample.
+      ahead: number of candidates compiled in advance in other threads.
+      device_lock: held shared to compile and exclusive to measure.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class LocalBench(Bench):
 
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
         if self._pool is None or any(index in self._pending for index in indices):
-            return list(self._pending)  # what was compiled together is measured first
-        numerics = numerics_here()  # of this thread; those of the pool have their own
+            return list(self._pending)  # candidates compiled together are measured before others are compiled
+        numerics = numerics_here()  # those of this thread; the threads of the pool have their own
         for index in indices[: self._ahead]:
             if index not in self._functions:
-                self._leave()
+                self._release_device()
                 self._pending[index] = self._pool.submit(self._compile, self._configs[index], numerics)
         return list(self._pending)
 
@@ -137,9 +137,9 @@ class LocalBench(Bench):
             function = self._compiled(index)
         except Exception as error:  # a candidate may fail in any way; the evidence is kept
             return Trial(error=failure(error), exception=error)
-        self._work.wait_for_oracle()  # whose failure is none of the candidate's
+        self._work.wait_for_oracle()  # an error of the oracle's is not the candidate's
         try:
-            self._enter()
+            self._hold_device()
             wrong = self._work.check(function(*operands))
             if wrong:
                 return Trial("failed", "; ".join(wrong))
@@ -152,12 +152,12 @@ class LocalBench(Bench):
 
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands
-        self._enter()
+        self._hold_device()
         try:
             if index not in self._calls:
                 for _ in range(self._warmup):
                     jax.block_until_ready(function(*operands))
-                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been a slow one
+                self._calls[index] = self._timer.calls(function, operands)  # the first run may have been slow
             return self._timer.sample_ms(function, operands, self._calls[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
@@ -165,33 +165,33 @@ class LocalBench(Bench):
     def recheck(self, index: int) -> list[str]:
         if not self._work.checked:
             return []
-        self._enter()
+        self._hold_device()
         try:
             return self._work.recheck(self._configs[index])
         except Exception as error:  # as above
             raise CandidateError(failure(error)) from error
 
     def close(self) -> None:
-        self._leave()
+        self._release_device()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._functions.clear()
 
-    def _enter(self) -> None:
-        """Takes the device for itself until the next compilation: a turn for every sample would be mostly waiting."""
+    def _hold_device(self) -> None:
+        """Holds the device exclusively until the next compilation, since locking for every sample would mostly wait."""
         if self._held is None:
             self._held = contextlib.ExitStack()
-            self._held.enter_context(self._device_lock.alone())
+            self._held.enter_context(self._device_lock.exclusive())
 
-    def _leave(self) -> None:
-        turn, self._held = self._held, None
-        if turn is not None:
-            turn.close()
+    def _release_device(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def _compiled(self, index: int) -> Callable[..., Any]:
         pending = self._pending.pop(index, None)
         if pending is None:
-            self._leave()
+            self._release_device()
             return self._work.compile(self._configs[index], self._device_lock.shared)
         concurrent.futures.wait([pending, *self._pending.values()])
         return pending.result()
@@ -211,12 +211,12 @@ def local_bench(
     warmup: int = 2,
     verify: bool = True,
 ) -> LocalBench:
-    """The bench for a call on a device that this process has; the timer is what suits it unless there is one."""
+    """A bench for a call on a device of this process, by default with the timer for that device."""
     device, device_lock = inv.target, device_lock_on(inv.target)
     with device_lock.shared():
         work = Workload(inv, chooser, inputs, verify=verify)
         timer = timer or timer_for(device)
-    work.ask_oracle(device_lock.shared)
-    # On a CPU, compiling beside what is measured would disturb it.
+    work.start_oracle(device_lock.shared)
+    # On a CPU, compiling while measuring would disturb the times.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))
     return LocalBench(work, configs, timer, warmup=warmup, ahead=ahead, device_lock=device_lock)

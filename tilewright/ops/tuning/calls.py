@@ -1,4 +1,4 @@
-"""One call of a tuning: its candidates, where they run, what they wait for, and how far it is."""
+"""The tuning of one call: its candidates, the bench that runs them, and the builds that they wait for."""
 
 import dataclasses
 import math
@@ -21,26 +21,26 @@ from tilewright.ops.tuning.events import TuningEvent
 from tilewright.ops.tuning.journal import Journal
 from tilewright.ops.tuning.limits import Gate, Limits, Prediction
 
-# Of the time for a call, for candidates to run once; the rest is for those that may be the best to be told apart.
+# The share of a call's time for first runs of candidates; the rest compares those that may be the best.
 FIRST_RUNS = 0.75
 
 
 class BuildGate(Gate):
-    """Opens for a candidate when all that it needs is built; what is missing is built beside.
+    """Opens for a candidate once everything that it needs is built; missing builds run in the background.
 
     Attributes:
-      builds: where that happens.
+      builds: the background builds; None before there are any.
     """
 
     def __init__(self, inv: Invocation[Any, Any], configs: Sequence[Any], predictions: Sequence[Prediction]):
         self._inv, self._configs = inv, configs
-        # What cannot run needs no build: it is dropped when its turn comes.
+        # A candidate that cannot run needs no build: it is dropped when its turn comes.
         self._open = {i for i, prediction in enumerate(predictions) if prediction.refusal}
         self._waits_for: dict[int, tuple[Build, ...]] = {}
         self.builds: BackgroundBuilds | None = None
 
     def needed(self, index: int) -> tuple[Build, ...]:
-        """The builds that a candidate waits for."""
+        """The builds that a candidate still waits for."""
         if index in self._open:
             return ()
         if index not in self._waits_for:
@@ -51,7 +51,7 @@ class BuildGate(Gate):
     def is_open(self, index: int) -> bool:
         needed = self.needed(index)
         if needed and self.builds is not None and all(map(self.builds.is_made, needed)):
-            # What is built may turn out not to be what serves the call, and then another is needed.
+            # The finished build may turn out not to support the call, and then another one is needed.
             del self._waits_for[index]
             needed = self.needed(index)
             self.builds.add(needed)
@@ -66,7 +66,7 @@ class BuildGate(Gate):
 
 
 class SuspendedBench(Bench):
-    """A bench that can be given up and is made anew when it is next used; what ran before is then started again."""
+    """A bench that can be closed and is made anew on its next use, which starts earlier candidates again."""
 
     def __init__(self, make: Callable[[], Bench]):
         self._make = make
@@ -117,24 +117,24 @@ class SuspendedBench(Bench):
 
 @dataclasses.dataclass
 class Clock:
-    """When a call's tuning must be over.
+    """The deadlines of a call's tuning.
 
     Attributes:
-      start_until: no further candidate is started then.
-      go_on_until: no further sample is taken then.
+      start_until: no further candidate is started after this time.
+      sample_until: no further sample is taken after this time.
     """
 
     start_until: float = math.inf
-    go_on_until: float = math.inf
+    sample_until: float = math.inf
 
 
 class CallTuning:
-    """The tuning of one call, which may be left and taken up again while its builds are made.
+    """The tuning of one call, which can be suspended and resumed while its builds are made.
 
     Args:
       configs: the candidates, heuristic first.
-      first: how many of them come before all others.
-      bench: makes where they run.
+      first: number of leading candidates that are tried before all others.
+      bench: makes the bench that runs them.
     """
 
     def __init__(
@@ -159,79 +159,79 @@ class CallTuning:
         self._gate = BuildGate(inv, configs, predictions)
         self._bench = SuspendedBench(bench)
         self._journal = Journal(chooser, inv, source)
-        self._race = CandidateSearch(
+        self._search = CandidateSearch(
             self._bench,
             configs,
             self._limits(iters, search),
             predictions=predictions,
             known=self._journal.known(configs),
             emit=emit,
-            record=lambda _: self._journal.record(self._race.found),
+            record=lambda _: self._journal.record(self._search.found),
             first=first,
             gate=self._gate,
         )
 
     @property
     def is_waiting(self) -> bool:
-        return self._race.is_waiting
+        return self._search.is_waiting
 
     @property
     def can_explore(self) -> bool:
-        return self._race.can_explore
+        return self._search.can_explore
 
     @property
     def is_open(self) -> bool:
-        """Tells if it holds arrays and compiled candidates."""
+        """True if it holds arrays and compiled candidates."""
         return self._bench.is_open
 
     @property
     def start_s(self) -> float:
-        """Seconds that a candidate took to be compiled, checked and sampled once, on average."""
-        return self._race.start_s
+        """Average seconds to compile, check and sample a candidate once."""
+        return self._search.start_s
 
     @property
     def ending_s(self) -> float:
-        """Seconds that deciding will take, by what its candidates took: they may have to be started again."""
-        return 1.0 + (1 if self.is_open else 3) * self._race.start_s
+        """Expected seconds of the decision: candidates may have to be started again."""
+        return 1.0 + (1 if self.is_open else 3) * self._search.start_s
 
     def needed_builds(self, index: int) -> tuple[Build, ...]:
-        """Builds that a candidate waits for; none for an index beyond the last."""
+        """The builds that a candidate waits for; none for an index beyond the last."""
         return self._gate.needed(index) if index < len(self.configs) else ()
 
     def follow(self, builds: BackgroundBuilds) -> None:
-        """Has its candidates started when what they wait for is built."""
+        """Lets candidates start once the builds that they wait for are made."""
         self._gate.builds = builds
 
     def explore(self) -> None:
-        """Starts what can be started."""
+        """Starts every candidate that can be started."""
         self._timed(self._explore)
 
     def _explore(self) -> None:
-        if self._race.can_explore:  # or there is nothing yet that arrays and an oracle would be needed for
+        if self._search.can_explore:  # otherwise arrays and an oracle are not needed yet
             self._bench.prepare()
-        self._race.explore()
+        self._search.explore()
 
     def suspend(self) -> None:
-        """Gives back what it holds; all that was measured is kept."""
+        """Releases arrays and compiled candidates; all measurements are kept."""
         self._bench.close()
 
     def decide(self) -> TunedCall | None:
-        """The call with its winner, stored; ``None`` if none of its candidates was started.
+        """The call with its winner, stored in the chooser; ``None`` if none of its candidates was started.
 
         Raises:
-          ExceptionGroup: all that were started failed.
+          ExceptionGroup: every candidate that was started failed.
         """
         try:
-            chosen = self._timed(self._race.decide)
+            chosen = self._timed(self._search.decide)
         finally:
             self.suspend()
-        found = self._race.found
+        found = self._search.found
         if chosen is None:
             failed = [c.exception or ValueError(c.error) for c in found if c.failed]
             if not failed or self._cancelled.is_set():
                 return None
             raise ExceptionGroup(f"every candidate of {self.inv.kernel.name} ({self.inv.direction}) failed", failed)
-        complete = not any(c.left_out for c in found) and not self._race.cut_short and not self._cancelled.is_set()
+        complete = not any(c.left_out for c in found) and not self._search.cut_short and not self._cancelled.is_set()
         entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=self._source)
         self._chooser.store(self.inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
         if complete:
@@ -248,27 +248,27 @@ class CallTuning:
     def _limits(self, iters: int, search: Search) -> Limits:
         def may_start() -> bool:
             now = time.monotonic()
-            soon = now + self._race.start_s
-            return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.go_on_until
+            soon = now + self._search.start_s
+            return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.sample_until
 
-        def may_go_on() -> bool:
-            return not self._cancelled.is_set() and time.monotonic() < self.clock.go_on_until
+        def may_continue() -> bool:
+            return not self._cancelled.is_set() and time.monotonic() < self.clock.sample_until
 
         return Limits(
             iters,
             search,
             self.inv.kernel.time_bound_ms(self.inv),
             may_start=may_start,
-            may_go_on=may_go_on,
+            may_continue=may_continue,
             cancelled=self._cancelled.is_set,
             seconds_left=lambda: self.clock.start_until - time.monotonic(),
         )
 
 
 def prediction(inv: Invocation[Any, Any], config: object) -> Prediction:
-    """The kernel's own word on a config, without running it."""
+    """The kernel's prediction for a config, without running it."""
     family = kind_of(config)
-    against = inv.kernel.config_reasons(inv, config)
-    if against:
-        return Prediction("; ".join(against), family=family)
+    reasons = inv.kernel.config_reasons(inv, config)
+    if reasons:
+        return Prediction("; ".join(reasons), family=family)
     return Prediction("", inv.kernel.config_bound_ms(inv, config), family)

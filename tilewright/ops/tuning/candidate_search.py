@@ -1,4 +1,4 @@
-"""Which candidate wins: a strategy that sees samples alone, wherever they come from."""
+"""The search for the fastest candidate: a strategy that sees only samples, whichever bench takes them."""
 
 import dataclasses
 import math
@@ -19,43 +19,45 @@ from tilewright.ops.tuning.events import (
 )
 from tilewright.ops.tuning.limits import Gate, Limits, OpenGate, Prediction
 
-# A candidate this many times slower than the best so far is not measured a second time.
-HOPELESS = 1.5
-# Tiles of one implementation have been seen to make a difference of three times; an implementation this many times
-# slower than another, by what it takes itself or the best that was tried, is given up.
+# A candidate this many times slower than the best so far is not sampled again.
+RESAMPLE_RATIO = 1.5
+# Tiles of one implementation have been seen to differ by a factor of three. An implementation that is this many times
+# slower than another, by its bound or by its best candidate so far, is given up.
 PRUNING_RATIO = 6.0
-# Single samples of a function differ by about this share; nobody is dropped for less, over the root of their number.
+# Single samples of a function differ by about this share; a candidate is dropped only if it is slower by more than this
+# divided by the square root of its number of samples.
 EARLY_NOISE = 0.06
-# Peak rates are rated ones, and clocks have been seen a few per cent above theirs.
+# Peak rates are computed from rated clocks, and real clocks have been seen a few per cent above those.
 PLAUSIBLE = 0.9
 
 
 class CandidateSearch:
-    """Every candidate once, then the promising ones in turn, then all that may be the best against each other.
+    """Runs every candidate once, then samples the promising ones in turn, then compares those that may be the best.
 
-    The first candidate is the heuristic: it is measured whatever the limits say, and keeps its place unless another is
-    faster by more than the noise. The winner's results are checked once more, over poisoned memory; if they are wrong,
-    the next best wins.
+    The first candidate is the heuristic: it is measured regardless of the limits, and wins unless another is faster by
+    more than the noise. The winner's results are checked once more over poisoned memory; if they are wrong, the next
+    best wins.
 
-    After the first ones, each implementation's best guess comes before anyone's second, and then the candidates of the
-    implementation that is the fastest so far. One that must be built is started when it is; what is open then goes on.
+    After the leading candidates, the first guess of every implementation is tried before any second guess, and then the
+    candidates of the fastest implementation so far. A candidate that must be built is started once it is; the search
+    goes on with those that are ready.
 
-    A candidate is not started, and is recorded as dropped, if it is predicted not to run, or to take longer than
-    another candidate took, by more than clocks exceed their rating (``PLAUSIBLE``). Nor is a candidate started whose
-    implementation is slower than another by more than ``PRUNING_RATIO``.
+    A candidate is recorded as dropped and not started if it is predicted not to run, or predicted to take longer than
+    another one took, allowing for clocks above their rating (``PLAUSIBLE``). The same holds for a candidate whose
+    implementation is slower than another one by more than ``PRUNING_RATIO``.
 
     Args:
-      predictions: of each candidate; that of the heuristic counts for nothing.
-      known: candidates that an earlier tuning measured or saw fail; they are started when they are needed.
-      emit: is called with events.
-      record: is called with every candidate that is new or was found wrong.
-      first: how many candidates come before all others, in their order.
-      gate: which candidates can be started.
+      predictions: one for each candidate; the heuristic's is ignored.
+      known: candidates that an earlier tuning measured or saw fail; they are started only when needed.
+      emit: called with events.
+      record: called with every candidate that is new or was found wrong.
+      first: number of leading candidates that come before all others, in their order.
+      gate: tells which candidates can be started.
 
     Attributes:
-      cut_short: whether the time ended before the winner could be checked once more.
-      start_s: what candidates took to be compiled, checked and sampled once, on average: several are compiled at a
-        time, and the first of them waits for all.
+      cut_short: True if the time ended before the winner was checked once more.
+      start_s: average seconds to compile, check and sample a candidate once. Several are compiled at the same time, and
+        the first of them waits for all.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class CandidateSearch:
         self._first, self._gate = first, gate or OpenGate()
         self._found: dict[int, Candidate] = {}
         self._started: set[int] = set()
-        # Candidates whose only sample was taken alone, right after the first run.
-        self._alone: set[int] = set()
+        # Candidates whose only sample was taken right after the first run, not interleaved with others.
+        self._first_sample_only: set[int] = set()
         self._repeats_to = Timer.repeats_to
         self._starting_s: list[float] = []
         self._ahead: set[int] = set()
@@ -86,7 +88,7 @@ class CandidateSearch:
 
     @property
     def found(self) -> list[Candidate]:
-        """The candidates of which something is known, in their order."""
+        """The candidates with a known outcome, in their order."""
         return [self._found[index] for index in sorted(self._found)]
 
     @property
@@ -95,12 +97,12 @@ class CandidateSearch:
 
     @property
     def is_waiting(self) -> bool:
-        """Tells if a candidate of which nothing is known may still be built."""
+        """True if a candidate without an outcome may still be built."""
         return any(not self._gate.is_open(i) and not self._gate.refusal(i) for i in self._unknown())
 
     @property
     def can_explore(self) -> bool:
-        """Tells if a candidate of which nothing is known can be started."""
+        """True if a candidate without an outcome can be started."""
         return any(self._gate.is_open(i) for i in self._unknown())
 
     def run(self) -> int | None:
@@ -109,26 +111,26 @@ class CandidateSearch:
         return self.decide()
 
     def explore(self) -> None:
-        """Starts every candidate that can be, the most promising first, as long as there is time."""
+        """Starts every candidate that can be started, the most promising first, while there is time."""
         while not self._limits.cancelled():
             best = self._best_of_families()
-            open_now = self._in_order([i for i in self._unknown() if self._gate.is_open(i)], best)
+            open_now = self._by_promise([i for i in self._unknown() if self._gate.is_open(i)], best)
             if not open_now:
                 return
-            # What was compiled beside others is only to be measured.
-            may = self._limits.may_go_on if open_now[0] in self._ahead else self._limits.may_start
+            # A candidate compiled ahead only needs to be measured.
+            may = self._limits.may_continue if open_now[0] in self._ahead else self._limits.may_start
             if open_now[0] and not may():
                 return
-            self._look_at(open_now, best)
+            self._try_first(open_now, best)
 
     def decide(self) -> int | None:
-        """The index of the winner among what was started; what was not is left out."""
+        """The index of the winner among the started candidates; the others are recorded as left out."""
         eligible = self._eligible()
         if eligible:
             self._search(self._promising(eligible) if len(eligible) > 1 else eligible)
         while eligible := self._eligible():
             chosen = self._winner(eligible)
-            if self._stands(chosen):
+            if self._passes_recheck(chosen):
                 break
         for index in self._unknown():
             self._leave_out(index)
@@ -137,43 +139,43 @@ class CandidateSearch:
     def _unknown(self) -> list[int]:
         return [index for index in range(len(self._configs)) if index not in self._found]
 
-    def _in_order(self, indices: Sequence[int], families: Mapping[str, float]) -> list[int]:
-        """The most promising first; of an implementation of which nothing is known, one alone."""
+    def _by_promise(self, indices: Sequence[int], families: Mapping[str, float]) -> list[int]:
+        """Sorts by promise; for an implementation without a time, only its first candidate is returned."""
 
-        def place(index: int) -> tuple[float, int]:
+        def rank(index: int) -> tuple[float, int]:
             if index < self._first:
                 return -1.0, index
             return families.get(self._predictions[index].family, 0.0), index
 
-        ordered = sorted(indices, key=place)
-        guesses, seen = [], set(families)
+        ordered = sorted(indices, key=rank)
+        guesses, known_families = [], set(families)
         for index in ordered:
             family = self._predictions[index].family
-            if index < self._first or family not in seen:
+            if index < self._first or family not in known_families:
                 guesses.append(index)
-            seen.add(family)
+            known_families.add(family)
         return guesses or ordered
 
-    def _look_at(self, ordered: Sequence[int], best: Mapping[str, float]) -> None:
-        """Starts the first of some candidates, or says why that is not needed."""
+    def _try_first(self, ordered: Sequence[int], best: Mapping[str, float]) -> None:
+        """Starts the first of some candidates, or records why it need not be started."""
         index = ordered[0]
         if index in self._known:
             self._found[index] = dataclasses.replace(self._known[index], heuristic=index == 0)
-        elif why := self._hopeless(index, best):
+        elif why := self._reason_to_drop(index, best):
             self._found[index] = Candidate(self._configs[index], (), "dropped", why)
         else:
-            ahead = [i for i in ordered if i not in self._known and not self._hopeless(i, best)]
+            ahead = [i for i in ordered if i not in self._known and not self._reason_to_drop(i, best)]
             self._ahead.update(self._bench.expect(ahead[: self._affordable()]))
             self._emit(CandidateStarted(index, self._configs[index]))
             self._found[index] = self._candidate(index, self._start(index))
             self._record(self._found[index])
-        self._tell(index)
+        self._report(index)
 
     def _affordable(self) -> int | None:
-        """How many candidates can be started in the time that is left, by what those before took; at least one.
+        """The number of candidates that can be started in the time left, judging by earlier ones; at least one.
 
-        Of those that come first, of which there is one for each implementation, all: compiled beside each other they
-        take little more than one.
+        ``None`` before any was started: all leading candidates, one per implementation, are compiled at the same time,
+        which takes little longer than one.
         """
         left = self._limits.seconds_left()
         return max(1, int(left / self.start_s)) if self._starting_s and math.isfinite(left) else None
@@ -190,26 +192,27 @@ class CandidateSearch:
         self._emit(CandidateLeftOut(index, self._configs[index], why))
 
     def _best_of_families(self) -> dict[str, float]:
-        """The least time of each family so far."""
+        """The shortest time of each family so far."""
         best: dict[str, float] = {}
         for i in self._eligible():
             family = self._predictions[i].family
             best[family] = min(self._time(i), best.get(family, math.inf))
         return best
 
-    def _hopeless(self, index: int, families: Mapping[str, float]) -> str:
-        """Why a candidate need not be started, by the best of each family; empty if it must be."""
+    def _reason_to_drop(self, index: int, families: Mapping[str, float]) -> str:
+        """The reason why a candidate need not be started, given each family's best time; empty if it must be."""
         prediction, best = self._predictions[index], min(families.values(), default=math.inf)
         if index == 0:
             return ""
         if prediction.refusal:
             return f"it cannot run: {prediction.refusal}"
         if PLAUSIBLE * prediction.min_ms <= (1 + EARLY_NOISE) * best:
-            mine = families.get(prediction.family, 0.0) if prediction.family else 0.0
-            if mine <= PRUNING_RATIO * best:
+            family_ms = families.get(prediction.family, 0.0) if prediction.family else 0.0
+            if family_ms <= PRUNING_RATIO * best:
                 return ""
             return (
-                f"the best of {prediction.family} so far took {mine:.4g} ms, and another implementation {best:.4g} ms"
+                f"the best of {prediction.family} so far took {family_ms:.4g} ms, "
+                f"and another implementation {best:.4g} ms"
             )
         return (
             f"it takes {prediction.min_ms:.4g} ms at the least at the device's peak rates, and another took "
@@ -232,11 +235,11 @@ class CandidateSearch:
         if impossible:
             return Candidate(config, (), "failed", impossible, heuristic)
         self._started.add(index)
-        self._alone.add(index)
+        self._first_sample_only.add(index)
         return Candidate(config, (trial.sample_ms,), trial.check, "", heuristic)
 
     def _impossible(self, sample_ms: float) -> str:
-        """Why a sample cannot be true; empty if it can."""
+        """The reason why a sample cannot be true; empty if it can."""
         if not (math.isfinite(sample_ms) and sample_ms > 0):
             return f"the clock is broken: a call took {sample_ms} ms"
         if sample_ms < PLAUSIBLE * self._limits.bound_ms:
@@ -246,7 +249,7 @@ class CandidateSearch:
             )
         return ""
 
-    def _tell(self, index: int) -> None:
+    def _report(self, index: int) -> None:
         candidate = self._found[index]
         if candidate.dropped:
             self._emit(CandidateDropped(index, candidate.config, candidate.error))
@@ -265,18 +268,18 @@ class CandidateSearch:
         time_ms = self._found[index].time_ms
         return math.inf if time_ms is None else time_ms
 
-    def _noise(self, one: int, other: int) -> float:
-        """By how much the medians of two candidates may differ and mean nothing."""
-        slower = max(self._time(one), self._time(other))
-        return max(self._found[one].noise_ms + self._found[other].noise_ms, self._repeats_to * slower)
+    def _noise(self, first: int, second: int) -> float:
+        """The difference of two candidates' medians up to which it is not significant."""
+        slower = max(self._time(first), self._time(second))
+        return max(self._found[first].noise_ms + self._found[second].noise_ms, self._repeats_to * slower)
 
     def _promising(self, eligible: Sequence[int]) -> list[int]:
         best = min(map(self._time, eligible))
-        return [i for i in eligible if self._time(i) <= HOPELESS * best or i == 0]
+        return [i for i in eligible if self._time(i) <= RESAMPLE_RATIO * best or i == 0]
 
     def _search(self, alive: Sequence[int]) -> None:
         taken = 0
-        while taken < self._limits.iters and self._limits.may_go_on():
+        while taken < self._limits.iters and self._limits.may_continue():
             exhaustive = self._limits.search == "exhaustive"
             count = self._limits.iters - taken if exhaustive else min(max(1, taken), self._limits.iters - taken)
             alive = self._rounds(alive, count)
@@ -285,10 +288,10 @@ class CandidateSearch:
                 alive = self._better_half(alive)
 
     def _rounds(self, indices: Sequence[int], count: int) -> list[int]:
-        """Samples candidates in turn, every second round backwards; returns those that went through all of it."""
+        """Samples candidates in turn, every second round backwards; returns those that did not fail."""
         alive = list(indices)
         for number in range(count):
-            if number and not self._limits.may_go_on():
+            if number and not self._limits.may_continue():
                 break
             for index in alive[:: -1 if number % 2 else 1]:
                 if not self._sample(index):
@@ -307,7 +310,7 @@ class CandidateSearch:
         return [index for index in alive if stays(index)]
 
     def _sample(self, index: int) -> bool:
-        """Takes one more sample; whether it could be taken."""
+        """Takes one more sample; returns False if that was not possible."""
         try:
             if not self._is_started(index):
                 return False
@@ -319,16 +322,16 @@ class CandidateSearch:
         impossible = self._impossible(sample)
         if impossible:
             return self._fail(index, impossible)
-        kept = () if index in self._alone else self._found[index].samples_ms
-        self._alone.discard(index)
+        kept = () if index in self._first_sample_only else self._found[index].samples_ms
+        self._first_sample_only.discard(index)
         self._found[index] = dataclasses.replace(self._found[index], samples_ms=(*kept, sample))
         return True
 
     def _is_started(self, index: int) -> bool:
-        """Starts a candidate that an earlier tuning had measured.
+        """Starts a candidate that an earlier tuning had measured, if it was not started yet.
 
         Raises:
-          OutOfTimeError: there is no time for that.
+          OutOfTimeError: there is no time left to start it.
         """
         if index not in self._started:
             self._emit(CandidateStarted(index, self._configs[index]))
@@ -343,31 +346,31 @@ class CandidateSearch:
     def _fail(self, index: int, error: str, check: str = "failed") -> bool:
         self._found[index] = dataclasses.replace(self._found[index], check=check, error=error)
         self._record(self._found[index])
-        self._tell(index)
+        self._report(index)
         return False
 
     def _winner(self, eligible: Sequence[int]) -> int:
-        """The fastest, unless the heuristic is within the noise of it."""
+        """The fastest candidate, or the heuristic if it is within the noise of the fastest."""
         best = min(eligible, key=self._time)
         if best == 0:
             return 0
         near = [i for i in eligible if i == 0 or self._time(i) - self._time(best) <= self._noise(i, best)]
-        if len(near) > 1 and self._limits.may_go_on():
+        if len(near) > 1 and self._limits.may_continue():
             near = self._rounds(near, self._limits.iters) or near
             best = min((i for i in near if self._found[i].eligible), key=self._time, default=best)
         if 0 not in near or not self._found[0].eligible:
             return best
         return best if self._time(best) < self._time(0) - self._noise(0, best) else 0
 
-    def _stands(self, index: int) -> bool:
-        """Tells if a winner's results are right over poisoned memory, too, as far as there is time to see."""
+    def _passes_recheck(self, index: int) -> bool:
+        """True if a winner's results are right over poisoned memory too, or there is no time left to check."""
         if not self._found[index].eligible:
             return False
         try:
             if not self._is_started(index):
                 return False
             wrong = self._bench.recheck(index)
-        except OutOfTimeError:  # what was measured is kept; its results were right once
+        except OutOfTimeError:  # keep the measurements: its results were right once
             self.cut_short = True
             return True
         except CandidateError as error:

@@ -1,4 +1,4 @@
-"""How a caller's own program does with what a tuning chose: a kernel that wins alone can lose beside others."""
+"""Times a user's whole program with and without the tuned configs: a kernel that wins alone can lose beside others."""
 
 import logging
 import time
@@ -16,14 +16,14 @@ from tilewright.ops.kernel.candidates import Timing
 logger = logging.getLogger(__name__)
 
 ROUNDS = 5
-"""Samples of the program with each set of configs."""
+"""Samples of the program for each set of configs."""
 
 
 def check_confirmable(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raises unless a function can be run with its arguments.
 
     Raises:
-      ValueError: it is lowered already, or there are shapes in place of arrays.
+      ValueError: the function is lowered already, or there are shapes in place of arrays.
     """
     if not callable(fn) or isinstance(fn, jax.stages.Lowered):
         raise ValueError(f"confirm=True runs the program: it takes a function with its arguments, got {fn!r}")
@@ -40,26 +40,26 @@ def confirmed(
     tuned: ConfigCache,
     untuned: ConfigCache,
 ) -> Confirmation:
-    """Times a jitted program with two sets of configs, in turn, on copies of its arguments."""
-    both = (tuned, untuned)
+    """Times a jitted program with two sets of configs, alternating, on copies of its arguments."""
+    caches = (tuned, untuned)
     samples: tuple[list[float], list[float]] = ([], [])
     for number in range(1 + ROUNDS):
-        for which in (0, 1) if number % 2 else (1, 0):
-            with overlay_cache(both[which]):
+        for index in (0, 1) if number % 2 else (1, 0):
+            with overlay_cache(caches[index]):
                 sample = _sample_ms(fn, args, kwargs)
-            if number:  # the first compiles
-                samples[which].append(sample)
+            if number:  # the first call compiles
+                samples[index].append(sample)
     found = Confirmation(*(Timing(tuple(each)) for each in samples))
     logger.log(logging.WARNING if found.is_slower else logging.INFO, "%s", found)
     return found
 
 
 def _sample_ms(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> float:
-    """Milliseconds of one call; the caller's arrays may be donated or updated, so it gets copies."""
+    """Milliseconds of one call; it gets copies, since the program may donate or update its arguments."""
     copies, keywords = jax.block_until_ready(jax.tree.map(_copy, (args, kwargs)))
     start = time.perf_counter()
     results = fn(*copies, **keywords)
-    # What the program updates may be among its arguments, as with Flax's modules; what was donated is gone.
+    # Wait for arguments that the program updates, such as Flax modules; donated arrays are deleted.
     leaves = [leaf for leaf in jax.tree.leaves((copies, keywords)) if isinstance(leaf, jax.Array)]
     jax.block_until_ready((results, [leaf for leaf in leaves if not leaf.is_deleted()]))
     return (time.perf_counter() - start) * 1e3

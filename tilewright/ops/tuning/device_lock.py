@@ -16,19 +16,19 @@ try:
 except ImportError:  # not a POSIX system: processes do not wait for each other, as on a CPU
     fcntl = None  # type: ignore[assignment]
 
-# The lock is re-entrant: a candidate that is traced may call a kernel that is tuned first.
+# The lock is re-entrant: a candidate that is traced may call a kernel that must be tuned first.
 _HOLDS_LOCK: ContextVar[bool] = ContextVar("tilewright_turn", default=False)
 
 
 class DeviceLock:
     """A readers-writer lock: shared by processes that compile or compute, exclusive for one that measures.
 
-    Compiling shares the device too, because compilers try their own choices out on it. There are two lock files: a
-    process that wants the device exclusively locks the gate first, so that later readers cannot overtake it. The end of
-    a process, however it comes, releases its locks.
+    Compilers share the device too, because they time their own choices on it. There are two lock files: a process that
+    wants exclusive access locks the gate first, so that later readers cannot overtake it. The system releases a
+    process's locks when it ends for any reason.
 
     Args:
-      path: of the lock files, without their endings; ``None`` where everybody may go on at any time.
+      path: path of the lock files without their endings; ``None`` for a lock that never waits.
     """
 
     def __init__(self, path: Path | None):
@@ -47,7 +47,7 @@ class DeviceLock:
             yield
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Waits until no other process holds the lock."""
         if self._path is None or fcntl is None or _HOLDS_LOCK.get():
             yield
@@ -63,7 +63,7 @@ class DeviceLock:
             fcntl.flock(descriptor, how)
             yield
         finally:
-            os.close(descriptor)  # and with it the lock: no other descriptor is of this opening of the file
+            os.close(descriptor)  # this releases the lock, which no other descriptor shares
 
 
 @contextlib.contextmanager
@@ -76,21 +76,23 @@ def _held() -> Iterator[None]:
 
 
 def device_lock_on(device: Device) -> DeviceLock:
-    """The lock of an accelerator; on a CPU one that never waits, because any other program disturbs as much."""
+    """The lock of an accelerator; for a CPU one that never waits, since any other program disturbs as much."""
     if device.kind == "cpu" or fcntl is None:
         return DeviceLock(None)
-    # Processes may see different cards of a machine, each under the number 0.
-    seen = next((os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS") if name in os.environ), "")
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {seen}").strip("-")
+    # Processes may see different devices of a machine, each as number 0.
+    visible = next(
+        (os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS") if name in os.environ), ""
+    )
+    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {visible}").strip("-")
     return DeviceLock(_folder() / name)
 
 
 def _folder() -> Path:
-    """A folder of this user on a local disk, because locks on network file systems are slow or missing."""
+    """A folder of this user on a local disk: locks on network file systems are slow or missing."""
     path = Path(tempfile.gettempdir()) / f"tilewright-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # another user made it first
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():  # another user made it first
         return Path(tempfile.mkdtemp(prefix="tilewright-"))
     return path

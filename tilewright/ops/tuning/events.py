@@ -1,4 +1,4 @@
-"""What a tuning says while it runs."""
+"""The events of a tuning."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +15,8 @@ class TuningStarted:
     """A tuning begins.
 
     Attributes:
-      num_calls: calls that must be measured; others are known.
-      budget_s: seconds that all of it may take; infinite where there is no limit.
+      num_calls: the number of calls to measure; the others are known.
+      budget_s: seconds for the whole tuning; infinite without a limit.
     """
 
     num_calls: int
@@ -34,7 +34,7 @@ class CallStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallResumed:
-    """A call that waited for a build goes on."""
+    """A call that waited for a build is resumed."""
 
     inv: Invocation[Any, Any]
     num_candidates: int
@@ -50,7 +50,7 @@ class CandidateStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidateMeasured:
-    """A candidate ran; ``best_ms`` is the fastest time so far, its own included."""
+    """A candidate ran; ``best_ms`` is the fastest time so far, including this one."""
 
     index: int
     config: Any
@@ -60,7 +60,7 @@ class CandidateMeasured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidateFailed:
-    """A candidate raised, was found wrong, or took its process with it."""
+    """A candidate raised, was found wrong, or crashed its process."""
 
     index: int
     config: Any
@@ -69,7 +69,7 @@ class CandidateFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidateDropped:
-    """A candidate need not be started: it cannot run, or cannot be the fastest."""
+    """A candidate was not started: it cannot run, or cannot be the fastest."""
 
     index: int
     config: Any
@@ -78,14 +78,14 @@ class CandidateDropped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallTuned:
-    """A call has its winner, measured now or known before."""
+    """A call has a winner, measured now or known before."""
 
     call: TunedCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLeftOut:
-    """A call was not measured at all: the budget ended before."""
+    """A call was not measured at all: the budget ended first."""
 
     inv: Invocation[Any, Any]
     shapes: str
@@ -94,7 +94,7 @@ class CallLeftOut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidateLeftOut:
-    """A candidate was not measured, and may be the next time: the budget ended before it, or before its build."""
+    """A candidate was not measured for lack of time: the budget ended before it, or before its build."""
 
     index: int
     config: Any
@@ -103,14 +103,14 @@ class CandidateLeftOut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildStarted:
-    """A compiler that takes minutes was started beside the measurements."""
+    """A build, which takes minutes, was started in the background."""
 
     build: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildMade:
-    """It came to its end in time; its candidates are measured."""
+    """A build finished in time; its candidates will be measured."""
 
     build: str
     seconds: float
@@ -118,7 +118,7 @@ class BuildMade:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """It failed; its candidates are left out."""
+    """A build failed; its candidates are left out."""
 
     build: str
     error: str
@@ -126,7 +126,7 @@ class BuildFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildsLeft:
-    """The tuning has ended, and these go on by themselves: the next one finds them."""
+    """The tuning ended with unfinished builds, which continue: the next tuning finds them."""
 
     builds: tuple[str, ...]
 
@@ -147,4 +147,4 @@ type TuningEvent = (
     | BuildFailed
     | BuildsLeft
 )
-"""All that a tuning says."""
+"""Every event of a tuning."""

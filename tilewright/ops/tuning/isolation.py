@@ -1,4 +1,4 @@
-"""Candidates in a process of their own: what they crash, hang or leak is replaced, and the tuning goes on."""
+"""Runs candidates in a separate process, which is replaced when it crashes, hangs or leaks."""
 
 import contextlib
 import dataclasses
@@ -29,22 +29,22 @@ from tilewright.ops.utils.processes import module_path
 
 logger = logging.getLogger(__name__)
 
-# Importing jax, finding the device, and the oracle's answer.
+# Seconds to import jax, find the device, and run the oracle.
 _NO_TIME = "there was no time left to measure it"
 START_TIMEOUT_S = 600.0
-# A process that holds so much more than at its beginning is replaced before the next candidate.
+# A process whose memory has grown by more than this is replaced before the next candidate.
 LEAK_LIMIT = 2 << 30
-# Of what a process said before it died, the end is evidence enough.
-LAST_WORDS = 2000
+# Characters kept from the end of a dead process's output.
+MAX_OUTPUT_CHARS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """All that a worker must know of a call.
+    """Everything that a worker must know to tune a call.
 
     Attributes:
       forward: the forward config that a backward pass is measured after; ``None`` for a forward pass.
-      settings: jax's settings that numerics depend on, by name.
+      settings: jax's settings that affect numerics, by name.
     """
 
     inv: Invocation[Any, Any]
@@ -83,8 +83,8 @@ class Task:
         return cls(plain, tuple(configs), given, forward, timer, warmup, verify, settings)
 
 
-def why_not_sent(task: Task) -> str:
-    """Why a task cannot be carried out by another process; empty if it can."""
+def reason_not_sendable(task: Task) -> str:
+    """The reason why another process cannot run the task; empty if it can."""
     if os.name != "posix":
         return f"processes are isolated on POSIX systems alone, this is {os.name!r}"
     if jax.config.jax_default_device is not None:
@@ -99,52 +99,52 @@ def why_not_sent(task: Task) -> str:
             return f"{kind.__module__} has no {kind.__qualname__}"
     try:
         pickle.dumps(task)
-    except Exception as error:  # whatever a kernel's attributes raise
+    except Exception as error:  # a kernel's attributes may raise anything
         return f"it cannot be pickled: {error}"
     return ""
 
 
 class WorkerDied(Exception):
-    """A worker ended, or was ended, before it answered."""
+    """A worker ended, or was killed, before it answered."""
 
 
 class Worker:
-    """A process that carries out one task after the other.
+    """A process that runs one task after the other.
 
     Attributes:
-      born_with: bytes that it held when its task began.
-      holds: bytes that it holds now.
+      initial_bytes: bytes that it held when its task began.
+      held_bytes: bytes that it holds now.
     """
 
     def __init__(self) -> None:
-        self._words = _unnamed_file()
-        here, there = Pipe()
-        self._connection: Connection = here
+        self._output = _unnamed_file()
+        parent_end, worker_end = Pipe()
+        self._connection: Connection = parent_end
         environment = os.environ | {
             "PYTHONPATH": module_path(),
-            # The device is not this process's alone.
+            # The worker shares the device with this process.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
         if jax.config.jax_platforms:
             environment["JAX_PLATFORMS"] = jax.config.jax_platforms
-        with there:
+        with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(there.fileno())],
+                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=self._words,
-                stderr=self._words,
-                pass_fds=(there.fileno(),),
-                start_new_session=True,  # Ctrl-C is this process's to handle
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=(worker_end.fileno(),),
+                start_new_session=True,  # this process handles Ctrl-C
                 env=environment,
             )
-        self.born_with = 0
-        self.holds = 0
+        self.initial_bytes = 0
+        self.held_bytes = 0
 
     def begin(self, task: Task, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Gives the worker a task in place of the one before.
+        """Gives the worker a task that replaces the previous one.
 
         Raises:
-          WorkerDied: it did not come to life, or did not survive.
+          WorkerDied: the worker did not start, or died.
           RuntimeError: the call could not be made runnable; the message is the worker's.
         """
         try:
@@ -152,36 +152,36 @@ class Worker:
         except BaseException:
             self.end()
             raise
-        self.born_with = self.holds
+        self.initial_bytes = self.held_bytes
 
     def ask(self, timeout_s: float, *request: object) -> Any:
-        """The answer to a request.
+        """Sends a request and returns the answer.
 
         Raises:
-          WorkerDied: there is none, and the worker is no more.
-          RuntimeError: the worker says that it cannot.
+          WorkerDied: there was no answer, and the worker has ended.
+          RuntimeError: the worker reported an error.
         """
         try:
             self._connection.send(request)
             if not self._connection.poll(timeout_s):
                 self.end()
                 raise WorkerDied(f"it did not answer within {timeout_s:g} s")
-            status, answer, self.holds = self._connection.recv()
+            status, answer, self.held_bytes = self._connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise WorkerDied(self._how_it_died()) from error
+            raise WorkerDied(self._cause_of_death()) from error
         if status != "ok":
             raise RuntimeError(answer)
         return answer
 
     def end(self) -> None:
-        """Ends the process and all that it started."""
+        """Kills the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
-        self._words.close()
+        self._output.close()
 
-    def _how_it_died(self) -> str:
+    def _cause_of_death(self) -> str:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -189,11 +189,11 @@ class Worker:
         how = "it closed its connection" if code is None else f"it exited with code {code}"
         if code is not None and code < 0:
             how = f"it was killed by {signal.Signals(-code).name}"
-        self._words.seek(0, os.SEEK_END)
-        self._words.seek(max(0, self._words.tell() - LAST_WORDS))
-        words = self._words.read().decode(errors="replace").strip()
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - MAX_OUTPUT_CHARS))
+        output = self._output.read().decode(errors="replace").strip()
         self.end()
-        return f"{how}\n{words}" if words else how
+        return f"{how}\n{output}" if output else how
 
 
 def _unnamed_file() -> IO[bytes]:
@@ -206,19 +206,19 @@ _prestarted: "list[Worker]" = []
 
 
 def prestart() -> None:
-    """Starts a worker for the next tuning of this process: it takes seconds, which a command has other work for."""
+    """Starts a worker for this process's next tuning, which takes seconds while the caller does other work."""
     if os.name == "posix" and not _prestarted:
         _prestarted.append(Worker())
 
 
 class IdleWorker:
-    """A worker between two tasks, if there is one: starting a process and finding the device takes seconds."""
+    """Keeps one idle worker between tasks: starting a process and finding the device takes seconds."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = _prestarted.pop() if _prestarted else None
 
     def warm(self) -> None:
-        """Starts the worker before it is needed: what else there is to do goes on meanwhile."""
+        """Starts the worker early, so that it starts up while the caller does other work."""
         self._worker = self._worker or Worker()
 
     def take(self) -> Worker:
@@ -237,11 +237,12 @@ class IdleWorker:
 
 
 class ProcessBench(Bench):
-    """The bench in a worker, which is replaced when it dies, does not answer, leaks, or has lost its device.
+    """The bench in a worker, which is replaced when it dies, hangs, leaks, or loses its device.
 
     Args:
-      idle: where the worker comes from, and where it goes if all is well with it in the end.
-      deadline: of ``time.monotonic``; what has not answered then is ended, and says nothing of the candidate.
+      idle: provides the worker, and takes it back if it is still healthy.
+      deadline: a time of ``time.monotonic``; a worker that has not answered by then is killed, which does not count
+        against the candidate.
     """
 
     def __init__(self, task: Task, *, timeout_s: float, idle: IdleWorker, deadline: float = math.inf):
@@ -250,7 +251,7 @@ class ProcessBench(Bench):
         self._started: set[int] = set()
 
     def prepare(self) -> None:
-        with contextlib.suppress(WorkerDied):  # which the first candidate will meet, too
+        with contextlib.suppress(WorkerDied):  # the first candidate will meet the error too
             self._begun()
 
     def expect(self, indices: Sequence[int]) -> Sequence[int]:
@@ -292,7 +293,7 @@ class ProcessBench(Bench):
     def _of_started(self, request: str, index: int) -> Any:
         self._replace_if_it_leaks()
         self._check_time()
-        if index not in self._started:  # it ran in a worker that is no more
+        if index not in self._started:  # it ran in a worker that has ended
             trial = self.start(index)
             if trial.error:
                 self._check_time()
@@ -322,24 +323,24 @@ class ProcessBench(Bench):
             raise
 
     def _begun(self) -> Worker:
-        """The worker, with its task."""
+        """The worker, with its task begun."""
         if self._worker is None:
             worker = self._idle.take()
             worker.begin(self._task, self._seconds(START_TIMEOUT_S))
             self._worker = worker
         return self._worker
 
-    def _seconds(self, most: float) -> float:
-        """How long an answer is waited for."""
-        return max(0.1, min(most, self._deadline - time.monotonic()))
+    def _seconds(self, timeout_s: float) -> float:
+        """The seconds to wait for an answer."""
+        return max(0.1, min(timeout_s, self._deadline - time.monotonic()))
 
     def _replace_if_it_leaks(self) -> None:
-        if self._worker is not None and self._worker.holds - self._worker.born_with > LEAK_LIMIT:
-            logger.info("a worker holds %.1f GB and is replaced", self._worker.holds / 1e9)
+        if self._worker is not None and self._worker.held_bytes - self._worker.initial_bytes > LEAK_LIMIT:
+            logger.info("a worker holds %.1f GB and is replaced", self._worker.held_bytes / 1e9)
             self._replace()
 
     def _replace_unless_healthy(self) -> None:
-        """After an illegal address nothing works in a process, and the next candidates are not to blame for it."""
+        """After an illegal address a process cannot use the device, which is no fault of the next candidates."""
         if not self._ask("healthy"):
             logger.info("a worker has lost its device and is replaced")
             self._replace()

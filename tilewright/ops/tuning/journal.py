@@ -1,4 +1,4 @@
-"""What earlier tunings of a call left on disk: candidates that failed, and what a killed one had measured."""
+"""The records that earlier tunings of a call left on disk: failed candidates, and measurements of killed tunings."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ FOLDER = "unfinished"
 
 
 def unfinished(cache: PersistentCache) -> PersistentCache:
-    """Where the tunings that write to a cache keep what they have not finished."""
+    """The cache of unfinished tunings beside a cache of results."""
     return PersistentCache(cache.path / FOLDER)
 
 
 class Journal:
-    """The record of one call's tuning, kept up to date while it runs and removed when its result is stored.
+    """The record of one call's tuning, updated while it runs and removed when its result is stored.
 
-    Without a disk cache there is none. What another toolchain or another source measured does not count.
+    Without a disk cache nothing is recorded. Records of another toolchain or source are ignored.
     """
 
     def __init__(self, chooser: ConfigSelectorChain, inv: Invocation[Any, Any], source: str):
@@ -29,23 +29,23 @@ class Journal:
         self._unfinished = None if self._results is None else unfinished(self._results)
 
     def known(self, configs: Sequence[Any]) -> dict[int, Candidate]:
-        """What is known of candidates, by their index: measurements of a killed tuning, and all failures."""
+        """The known candidates by index: measurements of a killed tuning, and all failures."""
         if self._results is None or self._unfinished is None:
             return {}
-        said = [
+        recorded = [
             *(candidate for candidate in self._candidates(self._results) if candidate.failed),
-            # Whether one may be dropped depends on what the others took, which may be other ones this time.
+            # A drop depends on the times of other candidates, which may be different ones this time.
             *(candidate for candidate in self._candidates(self._unfinished) if not candidate.dropped),
         ]
         found = {}
-        for candidate in said:
+        for candidate in recorded:
             for index, config in enumerate(configs):
                 if type(config) is type(candidate.config) and config == candidate.config:
                     found[index] = candidate
         return found
 
     def record(self, found: Iterable[Candidate]) -> None:
-        """Keeps what was found so far."""
+        """Stores the outcomes so far."""
         if self._unfinished is None:
             return
         candidates = list(found)
@@ -57,14 +57,14 @@ class Journal:
                 metadata={"op": self._inv.kernel.name, "direction": self._inv.direction},
                 source=self._source,
             )
-        except TypeError:  # a config without a JSON form; storing the result will say so
+        except TypeError:  # the config has no JSON form; storing the result will report it
             self._unfinished = None
 
     def finish(self) -> None:
-        """The result is stored: what is unfinished is no longer needed."""
+        """Removes the record, after the result was stored."""
         if self._unfinished is not None:
             self._unfinished.remove(self._inv.key)
-            with contextlib.suppress(OSError):  # others are not finished
+            with contextlib.suppress(OSError):  # other calls are unfinished
                 self._unfinished.path.rmdir()
 
     def _candidates(self, cache: PersistentCache) -> list[Candidate]:
@@ -72,6 +72,6 @@ class Journal:
         if entry is None or entry.stale:
             return []
         try:
-            return [Candidate(**said) for said in entry.measurements]
+            return [Candidate(**fields) for fields in entry.measurements]
         except TypeError:  # written by another version, with other fields
             return []

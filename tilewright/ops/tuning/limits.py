@@ -1,4 +1,4 @@
-"""What bounds a search, and what it knows of candidates before they run."""
+"""The limits of a search, and predictions about candidates before they run."""
 
 import abc
 import dataclasses
@@ -10,42 +10,42 @@ from tilewright.ops.config.tuner import Search
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a race.
+    """The limits of a candidate search.
 
     Attributes:
-      iters: samples of each candidate that stays in it.
-      search: "halving" drops the slower half, noise allowed for, whenever the number of samples has doubled;
-        "exhaustive" samples all that are not hopeless to the end.
-      bound_ms: no device of the kind computes the call in less; 0 if nothing is known.
-      may_start: whether there is time left to start candidates that have not run yet.
-      may_go_on: whether there is time left.
-      cancelled: whether the user has had enough; then not even the heuristic is started.
-      seconds_left: for candidates to be started in; nothing is compiled ahead that would not be measured by then.
+      iters: samples of each candidate that is not dropped.
+      search: "halving" drops the slower half, allowing for noise, whenever the number of samples has doubled;
+        "exhaustive" samples every candidate within ``RESAMPLE_RATIO`` of the best to the end.
+      bound_ms: a lower bound of the call's time on this kind of device; 0 if unknown.
+      may_start: True while there is time to start candidates that have not run yet.
+      may_continue: True while there is time to take samples.
+      cancelled: True once the user has interrupted; then not even the heuristic is started.
+      seconds_left: time in which candidates can be started; compiling ahead is limited to those that fit.
     """
 
     iters: int
     search: Search
     bound_ms: float
     may_start: Callable[[], bool]
-    may_go_on: Callable[[], bool]
+    may_continue: Callable[[], bool]
     cancelled: Callable[[], bool]
     seconds_left: Callable[[], float] = lambda: math.inf
 
 
 class Gate(abc.ABC):
-    """Tells which candidates can be started now, where some must be built first."""
+    """Tells which candidates can be started now, if some must be built first."""
 
     @abc.abstractmethod
     def is_open(self, index: int) -> bool:
-        """Tells if a candidate can be started."""
+        """True if a candidate can be started."""
 
     @abc.abstractmethod
     def refusal(self, index: int) -> str:
-        """Why a candidate will not be built; empty if it is, or may be."""
+        """The reason why a candidate will not be built; empty if it is, or may be."""
 
 
 class OpenGate(Gate):
-    """The gate where nothing must be built."""
+    """The gate if nothing must be built."""
 
     def is_open(self, index: int) -> bool:
         return True
@@ -56,12 +56,12 @@ class OpenGate(Gate):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is known of a candidate before it is compiled.
+    """Facts about a candidate before it is compiled.
 
     Attributes:
-      refusal: why it cannot run; empty if nothing is known against it.
-      min_ms: the call takes no less with it; 0 if nothing is known.
-      family: candidates of one implementation have the same; empty if nothing is known.
+      refusal: the reason why it cannot run; empty if none is known.
+      min_ms: a lower bound of the call's time with it; 0 if unknown.
+      family: the same for all candidates of one implementation; empty if unknown.
     """
 
     refusal: str = ""

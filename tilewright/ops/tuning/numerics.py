@@ -1,4 +1,4 @@
-"""The numerics policy: when a result agrees with the oracle."""
+"""The numerics policy: the errors within which a result agrees with the oracle."""
 
 import dataclasses
 import math
@@ -12,73 +12,73 @@ import numpy as np
 
 type Array = jax.Array | np.ndarray[Any, Any]
 
-# What two summation orders of float32 may differ by, in units of the largest magnitude; for the dtypes whose oracle
+# Allowed difference between two summation orders of float32, relative to the largest magnitude; for dtypes whose oracle
 # runs in the same precision, and so measures no error of its own.
 FLOOR = {"float64": 1e-11, "complex128": 1e-11, "float32": 2e-5, "bfloat16": 1e-3, "float16": 2e-4}
 
-# Where float32 products are rounded first, as they are on tensor cores by default (TensorFloat-32 keeps 11 bits), the
-# error of the oracle itself says so. Which operand is rounded differs between two ways to compute the same, so that a
-# few elements may have none of the oracle's error and all of the other's.
+# If float32 operands of matmuls are rounded first, as on tensor cores by default (TensorFloat-32 keeps 11 bits), the
+# oracle's own error shows it. Two ways to compute the same may round different operands, so that a few elements may
+# have none of the oracle's error and all of the other's.
 REDUCED_FROM = 1e-4
 REDUCED_FLOOR = 2e-3
 
-# Below this magnitude a result is what is left of terms that cancelled, and its relative error says nothing.
+# A result below this magnitude is the remainder of terms that cancelled, and its relative error means nothing.
 MIN_SCALE = 1e-2
 
-# Cosine distance between a vector and the same rounded once is about eps² / 12; sums of a few hundred terms stay well
-# under this many eps².
+# The cosine distance between a vector and the same vector rounded once is about eps² / 12; sums of a few hundred terms
+# stay well below this many eps².
 COSINE_EPS = 64.0
 
-# Squares that are added up in float32 before the host adds their sums in float64.
+# Number of squares summed in float32 before the host adds the partial sums in float64.
 TERMS = 1024
 
 
 def violations(out: Array, ref: Array, lowp: Array, factor: float = 2.0) -> list[str]:
-    """How an array breaks the policy; empty if it agrees.
+    """Lists how an array violates the policy; empty if it agrees.
 
-    The largest error may be ``factor`` times that of the oracle run in the input dtype, plus a floor; non-finite
-    values must stand in the same places; and the direction must agree.
+    The largest error may be ``factor`` times that of the oracle run in the input dtype, plus a floor; non-finite values
+    must be at the same positions; and the direction must agree.
 
     Args:
       out: the result to judge.
-      ref: the oracle's in float32 or float64.
-      lowp: the oracle's in the input dtype.
+      ref: the oracle's result in float32 or float64.
+      lowp: the oracle's result in the input dtype.
     """
     if out.shape != ref.shape:
         return [f"shape {out.shape} instead of {ref.shape}"]
-    seen = _comparison(out, ref, lowp)
-    if not seen.same_places:
+    comparison = _comparison(out, ref, lowp)
+    if not comparison.same_nonfinite:
         return ["non-finite values in other places than the oracle's"]
-    if not seen.finite_where_ref_is:
+    if not comparison.finite_where_ref_is:
         return ["non-finite values where the oracle's are finite"]
-    if seen.count == 0:
+    if comparison.count == 0:
         return []
-    scale = max(MIN_SCALE, seen.largest)
+    scale = max(MIN_SCALE, comparison.largest)
     relative = FLOOR.get(str(out.dtype), FLOOR["float32"])
-    if out.dtype == jnp.float32 and seen.inherent > REDUCED_FROM * scale:
+    if out.dtype == jnp.float32 and comparison.inherent > REDUCED_FROM * scale:
         relative = REDUCED_FLOOR
-    allowed = factor * seen.inherent + relative * scale
-    if not seen.error <= allowed:
-        return [f"largest error {seen.error:.3g} where {allowed:.3g} is allowed"]
-    if seen.count < 2 or seen.largest < MIN_SCALE:
+    allowed = factor * comparison.inherent + relative * scale
+    if not comparison.error <= allowed:
+        return [f"largest error {comparison.error:.3g} where {allowed:.3g} is allowed"]
+    if comparison.count < 2 or comparison.largest < MIN_SCALE:
         return []
     epsilon = float(jnp.finfo(out.dtype).eps) if jnp.issubdtype(out.dtype, jnp.inexact) else 0.0
-    near = factor**2 * seen.cosine_of_lowp + COSINE_EPS * epsilon**2 + 1e-14
-    if seen.cosine <= near:
+    near = factor**2 * comparison.cosine_of_lowp + COSINE_EPS * epsilon**2 + 1e-14
+    if comparison.cosine <= near:
         return []
-    return [f"cosine distance {seen.cosine:.3g} where {near:.3g} is allowed"]
+    return [f"cosine distance {comparison.cosine:.3g} where {near:.3g} is allowed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Comparison:
-    """What the policy asks of three arrays; all but the first two where the oracle's is finite.
+    """The statistics of three arrays that the policy needs; the numbers cover elements where the oracle's are finite.
 
     Attributes:
-      cosine: the cosine distance of the result to the oracle's; ``cosine_of_lowp`` is that of the oracle in the input
-        dtype.
+      cosine: the cosine distance between the result and the oracle's; ``cosine_of_lowp`` is that between the oracle's
+        results in the input dtype and in high precision.
     """
 
-    same_places: bool
+    same_nonfinite: bool
     finite_where_ref_is: bool
     count: int
     largest: float
@@ -89,17 +89,17 @@ class _Comparison:
 
 
 def _comparison(*arrays: Array) -> _Comparison:
-    """On the accelerator that holds all three arrays, or else in float64 on the host."""
+    """Compares on the accelerator that holds all three arrays, or else in float64 on the host."""
     if _compared_on_device(arrays):
-        said = jax.device_get(_statistics_on_device(*arrays))
-        if all(np.all(np.isfinite(each)) for each in said):  # a square may be beyond float32
-            return _of_statistics(said)
-    with np.errstate(invalid="ignore", over="ignore"):  # of what is not finite nothing is used
+        statistics = jax.device_get(_statistics_on_device(*arrays))
+        if all(np.all(np.isfinite(each)) for each in statistics):  # a square may exceed float32's range
+            return _of_statistics(statistics)
+    with np.errstate(invalid="ignore", over="ignore"):  # non-finite values are masked out
         return _of_statistics(_statistics(np, *map(real_numbers, arrays)))
 
 
 def _compared_on_device(arrays: Sequence[Array]) -> bool:
-    """Whether transfers, which take seconds for the results of a large call, can be left out without loss."""
+    """True if a comparison on the device is accurate: it avoids transfers, which take seconds for large results."""
     on_devices = [x for x in arrays if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
     if len(on_devices) < len(arrays):
         return False
@@ -113,27 +113,27 @@ def _statistics_on_device(*arrays: jax.Array) -> tuple[Any, ...]:
 
 
 def _statistics(xp: ModuleType, got: Array, want: Array, low: Array) -> tuple[Any, ...]:
-    """Flags, largest magnitudes, and sums of squares in parts, with ``xp`` numpy or its likeness in JAX."""
+    """Flags, largest magnitudes, and partial sums of squares; ``xp`` is numpy or jax.numpy."""
     finite = xp.isfinite(want)
     same = (xp.isnan(got) == xp.isnan(want)) & (~xp.isinf(want) | (got == want))
     known = xp.all(xp.isfinite(got) | ~finite)
     want = xp.where(finite, want, 0.0)
     got = xp.where(finite & xp.isfinite(got), got, 0.0)
-    low = xp.where(finite & xp.isfinite(low), low, want)  # beyond the range of the input dtype there is no allowance
+    low = xp.where(finite & xp.isfinite(low), low, want)  # no allowance beyond the input dtype's range
     largest = [xp.max(xp.abs(x), initial=0.0) for x in (want, got - want, low - want)]
     squares = [_sums(xp, x * x) for x in (got, want, low, got - want, low - want)]
     return xp.all(same), known, xp.sum(finite), *largest, *squares
 
 
 def _sums(xp: ModuleType, terms: Array) -> Array:
-    """Of so few terms each that float32 does not round more than they do; the host adds them up."""
+    """Sums of so few terms that float32 rounds no more than the terms themselves; the host adds them up."""
     flat = terms.reshape(-1)
     sums: Array = xp.pad(flat, (0, -flat.size % TERMS)).reshape(-1, TERMS).sum(axis=1)
     return sums
 
 
-def _of_statistics(said: Sequence[Any]) -> _Comparison:
-    same, known, count, largest, error, inherent, *parts = said
+def _of_statistics(statistics: Sequence[Any]) -> _Comparison:
+    same, known, count, largest, error, inherent, *parts = statistics
     got, want, low, got_from_want, low_from_want = (float(np.sum(part, dtype=np.float64)) for part in parts)
     return _Comparison(
         bool(same), bool(known), int(count), float(largest), float(error), float(inherent),
@@ -142,7 +142,7 @@ def _of_statistics(said: Sequence[Any]) -> _Comparison:
 
 
 def _cosine_distance(a: float, b: float, between: float) -> float:
-    """``1 − cos`` of two vectors by their squared lengths and that of their difference, so that little cancels."""
+    """``1 − cos`` of two vectors from their squared lengths and that of their difference, to limit cancellation."""
     if not a or not b:
         return 0.0 if a == b else 1.0
     lengths = math.sqrt(a), math.sqrt(b)
@@ -150,7 +150,7 @@ def _cosine_distance(a: float, b: float, between: float) -> float:
 
 
 def real_numbers(array: Array) -> np.ndarray:
-    """An array of any dtype as float64; complex numbers as pairs, random keys as their words."""
+    """An array of any dtype as float64: complex numbers as pairs, random keys as their words."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     values = np.asarray(array)
@@ -160,7 +160,7 @@ def real_numbers(array: Array) -> np.ndarray:
 
 
 def tree_violations(out: object, ref: object, lowp: object, *, factor: float = 2.0) -> list[str]:
-    """The violations of a pytree of arrays, each with the place of its leaf."""
+    """The violations of a pytree of arrays, each with the path of its leaf."""
     flat, tree = jax.tree_util.tree_flatten_with_path(out)
     refs, lows = jax.tree.leaves(ref), jax.tree.leaves(lowp)
     if len(refs) != len(flat):
@@ -168,12 +168,12 @@ def tree_violations(out: object, ref: object, lowp: object, *, factor: float = 2
     found = []
     for (path, x), r, low in zip(flat, refs, lows, strict=True):
         where = jax.tree_util.keystr(path)
-        found += [f"{where}: {what}".lstrip(": ") for what in violations(x, r, low, factor=factor)]
+        found += [f"{where}: {violation}".lstrip(": ") for violation in violations(x, r, low, factor=factor)]
     return found
 
 
-def widened(arrays: Sequence[Any]) -> list[Any]:
-    """Floating-point arrays narrower than float32 as float32; the rest as they are."""
+def promoted(arrays: Sequence[Any]) -> list[Any]:
+    """Promotes floating-point arrays narrower than float32 to float32; leaves the rest unchanged."""
     return [
         x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x for x in arrays
     ]

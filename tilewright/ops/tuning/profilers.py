@@ -1,11 +1,11 @@
-"""Which profilers of a process may be used, and by whom else they are.
+"""Detects which profilers a process may use, given its other users.
 
-Mosaic GPU's profiler up to JAX 0.11 subscribes to CUPTI as if nobody else did. Where XLA's profiler was ever at work
-in the process, CUPTI counts records that were dropped meanwhile; Mosaic's callback throws for them, across CUPTI's C
-frames, and that ends the process (``callback_complete`` in ``jaxlib/mosaic/gpu/mosaic_gpu_ext.cc``). Of a session that
-is over nothing is left that could be asked. So that profiler is only used where none can have been: every way from JAX
-into XLA's profiler is watched since before JAX had any device, and none was taken. Unseen are only sessions that other
-libraries start by themselves and that are over before the first look.
+Mosaic GPU's profiler up to JAX 0.11 subscribes to CUPTI as if it were the only user. After XLA's profiler was used in
+the process, CUPTI counts records that were dropped meanwhile; Mosaic's callback throws for them, across CUPTI's C
+frames, which ends the process (``callback_complete`` in ``jaxlib/mosaic/gpu/mosaic_gpu_ext.cc``). A session that is
+over leaves no state to query. So that profiler is used only if there was no session: every entry from JAX into XLA's
+profiler is watched since before JAX had any device, and none was used. Only sessions that other libraries start by
+themselves and that end before the first check are missed.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from jax._src import profiler as jax_profiler
 from jax._src import xla_bridge
 
 _TOOLS = (3, 4)
-"""Tools of `sys.monitoring` without a purpose."""
+"""Tool ids of `sys.monitoring` without a reserved purpose."""
 
-_state: Any = jax_profiler._profile_state  # of the trace that ``jax.profiler.start_trace`` takes
+_state: Any = jax_profiler._profile_state  # the state of the trace that ``jax.profiler.start_trace`` takes
 _watched = threading.Event()
 _traced = threading.Event()
 
 
-def _entrances() -> list[CodeType]:
-    """The functions by which a program comes to XLA's profiler: its own traces, a server's, and PGLE's."""
+def _entry_points() -> list[CodeType]:
+    """The functions by which a program enters XLA's profiler: its own traces, a server's, and PGLE's."""
     functions: list[Any] = [
         jax_profiler.start_trace,
         jax_profiler.start_server,
@@ -39,20 +39,20 @@ def _entrances() -> list[CodeType]:
 
 
 def _watch() -> None:
-    """Has it noted from now on when one of them is called; if JAX has no device yet, that is since ever."""
+    """Records from now on when one of them is called; before JAX has a device, that is from the beginning."""
     tool = next((each for each in _TOOLS if sys.monitoring.get_tool(each) is None), None)
     if tool is None or xla_bridge.backends_are_initialized():
         return
     sys.monitoring.use_tool_id(tool, "tilewright")
     started = sys.monitoring.events.PY_START
     sys.monitoring.register_callback(tool, started, lambda *_: _traced.set())
-    for code in _entrances():
+    for code in _entry_points():
         sys.monitoring.set_local_events(tool, code, started)
     _watched.set()
 
 
-def why_not_cupti() -> str:
-    """Why CUPTI must not be used here: it might end the process; empty if it may."""
+def reason_against_cupti() -> str:
+    """The reason why CUPTI must not be used here, since it might end the process; empty if it may."""
     if shares_cupti():
         return ""
     if _traced.is_set():
@@ -69,7 +69,7 @@ def why_not_cupti() -> str:
 
 
 def shares_cupti() -> bool:
-    """Tells if Mosaic GPU's profiler is a subscriber to CUPTI of its own, which XLA's does not disturb."""
+    """True if Mosaic GPU's profiler is a CUPTI subscriber of its own, which XLA's profiler does not disturb."""
     try:
         from jax._src.lib import mosaic_gpu  # without a public name
     except ImportError:  # without CUDA's plugin there is none
@@ -79,11 +79,11 @@ def shares_cupti() -> bool:
 
 
 def running_session() -> str:
-    """The user of XLA's profiler now, of which there is one a process; empty if there is none."""
+    """The current user of XLA's profiler, of which there can be one per process; empty if there is none."""
     fields = vars(_state)
     if fields.get("session", fields.get("profile_session")) is not None:  # the first since JAX 0.12
         return "a trace is being taken in this process (jax.profiler)"
-    if jax.profiler.TraceAnnotation.is_enabled():  # of sessions that were not started by jax.profiler's functions
+    if jax.profiler.TraceAnnotation.is_enabled():  # for sessions not started by jax.profiler's functions
         _traced.set()
         return "XLA's profiler is at work in this process (jax.profiler.start_server, or a library that profiles)"
     return ""
@@ -94,7 +94,7 @@ def trace_into(folder: str, options: jax.profiler.ProfileOptions) -> Iterator[No
     """Takes a trace.
 
     Raises:
-      RuntimeError: another is being taken.
+      RuntimeError: another trace is being taken.
     """
     _traced.set()
     jax.profiler.start_trace(folder, profiler_options=options)
@@ -104,7 +104,7 @@ def trace_into(folder: str, options: jax.profiler.ProfileOptions) -> Iterator[No
         try:
             jax.profiler.stop_trace()
         except RuntimeError:
-            # A session from elsewhere was running. JAX would go on believing that ours is, and refuse every later one.
+            # A foreign session was running. JAX would consider ours still active, and refuse every later one.
             with _state.lock:
                 _state.reset()
             raise

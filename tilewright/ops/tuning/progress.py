@@ -1,4 +1,4 @@
-"""How far a tuning is, shown where somebody looks: a live line in a terminal or a notebook, else nothing."""
+"""Progress display of a tuning: a live line in a terminal or a notebook, else nothing."""
 
 import dataclasses
 import math
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NOTEBOOK_INTERVAL_S = 0.25
-"""Between two updates of a notebook's line, each of which is a message to the browser."""
+"""Minimum time between two updates of a notebook's line, each of which is a message to the browser."""
 
 
 @contextmanager
 def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Iterator[events.Event]:
-    """Shows a tuning's progress for as long as it is entered.
+    """Shows a tuning's progress while the context lasts.
 
-    A terminal gets a live line, which is gone afterwards, and one that stays for each call that was measured; a
-    notebook gets the same in its output. Anything else gets nothing: files, pipes, dumb terminals, continuous
-    integration (``CI`` in the environment), and everybody where rich is not installed.
+    A terminal gets a live line, which is removed afterwards, and a permanent line for each measured call; a notebook
+    gets the same in its output. Nothing is shown in files, pipes, dumb terminals, continuous integration (``CI`` in the
+    environment), or without rich.
 
     Args:
-      stream: where to write; ``sys.stderr`` by default.
-      plain: write the lines that stay where nobody sees a line change, too: for commands, whose output is read later.
+      stream: the output stream; ``sys.stderr`` by default.
+      plain: write the permanent lines also where a live line cannot be shown: for commands, whose output is read later.
 
     Yields:
-      The ``on_event`` for ``tune``, ``Autotuner`` and ``ConfigSelectorChain``. May be called from any thread; events
-      that it does not know are let pass.
+      The ``on_event`` for ``tune``, ``Autotuner`` and ``ConfigSelectorChain``. It may be called from any thread;
+      unknown events are ignored.
     """
     stream = sys.stderr if stream is None else stream
     display = _notebook_display()
     if display is not None:
         yield TuningProgress(_NotebookLine(display)).on_event
-    elif is_watched(stream) and (bar := _bar(stream)) is not None:
+    elif is_interactive(stream) and (bar := _bar(stream)) is not None:
         with bar:
             yield TuningProgress(_TerminalLine(bar)).on_event
     elif plain:
@@ -54,18 +54,18 @@ def _ignore(event: object) -> None:
     pass
 
 
-def is_watched(stream: IO[str]) -> bool:
-    """Whether somebody sees a line change on a stream."""
+def is_interactive(stream: IO[str]) -> bool:
+    """True if a stream is a terminal that shows a live line."""
     if os.environ.get("CI") or os.environ.get("TERM", "") in ("dumb", "unknown"):
         return False
     try:
         return stream.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # the stream is closed
         return False
 
 
 class Line(Protocol):
-    """One line that changes, and lines above it that stay."""
+    """One line that changes, and permanent lines above it."""
 
     def show(self, title: str, done: int, total: int, remark: str) -> None: ...
 
@@ -74,7 +74,7 @@ class Line(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _CallProgress:
-    """How far one call is."""
+    """Progress of one call."""
 
     title: str
     total: int
@@ -93,7 +93,7 @@ class TuningProgress:
         self._building: list[str] = []
 
     def on_event(self, event: object) -> None:
-        """Shows one event of a tuning; those of selection are let pass."""
+        """Shows one event of a tuning; events of selection are ignored."""
         match event:
             case events.TuningStarted() if math.isfinite(event.budget_s):
                 calls = "a call" if event.num_calls == 1 else f"{event.num_calls} calls"
@@ -145,7 +145,7 @@ class TuningProgress:
 
 
 def summary(call: TunedCall) -> str:
-    """A measured call in one line."""
+    """Describes a measured call in one line."""
     tried = sum(1 for candidate in call.candidates if not candidate.dropped)
     speedup = f", {call.speedup:.2f}× as fast as the default" if call.speedup else ""
     chosen = f"{describe_config(call.winner.config)}: {milliseconds(call.winner.time_ms)}"
@@ -154,14 +154,14 @@ def summary(call: TunedCall) -> str:
 
 
 def milliseconds(time_ms: float | None) -> str:
-    """A time with three significant digits; a dash where there is none."""
+    """Formats a time with three significant digits; a dash if there is none."""
     if time_ms is None:
         return "–"
     return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
 
 
 def plain_console(**options: Any) -> "Console":
-    """A console that prints text as it is: the brackets of shapes and paths are no markup."""
+    """A console that prints text verbatim: the brackets of shapes and paths are no markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **options)
@@ -171,8 +171,8 @@ def event_bar(console: "Console", *fields: str, transient: bool = False) -> "Pro
     """A progress bar.
 
     Args:
-      fields: of a task, shown after the count: templates such as ``"{task.fields[remark]}"``.
-      transient: whether it vanishes at its end.
+      fields: fields of a task, shown after the count: templates such as ``"{task.fields[remark]}"``.
+      transient: remove the bar at its end.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -188,7 +188,7 @@ def event_bar(console: "Console", *fields: str, transient: bool = False) -> "Pro
 
 
 def _bar(stream: IO[str]) -> "Progress | None":
-    """``None`` where rich is not installed."""
+    """A terminal's progress bar; ``None`` if rich is not installed."""
     try:
         console = plain_console(file=stream, force_terminal=True, force_jupyter=False)
     except ImportError:
@@ -197,7 +197,7 @@ def _bar(stream: IO[str]) -> "Progress | None":
 
 
 class _PlainLine:
-    """Without a line that changes: each call is named when it begins."""
+    """Permanent lines only: names each call when it begins."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream
@@ -213,7 +213,7 @@ class _PlainLine:
 
 
 class _TerminalLine:
-    """By rich, which also puts above the line what others print meanwhile."""
+    """A live line by rich, which also prints the output of others above the line."""
 
     def __init__(self, bar: "Progress"):
         self._bar = bar
@@ -221,7 +221,7 @@ class _TerminalLine:
         self._title = ""
 
     def show(self, title: str, done: int, total: int, remark: str) -> None:
-        if title != self._title:  # also after one that was kept: its clock starts anew
+        if title != self._title:  # also after a permanent line: the clock restarts
             self._bar.reset(self._task, total=total, description=title, visible=True)
             self._title = title
         self._bar.update(self._task, completed=done, remark=remark)
@@ -233,7 +233,7 @@ class _TerminalLine:
 
 
 class _NotebookLine:
-    """By IPython's display, whose output can be replaced later."""
+    """A live line by IPython's display, whose output can be replaced later."""
 
     def __init__(self, display: Callable[..., Any]):
         self._display = display
@@ -253,19 +253,19 @@ class _NotebookLine:
         self._put()
 
     def _put(self, *last: str) -> None:
-        said = {"text/plain": "\n".join((*self._kept, *last))}
+        bundle = {"text/plain": "\n".join((*self._kept, *last))}
         if self._handle is None:
-            self._handle = self._display(said, raw=True, display_id=True)
+            self._handle = self._display(bundle, raw=True, display_id=True)
         else:
-            self._handle.update(said, raw=True)
+            self._handle.update(bundle, raw=True)
 
 
 def _notebook_display() -> Callable[..., Any] | None:
-    """``IPython.display.display`` if this process is the kernel of a notebook; nothing is imported to find out."""
+    """``IPython.display.display`` if this process is the kernel of a notebook; imports nothing to find out."""
     ipython, display = sys.modules.get("IPython"), sys.modules.get("IPython.display")
     find_shell = getattr(ipython, "get_ipython", None)
     shell = None if find_shell is None else find_shell()
-    # Colab's class is another one, derived from this.
+    # Colab's class is derived from this one.
     if not any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__):
         return None
     return getattr(display, "display", None)

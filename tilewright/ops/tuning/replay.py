@@ -1,4 +1,4 @@
-"""A recorded tuning run again without its device: what another search would have found, and for how many samples."""
+"""Replays a recorded tuning without its device: what another search would have found, with how many samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from tilewright.ops.tuning.limits import Limits, Prediction
 
 
 class RecordedBench(Bench):
-    """The samples of a tuning, in the order in which they were taken and then from the first again.
+    """The samples of a tuning in the order in which they were taken, repeated from the start if more are needed.
 
     Attributes:
-      samples: how many were asked for, first ones included.
+      samples: the number of samples taken, first ones included.
     """
 
     def __init__(self, candidates: Sequence[Candidate]):
@@ -52,14 +52,14 @@ class RecordedBench(Bench):
 
 
 def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tuple[TunedCall, int]:
-    """What a search finds in the recorded samples of a call, and how many samples it takes.
+    """Runs a search on the recorded samples of a call; returns the result and the number of samples.
 
     Raises:
-      ValueError: the record has no candidate that was found right.
+      ValueError: no recorded candidate was found right.
     """
     bench = RecordedBench(call.candidates)
     limits = Limits(iters, search, 0.0, lambda: True, lambda: True, lambda: False)
-    race = CandidateSearch(
+    search_run = CandidateSearch(
         bench,
         [candidate.config for candidate in call.candidates],
         limits,
@@ -68,8 +68,8 @@ def replay(call: TunedCall, search: Search = "halving", *, iters: int = 5) -> tu
         emit=lambda _: None,
         record=lambda _: None,
     )
-    chosen = race.run()
+    chosen = search_run.run()
     if chosen is None:
         raise ValueError(f"no candidate of {call.op} ({call.direction}) was found right")
-    found = dataclasses.replace(call, candidates=tuple(race.found), chosen=chosen)
+    found = dataclasses.replace(call, candidates=tuple(search_run.found), chosen=chosen)
     return found, bench.samples

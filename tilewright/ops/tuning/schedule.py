@@ -1,4 +1,4 @@
-"""The calls of a tuning under one budget: what can be measured at once first, then what has been built meanwhile."""
+"""Tunes several calls within one budget: first what can be measured at once, then what has been built meanwhile."""
 
 import math
 import threading
@@ -16,19 +16,19 @@ from tilewright.ops.utils.describe import describe_key
 class Schedule:
     """Runs the tunings of several calls, one at a time.
 
-    All builds are begun first. Each call then gets its share of the time for what can be started without waiting. One
-    that waits for a build is left for the next, and taken up again when the build is made. What is not made when the
-    time is needed to tell those apart that ran is left out, and goes on being built.
+    All builds are started first. Each call then gets its share of the time for candidates that can be started without
+    waiting. A call that waits for a build is suspended, and resumed when the build is made. A build that is unfinished
+    when the remaining time is needed to compare the candidates that ran is left out, and continues.
 
     Args:
-      deadline: of ``time.monotonic``.
+      deadline: the end of the budget, in ``time.monotonic``.
       call_budget_s: seconds for each call.
-      emit: is called with events.
+      emit: called with events.
 
     Attributes:
       entries: the calls that have a winner.
-      left_out: the calls that were not measured, in words.
-      failures: of calls whose candidates all failed.
+      left_out: the calls that were not measured, in short form.
+      failures: exceptions of the calls whose candidates all failed.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Schedule:
             raise
         if self._cancelled.is_set():
             self._builds.stop()
-        elif left := self._builds.leave():
+        elif left := self._builds.detach():
             self._emit(BuildsLeft(tuple(map(str, left))))
 
     def _begin_builds(self) -> None:
-        """Begins with the best guesses of all calls."""
-        wanted: list[Build] = []
+        """Starts the builds, those of every call's first candidates first."""
+        needed: list[Build] = []
         for rank in range(max((len(call.configs) for call in self._calls), default=0)):
             for call in self._calls:
-                wanted += call.needed_builds(rank)
+                needed += call.needed_builds(rank)
         for call in self._calls:
             call.follow(self._builds)
-        self._builds.add(wanted)
+        self._builds.add(needed)
 
     def _first_pass(self) -> None:
-        """Measures of every call what can be started without waiting for a build."""
+        """Measures for every call the candidates that can be started without waiting for a build."""
         for position, call in enumerate(self._calls):
             if self._cancelled.is_set():
                 return
@@ -88,9 +88,9 @@ class Schedule:
             self._explore(call, left / (len(self._calls) - position))
 
     def _second_pass(self) -> None:
-        """Goes on with calls whose builds are made, until the time that is left is needed to decide."""
+        """Resumes calls whose builds are made, until the remaining time is needed to decide."""
         while self._waiting and not self._cancelled.is_set():
-            self._tell_of_builds()
+            self._report_builds()
             call = next((each for each in self._waiting if each.can_explore or not each.is_waiting), None)
             needed = sum(each.ending_s for each in self._waiting)
             left = self._wait_until - time.monotonic() - needed
@@ -107,19 +107,19 @@ class Schedule:
         for position, call in enumerate(waiting):
             self._set_clock(call, (self._wait_until - time.monotonic()) / (len(waiting) - position))
             self._decide(call)
-        self._tell_of_builds()
+        self._report_builds()
 
     def _explore(self, call: CallTuning, seconds: float) -> None:
         self._set_clock(call, seconds)
         call.explore()
-        self._tell_of_builds()
+        self._report_builds()
         if call.is_waiting and not call.can_explore and not self._cancelled.is_set():
             self._waiting.append(call)
         else:
             self._decide(call)
 
     def _open(self, call: CallTuning) -> None:
-        """Has the others give back what they hold: arrays of one call at a time are on the device."""
+        """Makes the other calls release their resources: only one call's arrays are on the device at a time."""
         for other in self._calls:
             if other is not call:
                 other.suspend()
@@ -146,6 +146,6 @@ class Schedule:
         self.left_out.append(f"{call.inv.kernel.name} {call.inv.direction} {shapes}")
         self._emit(CallLeftOut(call.inv, shapes, "the budget ended before one of its candidates was measured"))
 
-    def _tell_of_builds(self) -> None:
-        for event in self._builds.news():
+    def _report_builds(self) -> None:
+        for event in self._builds.take_events():
             self._emit(event)

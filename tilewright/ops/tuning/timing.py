@@ -1,4 +1,4 @@
-"""The one way to time: how long a function keeps the device busy."""
+"""Timers that measure how long a function keeps the device busy."""
 
 import abc
 import dataclasses
@@ -19,16 +19,16 @@ import jax.numpy as jnp
 
 from tilewright.ops.config.tuner import Timer, check_counts
 from tilewright.ops.kernel.candidates import Timing
-from tilewright.ops.tuning.profilers import running_session, trace_into, why_not_cupti
+from tilewright.ops.tuning.profilers import reason_against_cupti, running_session, trace_into
 from tilewright.ops.types import Device
 
 logger = logging.getLogger(__name__)
 
-# A sample shorter than this is mostly the clock and the dispatch; short functions are run several times per sample.
-SHORTEST_SAMPLE_S = 1e-3
+# A shorter sample would measure mostly the clock and the dispatch; short functions run several times per sample.
+MIN_SAMPLE_S = 1e-3
 MAX_CALLS_PER_SAMPLE = 1000
-# Of calls that a trace is taken of; nothing but the trace's own cost is spread by more of them.
-SHORTEST_TRACE_S = 10e-3
+# Minimum time of the calls in one trace; more calls would only amortise the cost of the trace itself.
+MIN_TRACE_S = 10e-3
 MAX_CALLS_PER_TRACE = 8
 
 
@@ -46,12 +46,12 @@ def calls_per_sample(
     function: Callable[..., Any],
     args: Sequence[Any],
     *,
-    shortest_s: float = SHORTEST_SAMPLE_S,
-    most: int = MAX_CALLS_PER_SAMPLE,
+    min_s: float = MIN_SAMPLE_S,
+    max_calls: int = MAX_CALLS_PER_SAMPLE,
 ) -> int:
-    """How many calls make a sample long enough to be measured."""
+    """The number of calls that make a sample long enough to be measured."""
     once = sample_ms(function, args, 1) / 1e3
-    return max(1, min(most, round(shortest_s / max(once, 1e-7))))
+    return max(1, min(max_calls, round(min_s / max(once, 1e-7))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,23 +73,23 @@ type KernelTimes = list[tuple[str, float]]
 class KernelTimer(Timer, abc.ABC):
     """The time that a call's kernels run on a GPU, as a profiler reports it.
 
-    Gaps between kernels do not count, nor do copies. Before each call as much memory is written as the L2 cache cannot
-    hold, for no model finds its operands there.
+    Gaps between kernels and copies do not count. Before each call a buffer larger than the L2 cache is written, since
+    no model finds its operands in the cache.
 
     Attributes:
-      flushed_bytes: how much; 0 for none.
+      flushed_bytes: size of that buffer; 0 for none.
     """
 
-    # Ratios of candidates of attention came out the same to 0.7 % on an H100 when they were compiled and measured anew.
+    # Ratios of attention candidates repeated to 0.7 % on an H100 when they were compiled and measured anew.
     repeats_to: ClassVar[float] = 0.01
     flushed_bytes: int = 256 << 20
 
     @abc.abstractmethod
     def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
-        """Those of every call.
+        """The kernels of every call.
 
         Raises:
-          RuntimeError: it started none, or the profiler is not to be had.
+          RuntimeError: a call started no kernel, or the profiler is unavailable.
         """
 
     def sample_ms(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
@@ -105,29 +105,29 @@ class CuptiTimer(KernelTimer):
     """The time that a call's kernels run on an NVIDIA GPU, as CUPTI reports it to Mosaic GPU's profiler."""
 
     def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        return 1  # neither the dispatch nor the clock's resolution is in it
+        return 1  # neither the dispatch nor the clock's resolution affects the time
 
     def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
-        # One by one: the profiler holds on to the results of all calls that it measures at once.
+        # One by one: the profiler keeps the results of all calls that it measures at once alive.
         return [each for _ in range(calls) for each in kernels(function, args)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class XlaTimer(KernelTimer):
-    """The time that a call's kernels run on a GPU, as XLA's profiler reports it; for want of `CuptiTimer`.
+    """The time that a call's kernels run on a GPU, as XLA's profiler reports it; used if `CuptiTimer` cannot be.
 
-    Each sample is a trace, which takes milliseconds to start and to write: a sample of a short call is of several.
+    Each sample is a trace, which takes milliseconds to start and to write: one trace holds several short calls.
     """
 
     def calls(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        return calls_per_sample(function, args, shortest_s=SHORTEST_TRACE_S, most=MAX_CALLS_PER_TRACE)
+        return calls_per_sample(function, args, min_s=MIN_TRACE_S, max_calls=MAX_CALLS_PER_TRACE)
 
     def kernels(self, function: Callable[..., Any], args: Sequence[Any], calls: int) -> list[KernelTimes]:
         def run() -> None:
             for _ in range(calls):
                 jax.block_until_ready(function(*args))
 
-        jax.block_until_ready(function(*args))  # what compiling it runs on the device is none of its own
+        jax.block_until_ready(function(*args))  # run once before: compilation may run kernels on the device
         found = gpu_kernels(traced(run))
         if not found:
             raise RuntimeError(f"{function} started no kernel that XLA's profiler saw")
@@ -143,20 +143,21 @@ def _sum_ms(found: KernelTimes) -> float:
 
 def _without(flush: Sequence[str], found: KernelTimes) -> KernelTimes:
     """The kernels of one call without those that overwrote the cache before it."""
-    own = list(found)
+    remaining = list(found)
     for name in flush:
-        names = [name for name, _ in own]
+        names = [name for name, _ in remaining]
         if name not in names:
             raise RuntimeError(f"the kernel {name!r} that overwrites the cache is not among those seen: {names}")
-        del own[names.index(name)]  # it was the first to be launched
-    return own
+        del remaining[names.index(name)]  # the flush was launched first
+    return remaining
 
 
 class _Flushing:
     """A call right after the cache was overwritten.
 
-    A profiler calls a function once before it measures it, so that nothing done before would last; and Mosaic GPU's
-    compiles what does not look like something that ``jax.jit`` returned, hence the two methods that nobody calls.
+    A profiler calls a function once before it measures it, so a flush outside of the function would have no effect.
+    Mosaic GPU's profiler compiles functions that do not look like results of ``jax.jit``, hence the two methods that
+    are never called.
     """
 
     def __init__(self, function: Callable[..., Any], size: int):
@@ -182,25 +183,25 @@ def kernels(function: Callable[..., Any], args: Sequence[Any], calls: int = 1) -
     """The kernels of every call, as CUPTI reports them; the calls are queued together.
 
     Raises:
-      RuntimeError: there are none, CUPTI is not there, or it would end the process.
+      RuntimeError: there are none, CUPTI is unavailable, or it would end the process.
     """
     from jax.experimental.mosaic.gpu import profiler  # loads CUPTI
 
-    if why := why_not_cupti():
+    if why := reason_against_cupti():
         raise RuntimeError(why)
     _, found = profiler.measure(function, aggregate=False, iterations=calls)(*args)
     if not found:
         raise RuntimeError(f"{function} started no kernel")
     each: list[Any] = [found] if calls == 1 else list(found)
-    return [[(name, float(time_ms)) for name, time_ms in one] for one in each]
+    return [[(name, float(time_ms)) for name, time_ms in call] for call in each]
 
 
 def traced(run: Callable[[], Any]) -> jax.profiler.ProfileData:
-    """What XLA's profiler recorded of the devices while a function ran.
+    """The recording of the devices that XLA's profiler made while a function ran.
 
     Raises:
       RuntimeError: a trace is being taken already.
-      OSError: the recording, which goes through a temporary file, cannot be written.
+      OSError: the recording, a temporary file, cannot be written.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -217,8 +218,8 @@ def gpu_kernels(profile: jax.profiler.ProfileData) -> KernelTimes:
     """The kernels on all streams of all GPUs in a recording of XLA's profiler, without copies and derived events."""
     found = []
     with warnings.catch_warnings():
-        # Where warnings are errors, the first look at an event's statistics would end the process: nanobind gives up on
-        # the DeprecationWarning about a type without a module.
+        # If warnings are errors, reading an event's statistics would end the process: nanobind aborts on the
+        # DeprecationWarning about a type without a module.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in profile.planes:
             if not re.fullmatch(r"/device:GPU:\d+", plane.name):
@@ -236,26 +237,26 @@ def _write(size: int) -> jax.Array:
 
 
 def timer_for(device: Device) -> Timer:
-    """On an NVIDIA GPU CUPTI's, or else XLA's profiler's, if one can be had; the host's clock elsewhere.
+    """The best available timer: CUPTI or else XLA's profiler on an NVIDIA GPU; elsewhere the host's clock.
 
-    While somebody else uses XLA's profiler it is the host's clock, unless CUPTI can be shared.
+    While another user runs XLA's profiler it is the host's clock, unless CUPTI can be shared.
     """
     if device.kind != "gpu" or device.capability is None:
         return WallTimer()
-    why = why_not_cupti()
-    if why and (who := running_session()):
-        logger.warning("kernels are timed by the host's clock: %s", who)
+    why = reason_against_cupti()
+    if why and (session := running_session()):
+        logger.warning("kernels are timed by the host's clock: %s", session)
         return WallTimer()
     return _profiling_timer(why)
 
 
 @functools.cache
-def _profiling_timer(why_not_cupti: str) -> Timer:
+def _profiling_timer(reason_against_cupti: str) -> Timer:
     profilers: tuple[tuple[str, KernelTimer], ...] = (("CUPTI", CuptiTimer()), ("XLA's profiler", XlaTimer()))
     for name, timer in profilers:
         try:
             timer.sample_ms(jax.jit(lambda x: x + 1), (jnp.zeros((1 << 16,)),), 1)
-        except Exception as error:  # another process may hold CUPTI, a library may be missing, a trace be running
+        except Exception as error:  # another process may hold CUPTI, a library may be missing, or a trace be running
             logger.warning("kernels are not timed by %s, for it cannot be used: %s", name, error)
         else:
             return timer
@@ -269,14 +270,14 @@ def time_interleaved(
     *,
     warmup: int,
     iters: int,
-    may_go_on: Callable[[], bool] = lambda: True,
+    may_continue: Callable[[], bool] = lambda: True,
 ) -> list[Timing]:
     """Times functions in turn, so that a machine that slows down slows all of them.
 
     Args:
       warmup: untimed calls of each function.
       iters: samples of each function.
-      may_go_on: asked before every round but the first; ``False`` ends the measurement with the samples taken.
+      may_continue: asked before every round but the first; ``False`` ends the measurement with the samples taken.
     """
     calls = []
     for function in functions:
@@ -285,11 +286,11 @@ def time_interleaved(
         calls.append(calls_per_sample(function, args))
     samples: list[list[float]] = [[] for _ in functions]
     for i in range(iters):
-        if i and not may_go_on():
+        if i and not may_continue():
             break
-        for function, count, mine in zip(functions, calls, samples, strict=True):
-            mine.append(sample_ms(function, args, count))
-    return [Timing(tuple(mine)) for mine in samples]
+        for function, count, function_samples in zip(functions, calls, samples, strict=True):
+            function_samples.append(sample_ms(function, args, count))
+    return [Timing(tuple(function_samples)) for function_samples in samples]
 
 
 def benchmark(function: Callable[..., Any], *args: object, num_warmup: int = 3, num_iters: int = 100) -> float:

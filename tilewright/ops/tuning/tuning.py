@@ -1,4 +1,4 @@
-"""Measuring the candidates of a call and keeping the fastest that is right."""
+"""Measures the candidates of a call and keeps the fastest one with right results."""
 
 import contextlib
 import logging
@@ -32,13 +32,13 @@ from tilewright.ops.tuning.events import (
     TuningEvent,
     TuningStarted,
 )
-from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, why_not_sent
+from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, reason_not_sendable
 from tilewright.ops.tuning.schedule import Schedule
 from tilewright.ops.tuning.timing import benchmark
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
-from tilewright.ops.utils.untraced import Interrupted, measuring_alone, outside_traces
+from tilewright.ops.utils.untraced import Interrupted, measurement_lock, run_untraced
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +57,21 @@ __all__ = [
 ]
 
 DEFAULT_CALL_S = 120.0
-"""Seconds for each call that must be measured, where the caller gives no budget."""
+"""Default seconds for each call that must be measured."""
 
 
 class Autotuner:
-    """Tunes invocations and stores the winners where a selector finds them.
+    """Tunes invocations and stores the winners where a selection chain finds them.
 
     Args:
-      tuner: how to measure.
-      chooser: the chain to store in, and to take forward configs from when a backward pass is tuned; the default
-        executor's by default.
-      budget_s: seconds for all calls together, builds included; no limit by default. What there is no time for is left
-        out, and said; builds go on by themselves.
-      call_budget_s: seconds for each call; candidates that are left after three quarters of it are not tried.
+      tuner: settings of the measurements.
+      chooser: the chain that stores the winners, and that provides forward configs when a backward pass is tuned; the
+        default executor's chain by default.
+      budget_s: seconds for all calls together, builds included; no limit by default. Calls and candidates without time
+        are left out and reported; builds continue in the background.
+      call_budget_s: seconds for each call; no new candidates are tried after three quarters of it.
       verify: check candidates against the kernel's reference, if it has one.
-      on_event: is called with the events of this module, from the thread that measures.
+      on_event: called with the events of this module, from the thread that measures.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Autotuner:
         inputs: Arguments | None = None,
         reuse: bool = False,
     ) -> AutotuningResult:
-        """Measures every invocation and returns all that was found.
+        """Measures every invocation and returns the results.
 
         Functions that were traced with other configs than the winners are traced again.
 
         Args:
-          configs: candidates in place of the kernel's config space; the heuristic is always among them.
-          inputs: prepared arguments to measure with in place of the kernel's samples.
-          reuse: take a complete measurement that a cache holds instead of repeating it.
+          configs: candidates in place of the kernel's config space; the heuristic is always added.
+          inputs: prepared arguments to measure with in place of the kernel's sampled ones.
+          reuse: use a complete measurement that a cache holds instead of repeating it.
 
         Raises:
-          TypeError: ``invocations`` or ``configs`` hold something else.
+          TypeError: an element of ``invocations`` is no invocation, or ``configs`` is not iterable.
           ExceptionGroup: every candidate of an invocation failed.
         """
         for inv in invocations:
@@ -136,7 +136,7 @@ class Autotuner:
         inputs: Arguments | None = None,
         reuse: bool = False,
     ) -> AutotuningResult:
-        """``tune`` for a caller who is about to trace: leaves the traces of others as they are."""
+        """``tune`` for a caller who is about to trace: does not invalidate other traces."""
         if configs is not None and not isinstance(configs, Iterable):
             raise TypeError(f"{configs=} must be configs of the kernel, or None")
         check_runs_here()
@@ -163,8 +163,8 @@ class Autotuner:
 
         interrupted = False
         try:
-            with measuring_alone():
-                outside_traces(work)
+            with measurement_lock():
+                run_untraced(work)
         except Interrupted:
             interrupted = True
         failures = [failure for schedule in schedules for failure in schedule.failures]
@@ -188,7 +188,7 @@ class Autotuner:
             self._on_event(event)
 
     def _known(self, inv: Invocation[Any, Any]) -> TunedCall | None:
-        """The entry of a call that a cache has measurements of."""
+        """The entry of a call with complete measurements in a cache."""
         stored = self.chooser.measurements(inv)
         if stored is None:
             return None
@@ -196,7 +196,7 @@ class Autotuner:
         chosen = next((i for i, c in enumerate(candidates) if c.config == config), None)
         if chosen is None:
             return None
-        # Measurements of another source than the present one are not given out.
+        # The source is the present one: stale measurements were not returned.
         return TunedCall.of(inv, candidates, chosen, step=step, source=inv.kernel.source())
 
     def _call(
@@ -208,7 +208,7 @@ class Autotuner:
         idle: IdleWorker,
         deadline: float,
     ) -> CallTuning:
-        """The tuning of one call, before anything of it is measured."""
+        """The tuning of one call, before anything is measured."""
         candidates, first = self._candidates(inv, configs)
         return CallTuning(
             inv,
@@ -231,15 +231,15 @@ class Autotuner:
         idle: IdleWorker,
         deadline: float,
     ) -> Bench:
-        """Where the candidates run.
+        """Makes the bench that runs the candidates.
 
         Raises:
-          ValueError: in a process of their own they cannot, and that was asked for.
+          ValueError: process isolation was requested, but the candidates cannot run in another process.
         """
         tuner = self.tuner
         if tuner.isolation != "none":
             task = Task.of(inv, candidates, inputs, self.chooser, tuner.timer, tuner.warmup, verify=self.verify)
-            why = why_not_sent(task)
+            why = reason_not_sendable(task)
             if not why:
                 return ProcessBench(task, timeout_s=tuner.timeout_s, idle=idle, deadline=deadline)
             if tuner.isolation == "process":
@@ -250,7 +250,7 @@ class Autotuner:
         )
 
     def _candidates(self, inv: Invocation[Any, Any], configs: list[Any] | None) -> tuple[list[Any], int]:
-        """Each candidate once, and how many come before all others: the heuristic, and what a stale entry holds."""
+        """The distinct candidates, and the number of leading ones: the heuristic, and the config of a stale entry."""
         stale = self.chooser.stale_config(inv)
         space = list(inv.kernel.config_space(inv)) if configs is None else configs
         leading = [inv.kernel.heuristic_cfg(inv), *([] if stale is None else [stale])]
@@ -262,7 +262,7 @@ class Autotuner:
 
 
 def _measured_for(inv: Invocation[Any, Any], chain: ConfigSelectorChain, policy: AutotunePolicy) -> AutotuningResult:
-    """Tunes a call for a chain that may."""
+    """Tunes a call for a chain whose policy allows it."""
     autotuner = Autotuner(
         chain.tuner, chooser=chain, budget_s=policy.budget_s, verify=policy.verify, on_event=chain.on_event
     )
@@ -277,14 +277,14 @@ def _seconds(budget_s: float | None) -> float:
 
 
 def log_event(logger: logging.Logger, event: TuningEvent) -> None:
-    """Says at INFO that a tuning starts and what it found, and at DEBUG what became of each candidate."""
+    """Logs at INFO that a tuning starts and its result, and at DEBUG the outcome of each candidate."""
     match event:
         case CallStarted(inv, shapes, count):
             logger.info("tuning %s %s %s: %d candidates", inv.kernel.name, inv.direction, shapes, count)
         case CallTuned(call):
-            won = call.winner
-            time = "" if won.time_ms is None else f", {won.time_ms:.4g} ms"
-            logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(won.config), time)
+            winner = call.winner
+            time = "" if winner.time_ms is None else f", {winner.time_ms:.4g} ms"
+            logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(winner.config), time)
         case CandidateMeasured(_, config, time_ms):
             logger.debug("%s: %.4g ms", describe_config(config), time_ms)
         case CandidateFailed(_, config, why) | CandidateDropped(_, config, why) | CandidateLeftOut(_, config, why):
@@ -307,7 +307,7 @@ def autotune(
     num_iters: int = 10,
     **kwargs: object,
 ) -> Any:
-    """The best forward config of one call, measured with the arrays given and stored for later calls.
+    """Returns the best forward config of one call, measured with the given arrays and stored for later calls.
 
     Args:
       configs: the candidates; the kernel's ``config_space`` by default.
@@ -315,18 +315,18 @@ def autotune(
       num_iters: samples of each candidate.
 
     Raises:
-      ExceptionGroup: every candidate failed; with all of their exceptions.
+      ExceptionGroup: every candidate failed; contains all of their exceptions.
     """
     inv, inputs = prepared(kernel, args, kwargs)
-    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=current_overrides_verify())
+    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=verification_enabled())
     result = tuner.tune(inv, configs=configs, inputs=inputs)
     if result.interrupted:
         raise KeyboardInterrupt
     return result.entries[0].winner.config
 
 
-def current_overrides_verify() -> bool:
-    """Whether ``policy_override`` leaves verification on."""
+def verification_enabled() -> bool:
+    """True unless ``policy_override`` switches verification off."""
     return bool(dict(current_overrides().policy).get("verify", True))
 
 
@@ -336,7 +336,7 @@ def autotune_recorded(
     """Tunes recorded invocations on sampled inputs and stores the winners.
 
     Raises:
-      KeyboardInterrupt: the caller was interrupted; what had been measured is kept.
+      KeyboardInterrupt: the caller was interrupted; the measurements made so far are kept.
     """
     if not isinstance(invocations, Iterable):
         raise TypeError(f"{invocations=} must be invocations, such as get_invocations returns")

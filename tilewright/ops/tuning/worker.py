@@ -1,4 +1,4 @@
-"""What the process of `isolation` runs: ``python -m tilewright.ops.tuning.worker FD``."""
+"""The worker process of `isolation`: ``python -m tilewright.ops.tuning.worker FD``."""
 
 import dataclasses
 import gc
@@ -20,11 +20,11 @@ from tilewright.ops.tuning.workload import forward_of
 
 
 def main() -> None:
-    # The parent has chosen already, and the lock that the environment names may be the one that is being made.
+    # The parent has selected already, and the environment's lock may be the one that is being made.
     for name in ("TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
         os.environ.pop(name, None)
     connection = Connection(int(sys.argv[1]))
-    is_healthy()  # finding the device and the first program on it take seconds, which the parent has other work for
+    is_healthy()  # the first program on the device takes seconds, in which the parent does other work
     bench: LocalBench | None = None
     while True:
         try:
@@ -38,11 +38,11 @@ def main() -> None:
         try:
             if bench is not None:
                 bench.close()
-                bench = None  # and with it its arrays, before those of the next task are made
+                bench = None  # drop its arrays before those of the next task are made
                 jax.clear_caches()
                 gc.collect()
             bench = bench_of(pickle.loads(arguments[0]))
-        except Exception as error:  # whatever it is, the parent is to say it
+        except Exception as error:  # the parent reports any error
             connection.send(("broken", failure(error), held_bytes()))
             return
         connection.send(("ok", None, held_bytes()))
@@ -52,9 +52,9 @@ def bench_of(task: Task) -> LocalBench:
     for name, value in task.settings.items():
         jax.config.update(name, value)
     device = task.inv.target
-    here = jax.devices()[0].device_kind
-    if device.present and device.name not in (here, "cpu"):
-        raise RuntimeError(f"the call is for {device.name}, and this process has {here}")
+    device_name = jax.devices()[0].device_kind
+    if device.present and device.name not in (device_name, "cpu"):
+        raise RuntimeError(f"the call is for {device.name}, and this process has {device_name}")
     cache = ConfigCache()
     chain = ConfigSelectorChain(cache, PersistentCache())
     if task.forward is not None:
@@ -70,7 +70,7 @@ def answer(bench: LocalBench, name: str, *arguments: Any) -> Any:
             return bench.expect(*arguments)
         case "start":
             trial = bench.start(*arguments)
-            # An exception may hold anything, and some cannot be rebuilt from what was pickled; its message is kept.
+            # An exception may hold anything and may not survive pickling; its message is kept.
             return dataclasses.replace(trial, exception=None)
         case "sample_ms" | "recheck":
             try:
@@ -83,15 +83,15 @@ def answer(bench: LocalBench, name: str, *arguments: Any) -> Any:
 
 
 def is_healthy() -> bool:
-    """Whether the device still computes: after an illegal address nothing in the process does."""
+    """True if the device still computes, which it does not in a process after an illegal address."""
     try:
         return float(jax.jit(lambda x: (x + 1).sum())(jnp.arange(4.0))) == 10.0
-    except Exception:  # that is the answer
+    except Exception:  # an error means no
         return False
 
 
 def held_bytes() -> int:
-    """Memory of this process, and of the device as far as it says."""
+    """Memory of this process, plus that of the device if it is reported."""
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     statistics = jax.devices()[0].memory_stats() or {}

@@ -1,4 +1,4 @@
-"""What a tuning runs: the inputs of one invocation, its stage under a given config, and the oracle's answer."""
+"""The runnable form of one invocation: its inputs, its stage under a given config, and the oracle's results."""
 
 import concurrent.futures
 import contextlib
@@ -23,13 +23,13 @@ from tilewright.ops.lowering import ahead
 from tilewright.ops.lowering.call import Call, Selector, code_of
 from tilewright.ops.lowering.lowering import results_of
 from tilewright.ops.lowering.stages import map_axes
-from tilewright.ops.tuning.numerics import tree_violations, widened
+from tilewright.ops.tuning.numerics import promoted, tree_violations
 from tilewright.ops.utils.untraced import numerics_here
 
 SEED = 20
-# So many different elements are drawn for a mapped axis; a longer axis repeats them.
+# Number of different elements drawn for a mapped axis; a longer axis repeats them.
 DISTINCT_ELEMENTS = 8
-# The oracle runs twice: to try out tiles for its matrix products takes longer than products with any tiles.
+# The oracle runs twice only: autotuning its matmuls would take longer than running them untuned.
 ORACLE_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0}
 
 
@@ -38,13 +38,13 @@ class Workload:
 
     Args:
       inv: the invocation.
-      chooser: gives the forward config when the invocation is a backward pass.
-      inputs: prepared arguments of one call; samples where there are none.
-      verify: compute the oracle's answer to check candidates against.
+      chooser: provides the forward config if the invocation is a backward pass.
+      inputs: prepared arguments of one call; sampled by default.
+      verify: compute the oracle's results to check candidates against.
 
     Attributes:
-      operands: what every compiled candidate is called with.
-      checked: whether ``check`` compares with an oracle.
+      operands: the operands of every compiled candidate.
+      checked: True if ``check`` compares with an oracle.
     """
 
     def __init__(
@@ -60,66 +60,66 @@ class Workload:
         if inv.direction == "backward":
             self._add_cotangents(chooser)
         self.checked = verify and optional_method(inv.kernel, "reference") is not None
-        self._asked: concurrent.futures.Future[tuple[float, list[_Answer]]] | None = None
+        self._oracle_results: concurrent.futures.Future[tuple[float, list[_Answer]]] | None = None
 
-    def ask_oracle(self, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
-        """Has the oracle answer in another thread, in a ``turn``, while candidates are compiled."""
-        if not self.checked or self._asked is not None:
+    def start_oracle(self, device_access: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        """Runs the oracle in another thread, inside of ``device_access()``, while candidates are compiled."""
+        if not self.checked or self._oracle_results is not None:
             return
-        numerics = numerics_here()  # of this thread; the other has its own
+        numerics = numerics_here()  # those of this thread; the other thread has its own
 
         def answer() -> tuple[float, list[_Answer]]:
-            with numerics(), turn():
+            with numerics(), device_access():
                 return self._oracle()
 
         pool = concurrent.futures.ThreadPoolExecutor(1, "tilewright-oracle")
-        self._asked = pool.submit(contextvars.copy_context().run, answer)
+        self._oracle_results = pool.submit(contextvars.copy_context().run, answer)
         pool.shutdown(wait=False)
 
     def wait_for_oracle(self) -> None:
-        """Waits for the oracle's answer, if there is an oracle.
+        """Waits for the oracle's results, if there is an oracle.
 
         Raises:
           Whatever the oracle raised.
         """
-        self.ask_oracle()
-        if self._asked is not None:
-            self._asked.result()
+        self.start_oracle()
+        if self._oracle_results is not None:
+            self._oracle_results.result()
 
     def compile(
-        self, config: object, turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self, config: object, device_access: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> Callable[..., Any]:
-        """The stage with a config, compiled in a ``turn``: what is done before does not touch the device."""
+        """Compiles the stage with a config, inside of ``device_access()``; lowering does not touch the device."""
         lowered = jax.jit(self._code(config)).lower(*self.operands)
-        ahead.wait()  # otherwise XLA would compile the same kernels beside
-        with turn():
+        ahead.wait()  # otherwise XLA would compile the same kernels at the same time
+        with device_access():
             return lowered.compile()
 
     def recheck(self, config: object) -> list[str]:
-        """What is wrong with the results of a config that are written over poison, as an element left out would be."""
+        """Checks the results of a config with poisoned output memory, which reveals elements that are not written."""
         code = self._code(config)
         shapes = jax.eval_shape(code, *self.operands)
-        # The outputs take the place of donated arrays, which nothing else reads.
+        # The outputs are written into the donated arrays, which nothing else reads.
         poisoned = jax.jit(lambda poison, *operands: code(*operands), donate_argnums=0, keep_unused=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            # What is still being written might be copied rather than donated.
+            # An array that is still being written might be copied instead of donated.
             poison = jax.block_until_ready([_poison(shape) for shape in shapes])
             return self.check(poisoned(poison, *self.operands))
 
     def check(self, results: Sequence[Any]) -> list[str]:
-        """How results differ from the oracle's by more than the numerics policy allows."""
+        """The differences of results from the oracle's that exceed the numerics policy."""
         self.wait_for_oracle()
-        if self._asked is None:
+        if self._oracle_results is None:
             return []
-        factor, answers = self._asked.result()
-        found = [] if len(answers) == 1 and answers[0].part is None else _not_numbers(results)
+        factor, answers = self._oracle_results.result()
+        found = [] if len(answers) == 1 and answers[0].part is None else _nan_counts(results)
         for each in answers:
             found += tree_violations(self._of_part(each.part, list(results)), each.ref, each.lowp, factor=factor)
         return found
 
     def _code(self, config: object) -> Callable[..., list[Any]]:
-        """The stage with a config; the user's program will take over what it is lowered to."""
+        """The stage with a config, lowered once also for the user's program."""
         avals = [jax.typeof(operand) for operand in self.operands]
         return code_of(self._call, config, avals, self._mapped, self._device)
 
@@ -166,7 +166,7 @@ class Workload:
         rest, extra = split((residuals, per_output))
         self._num_cotangents = len(jax.tree.leaves(per_output))
         self.operands += rest
-        # What a mapped forward pass returns is mapped, all of it.
+        # All results of a mapped forward pass are mapped.
         self._mapped = tuple(
             dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
         )
@@ -177,7 +177,7 @@ class Workload:
         self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
 
     def _oracle(self) -> tuple[float, list["_Answer"]]:
-        """The policy's factor, and the reference's results of the whole call or of some parts of it."""
+        """The policy's factor, and the reference's results for the whole call or for some parts of it."""
         kernel = self._inv.kernel
         parts = () if self._mapped else tuple(kernel.oracle_parts(self._inv))
         answers = [self._answer(part) for part in parts or (None,)]
@@ -185,13 +185,13 @@ class Workload:
 
     def _answer(self, part: OraclePart | None) -> "_Answer":
         """The reference's results in high precision and in the input dtype."""
-        one = self._reference_gradients if self._inv.direction == "backward" else self._reference
+        function = self._reference_gradients if self._inv.direction == "backward" else self._reference
         options = ORACLE_OPTIONS if self._device.kind == "gpu" else None
-        answer = jax.jit(map_axes(functools.partial(one, part), self._mapped), compiler_options=options)
-        # Some devices round float32 products by default; that is part of lowp's error, not of ref's.
+        run_reference = jax.jit(map_axes(functools.partial(function, part), self._mapped), compiler_options=options)
+        # Some devices round the operands of float32 matmuls by default; that is part of lowp's error, not of ref's.
         with jax.default_matmul_precision("highest"):
-            ref = answer(*widened(self.operands))
-        return _Answer(part, ref, answer(*self.operands))
+            ref = run_reference(*promoted(self.operands))
+        return _Answer(part, ref, run_reference(*self.operands))
 
     def _reference(self, part: OraclePart | None, *arrays: jax.Array) -> list[Any]:
         return jax.tree.leaves(self._reference_tree(part, *arrays))
@@ -214,7 +214,7 @@ class Workload:
 
         out, pull = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
         given = list(cotangents) if part is None else self._results_of_part(part, cotangents)
-        # Of a part the gradients are as large as the arrays, and zero outside of it.
+        # The gradients of a part have the arrays' full size and are zero outside of the part.
         gradients = pull([c.astype(x.dtype) for c, x in zip(given, out, strict=True)])
         return self._of_part(part, list(gradients))
 
@@ -223,7 +223,7 @@ class Workload:
         return [i for i, flag in enumerate(self._call.wanted) if flag]
 
     def _of_part(self, part: OraclePart | None, results: list[Any]) -> list[Any]:
-        """What of the stage's results a part determines."""
+        """Selects from the stage's results those that a part determines."""
         if part is None:
             return results
         if self._inv.direction == "forward":
@@ -247,15 +247,15 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the oracle says of a part, or of the whole call."""
+    """The oracle's results for a part or for the whole call."""
 
     part: OraclePart | None
     ref: list[Any]
     lowp: list[Any]
 
 
-def _not_numbers(results: Sequence[Any]) -> list[str]:
-    """That there are some, which outside of the parts nothing else would find."""
+def _nan_counts(results: Sequence[Any]) -> list[str]:
+    """Reports NaNs, which outside of the checked parts nothing else would find."""
     return [
         f"[{i}]: {count} elements are not numbers"
         for i, array in enumerate(results)
@@ -271,7 +271,7 @@ def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
 
 
 def _poison(like: Shaped) -> jax.Array:
-    """Values that no kernel returns, as far as the dtype has such."""
+    """Values that no kernel returns, if the dtype has any."""
     if jnp.issubdtype(like.dtype, jnp.inexact):
         return jnp.full(like.shape, jnp.nan, like.dtype)
     if jnp.issubdtype(like.dtype, jnp.integer):

@@ -1,1 +1,1 @@
-"""Small parts the framework is built from: parameter carriers, serialisation, fingerprints, labels."""
+"""Utilities that depend on no other layer: config dataclasses, serialisation, fingerprints, devices."""

@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters: the configs that most kernels need no more than."""
+"""Config dataclasses of tile sizes and launch parameters, sufficient for most kernels."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 @stable_id("tilewright/params.FwdParams", formerly=("tilewright.ops.utils.datacarrier:FwdParams",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdParams:
-    """How a forward kernel is tiled and launched; ``None`` leaves a choice to the backend.
+    """Tiling and launch parameters of a forward kernel; ``None`` leaves a choice to the backend.
 
     Attributes:
       blocksize_m, blocksize_n, blocksize_k: rows and columns of a program's output, depth of one reduction step.
@@ -35,7 +35,7 @@ class FwdParams:
 @stable_id("tilewright/params.BwdParams", formerly=("tilewright.ops.utils.datacarrier:BwdParams",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class BwdParams:
-    """How a backward kernel is tiled and launched; the fields mean what they mean in `FwdParams`."""
+    """Tiling and launch parameters of a backward kernel; the fields mean the same as in `FwdParams`."""
 
     blocksize_m: int | None = None
     blocksize_k: int | None = None

@@ -1,4 +1,4 @@
-"""Configs and calls in words."""
+"""Describes configs and calls in short text for people."""
 
 import dataclasses
 import enum
@@ -8,16 +8,16 @@ import re
 
 
 def describe_config(config: object) -> str:
-    """A config as people read it: nested dataclasses flattened, fields that are None left out.
+    """Formats a config for reading: nested dataclasses are flattened, fields that are None are left out.
 
-    A platform, and the algorithm if there is one, stand first and without their names. A config whose type is not
-    loaded may come as its tagged JSON (`ops.utils.serialize`).
+    The platform, and the algorithm if there is one, come first and without their field names. A config whose type is
+    not loaded may be given as its tagged JSON (`ops.utils.serialize`).
     """
     if not _has_fields(config):
         return _value(config)
-    said = dict(_fields(config))
-    platform = [str(said.pop(name)) for name in ("platform", "algorithm") if name in said]
-    return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in said.items()])
+    fields = dict(_fields(config))
+    platform = [str(fields.pop(name)) for name in ("platform", "algorithm") if name in fields]
+    return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in fields.items()])
 
 
 def _has_fields(value: object) -> bool:
@@ -49,8 +49,8 @@ def _value(value: object) -> str:
             return str(name).lower()
         case {"$tuple": list(items)}:
             return f"({', '.join(map(_value, items))}{',' * (len(items) == 1)})"
-        case {"$dtype": str(said)} | {"$float": str(said)} | {"$callable": str(said)}:
-            return said
+        case {"$dtype": str(text)} | {"$float": str(text)} | {"$callable": str(text)}:
+            return text
     return str(value)
 
 
@@ -58,41 +58,41 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
 def describe_key(key: object) -> str:
-    """The arguments in the key of a call, short: ``f32[1,512,8,64] f32[1,512,2,64]×2 CausalMask softmax_scale=0.125``.
+    """Formats the arguments in a call's key: ``f32[1,512,8,64] f32[1,512,2,64]×2 CausalMask softmax_scale=0.125``.
 
-    What is ``None``, false or zero is left out. A key of any other form comes as it prints.
+    Arguments that are ``None``, false or zero are left out. A key of any other form is returned as its ``str``.
     """
     try:
-        said = json.loads(key) if isinstance(key, str) else {}
-        arguments = _tagged(said["args"])
-        options = [f"{name}={' '.join(words)}" for name, value in said["kwargs"].items() if (words := _tagged(value))]
-        mapped = [f"× {size} mapped" for size, _ in said.get("mapped", ())]
+        parsed = json.loads(key) if isinstance(key, str) else {}
+        arguments = _tagged(parsed["args"])
+        options = [f"{name}={' '.join(words)}" for name, value in parsed["kwargs"].items() if (words := _tagged(value))]
+        mapped = [f"× {size} mapped" for size, _ in parsed.get("mapped", ())]
     except (TypeError, ValueError, KeyError):
         return str(key)
     runs = [(word, len(list(run))) for word, run in itertools.groupby(arguments)]
     return " ".join([word if count == 1 else f"{word}×{count}" for word, count in runs] + options + mapped)
 
 
-def _tagged(said: object) -> list[str]:
-    """The words of one value in the tagged JSON of ``ops.utils.serialize``."""
-    match said:
+def _tagged(value: object) -> list[str]:
+    """Returns the words for one value in the tagged JSON of ``ops.utils.serialize``."""
+    match value:
         case None | False | 0:
             return []
         case float():
-            return [f"{said:.4g}"]
+            return [f"{value:.4g}"]
         case {"$array": {"dtype": dtype, "shape": shape}}:
             letters = str(dtype).rstrip("0123456789")
             return [
                 f"{_SHORT.get(letters, letters)}{str(dtype)[len(letters) :]}[{','.join(str(size) for size in shape)}]"
             ]
         case {"$dataclass": str(name), "fields": dict(fields)}:
-            inside = [f"{field}={' '.join(words)}" for field, value in fields.items() if (words := _tagged(value))]
+            inside = [f"{field}={' '.join(words)}" for field, part in fields.items() if (words := _tagged(part))]
             short = re.split(r"[:./]", name)[-1]
             return [f"{short}({', '.join(inside)})" if inside else short]
         case {"$enum": str(name), **rest}:
             return [str(rest.get("value", name))]
         case dict():
-            return [word for value in said.values() for word in _tagged(value)]
+            return [word for part in value.values() for word in _tagged(part)]
         case list():
-            return [word for value in said for word in _tagged(value)]
-    return [str(said)]
+            return [word for part in value for word in _tagged(part)]
+    return [str(value)]

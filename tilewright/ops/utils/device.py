@@ -1,4 +1,4 @@
-"""The device that a call will run on."""
+"""The device that a call will run on, as selection sees it."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ from tilewright.errors import TargetDeviceError
 from tilewright.ops.types import Device
 from tilewright.ops.utils.fingerprint import default_device, device_fingerprint
 from tilewright.ops.utils.known_devices import KNOWN_DEVICES, capability_by_name
-from tilewright.ops.utils.target import TargetDevice, target_in_force
+from tilewright.ops.utils.target import TargetDevice, active_target
 
 _KINDS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
@@ -20,8 +20,8 @@ def current_device() -> Device:
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if isinstance(abstract, TargetDevice):
         return abstract.selected
-    target = target_in_force()
-    if target is not None:  # under a mesh of other devices, such as a CPU's that stand in for it
+    target = active_target()
+    if target is not None:  # also under a mesh of other devices, such as CPU devices that stand in for the target
         return target.device
     if abstract is not None:
         return _device_of_mesh(abstract.device_kind, abstract.platform, abstract.num_cores)
@@ -35,7 +35,7 @@ def devices_for_platforms(platforms: Iterable[str]) -> dict[str, Device]:
       TargetDeviceError: none of them is the platform of the ``target_device`` in force.
     """
     found = {platform: device_for_platform(platform) for platform in platforms}
-    target = target_in_force()
+    target = active_target()
     if target is not None and target.kind not in {device.kind for device in found.values()}:
         raise TargetDeviceError(
             f"inside of target_device({target.name!r}) a program with a call of a kernel is lowered for "
@@ -67,13 +67,13 @@ def local_devices(platform: str) -> list[jax.Device]:
 
 
 def device_of_fingerprint(fingerprint: str) -> Device:
-    """The device that a fingerprint, of a key or a lock, stands for: this process's, or one that is not present."""
+    """The device with this fingerprint (from a key or a lock): a local one, or else one that is not present."""
     kind, _, rest = fingerprint.partition(":")
     for each in local_devices(kind):
         if device_fingerprint(each) == fingerprint:
             return _device(each)
-    said = re.fullmatch(r"(.*):(\d+)\.(\d+)", rest)
-    name, capability = (rest, None) if said is None else (said[1], (int(said[2]), int(said[3])))
+    match = re.fullmatch(r"(.*):(\d+)\.(\d+)", rest)
+    name, capability = (rest, None) if match is None else (match[1], (int(match[2]), int(match[3])))
     known = KNOWN_DEVICES.get(name)
     cores = 0 if known is None else known.cores
     return Device(kind, name, capability, cores, fingerprint=fingerprint, present=False)
@@ -82,8 +82,8 @@ def device_of_fingerprint(fingerprint: str) -> Device:
 @functools.cache
 def _device(device: jax.Device) -> Device:
     capability = None
-    if "." in (said := getattr(device, "compute_capability", "")):  # only NVIDIA's have one, such as "9.0"
-        major, minor = said.split(".")
+    if "." in (text := getattr(device, "compute_capability", "")):  # only NVIDIA devices have one of the form "9.0"
+        major, minor = text.split(".")
         capability = (int(major), int(minor))
     return Device(
         kind=_KINDS.get(device.platform, device.platform),
@@ -96,10 +96,10 @@ def _device(device: jax.Device) -> Device:
 
 @functools.cache
 def _device_of_mesh(name: str, platform: str, cores: int | None) -> Device:
-    """A device as a mesh describes it: one of ours, if there is such, so that all calls on it share their configs."""
-    here = next((device for device in local_devices(platform) if device.device_kind == name), None)
-    if here is not None:
-        return _device(here)
+    """A device as a mesh describes it: a local one of that name if there is one, so that calls share configs."""
+    local = next((device for device in local_devices(platform) if device.device_kind == name), None)
+    if local is not None:
+        return _device(local)
     kind = _KINDS.get(platform, platform)
     capability = capability_by_name(name)
     suffix = f":{capability[0]}.{capability[1]}" if capability else ""

@@ -1,4 +1,4 @@
-"""What a tuned config depends on, as short stable strings: device, sharding, toolchain, source."""
+"""Short stable strings for everything that a tuned config depends on: device, sharding, toolchain, source."""
 
 import functools
 import hashlib
@@ -38,7 +38,7 @@ _TOOLCHAIN = (
 
 
 def default_device() -> "jax.Device":
-    """The device that ``jax.default_device`` names, or else the first of the default backend."""
+    """The device that ``jax.default_device`` names, or else the first device of the default backend."""
     import jax
 
     device = jax.config.jax_default_device
@@ -48,13 +48,13 @@ def default_device() -> "jax.Device":
 
 
 def device_kind() -> Literal["gpu", "tpu", "cpu"]:
-    """The kind of the device that a computation runs on now: ``target_device``'s, JAX's default device or backend.
+    """The kind of device that computations run on now: that of ``target_device``, JAX's default device or its backend.
 
-    A backend that is neither a GPU nor a TPU counts as "cpu", for which only XLA compiles.
+    A backend that is neither a GPU nor a TPU counts as "cpu", since only XLA compiles for it.
     """
-    from tilewright.ops.utils.target import target_in_force  # imports jax
+    from tilewright.ops.utils.target import active_target  # imports jax
 
-    if (target := target_in_force()) is not None:
+    if (target := active_target()) is not None:
         return target.kind
     name = default_device().platform
     if name in _GPU_PLATFORMS:
@@ -71,14 +71,15 @@ def get_device_platform() -> Literal["triton", "pallas", "xla"]:
 
 
 def device_fingerprint(device: "jax.Device | None" = None) -> str:
-    """Names the kind of ``device``, such as ``"gpu:NVIDIA H100 80GB HBM3:9.0"``.
+    """Names a kind of device, such as ``"gpu:NVIDIA H100 80GB HBM3:9.0"``.
 
-    By default of the device in use, or of that of ``target_device``. Two devices share it if a config tuned on one
-    suits the other. A CPU's holds architecture, model and the number of cores that this process may use.
+    Without an argument: the device in use, or that of ``target_device``. Two devices have the same fingerprint if a
+    config tuned on one suits the other. A CPU's fingerprint holds architecture, model and the number of cores this
+    process may use.
     """
-    from tilewright.ops.utils.target import target_in_force  # imports jax
+    from tilewright.ops.utils.target import active_target  # imports jax
 
-    if device is None and (target := target_in_force()) is not None:
+    if device is None and (target := active_target()) is not None:
         return target.device.fingerprint
     return _describe_device(default_device() if device is None else device)
 
@@ -107,12 +108,12 @@ def _cpu_model() -> str:
 
 
 def sharding_fingerprint(array: Any) -> str:
-    """How ``array`` is partitioned, such as ``"[a=4,b=2](a,-,b)"``; empty if it is whole on each device or unknown.
+    """Describes the partitioning of ``array``, such as ``"[a=4,b=2](a,-,b)"``; empty if unpartitioned or unknown.
 
-    Reads a concrete array's sharding, a tracer's as far as its type says (mesh axes of explicit mode), and a
-    ``ShapeDtypeStruct``'s. Leaves out what does not change the work of one device: device ids, mesh axes of size one,
-    axes that are manual here. Thus an eager and a traced call agree, except on automatic mesh axes, of which only the
-    eager call knows.
+    Reads the sharding of a concrete array, of a tracer as far as its type has it (mesh axes of explicit mode), and of a
+    ``ShapeDtypeStruct``. Leaves out everything that does not change the work of one device: device ids, mesh axes of
+    size one, axes that are manual here. Thus an eager and a traced call agree, except on automatic mesh axes, which
+    only the eager call sees.
     """
     import jax
 
@@ -155,14 +156,16 @@ def _describe_named(sharding: "jax.sharding.NamedSharding") -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _describe_sharding(sharding: "jax.sharding.Sharding", shape: tuple[int, ...]) -> str:
-    # The repr of a sharding that names no mesh lists device ids; what one device holds is what matters here.
+    # The repr of a sharding without a mesh lists device ids; only the shard shape on each device matters here.
     if sharding.num_devices == 1 or sharding.is_fully_replicated:
         return ""
     return f"{type(sharding).__name__}[{sharding.num_devices}]{sharding.shard_shape(shape)}".replace(" ", "")
 
 
 def sharding_from_fingerprint(text: str) -> "jax.sharding.NamedSharding | None":
-    """A sharding with this fingerprint over an abstract mesh of automatic axes; ``None`` if the text is too little."""
+    """A sharding with this fingerprint over an abstract mesh of automatic axes; ``None`` if the text does not define
+    one.
+    """
     from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
     match = re.fullmatch(r"\[((?:\w+=\d+,?)+)\]\(([\w+,-]+)\)", text)
@@ -188,7 +191,7 @@ def _toolchain() -> tuple[tuple[str, str], ...]:
 
 
 def toolchain_fingerprint() -> dict[str, str]:
-    """Versions of what compiles kernels, by distribution name; what is not installed is left out. Imports nothing."""
+    """Versions of the installed packages that compile kernels, by distribution name. Imports none of them."""
     return dict(_toolchain())
 
 
@@ -196,7 +199,7 @@ _sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def source_fingerprint(obj: object) -> str:
-    """A hash of the source of a class, function or module, or of an instance's class; empty if there is no source."""
+    """A hash of the source of a class, function or module, or of an instance's class; empty without source."""
     if not isinstance(obj, type | types.FunctionType | types.ModuleType):
         obj = type(obj)
     if obj not in _sources:

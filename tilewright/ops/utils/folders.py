@@ -1,4 +1,4 @@
-"""Where Tilewright keeps files, how whole ones are read and replaced, and how processes take turns at one."""
+"""The cache folder, atomic reading and replacing of files, and lock files between processes."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ _POLL_S = 0.05
 
 
 def cache_folder(name: str) -> Path:
-    """The folder ``name`` under ``TILEWRIGHT_CACHE_DIR``, or else under the user's cache folder; it need not exist."""
+    """The folder ``name`` under ``TILEWRIGHT_CACHE_DIR`` or else the user's cache folder; it may not exist yet."""
     root = os.environ.get("TILEWRIGHT_CACHE_DIR")
     if not root:
         import platformdirs
@@ -26,12 +26,12 @@ def cache_folder(name: str) -> Path:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """``path`` from the root on, ``~`` expanded, symbolic links as they are."""
+    """``path`` as an absolute path with ``~`` expanded; symbolic links are kept."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, for their owner alone, unless they are there."""
+    """Makes a folder and its missing parents, accessible to the owner alone."""
     if not path.is_dir():
         make_folder(path.parent)
         with contextlib.suppress(FileExistsError):
@@ -39,11 +39,11 @@ def make_folder(path: Path) -> None:
 
 
 def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The content of a regular file.
+    """Reads a regular file.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is no regular file, or larger than ``limit`` bytes.
+      OSError: the file cannot be read.
+      ValueError: it is not a regular file, or larger than ``limit`` bytes.
     """
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -60,10 +60,10 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Makes ``data`` the whole content of a file: other processes see the old content or the new, whatever happens.
+    """Replaces a file atomically: other processes see either the old or the new content, even after a crash.
 
     Args:
-      mode: its permissions, less those that the process's umask takes away.
+      mode: the file's permissions before the process's umask is applied.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
@@ -80,17 +80,16 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], object] = lambda: time.sleep(_POLL_S)) -> Iterator[None]:
-    """Lets one process at a time in, by a lock file that is gone when nobody is.
+    """Lets one process at a time enter, by means of a lock file that is removed afterwards.
 
-    A process that is killed inside lets the next one in. Where the file system has no locks, everybody gets in, and
-    that is logged.
+    If the holder is killed, the next process enters. On a file system without locks every process enters, and that is
+    logged.
 
     Args:
-      wait: is called between two attempts.
+      wait: called between two attempts.
 
     Raises:
-      OSError: the file cannot be made.
-      Whatever ``wait`` raises.
+      OSError: the file cannot be made. Whatever ``wait`` raises.
     """
     descriptor = None
     try:
@@ -104,14 +103,16 @@ def locked(path: Path, wait: Callable[[], object] = lambda: time.sleep(_POLL_S))
         yield
     finally:
         if descriptor is not None:
-            # While it is held: who opened it before will find that it is gone and open the next one.
+            # Unlinked while it is held: a process that opened the old file notices that it is gone and opens a new one.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             os.close(descriptor)
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or ``None`` if another has it; ``OSError`` where there are no locks."""
+    """Returns a descriptor that holds the lock, or ``None`` if another process has it; ``OSError`` without lock
+    support.
+    """
     try:
         import fcntl
     except ImportError as error:

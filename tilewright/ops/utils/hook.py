@@ -1,11 +1,11 @@
-"""A function that an earlier layer calls and a later one defines."""
+"""A function that a lower layer calls and a higher layer defines."""
 
 
 class Hook[T]:
-    """The place of such a function.
+    """A slot for such a function.
 
-    The later layer fills it when it is imported. ``tilewright.ops`` imports every layer, and Python imports that before
-    any module in it, so that nobody finds it empty.
+    The defining layer fills the slot when it is imported. Python imports the package ``tilewright.ops``, which imports
+    every layer, before any module in it, so no caller finds the slot empty.
     """
 
     def __init__(self, name: str):
@@ -13,15 +13,15 @@ class Hook[T]:
         self._filled: list[T] = []
 
     def fill(self, function: T) -> None:
-        """Puts the function in its place."""
+        """Sets the function."""
         self._filled[:] = [function]
 
     @property
     def function(self) -> T:
-        """The function.
+        """The function that was set.
 
         Raises:
-          RuntimeError: nothing has filled the place.
+          RuntimeError: no function was set.
         """
         if not self._filled:
             raise RuntimeError(f"{self._name} is not there: import tilewright.ops")

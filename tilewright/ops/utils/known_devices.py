@@ -1,4 +1,4 @@
-"""Accelerators by the name that JAX gives them, and what is known of each without one at hand.
+"""Accelerators by JAX's device names, with the specifications that are needed when no such device is present.
 
 Sources: NVIDIA's data sheets and architecture white papers for multiprocessors, memory, bandwidth and clocks, and where
 they name none (GH200's L2, GB200's multiprocessors) the device descriptions that XLA publishes under
@@ -25,10 +25,10 @@ class KnownDevice:
       kind: "gpu" or "tpu".
       capability: compute capability of a GPU, else None.
       cores: streaming multiprocessors, or cores of one ``jax.Device`` of a TPU.
-      memory_gb: in 10⁹ bytes, of one ``jax.Device``.
-      bandwidth_gbs: of that memory, 10⁹ bytes a second; 0 for TPUs.
-      l2_mb: last cache before it, in MiB; 0 for TPUs.
-      clock_ghz: the highest clock of a multiprocessor; 0 for TPUs.
+      memory_gb: memory of one ``jax.Device``, in 10⁹ bytes.
+      bandwidth_gbs: memory bandwidth, in 10⁹ bytes a second; 0 for TPUs.
+      l2_mb: last-level cache, in MiB; 0 for TPUs.
+      clock_ghz: the maximum clock of a multiprocessor; 0 for TPUs.
     """
 
     name: str
@@ -48,7 +48,7 @@ class KnownDevice:
 
     @property
     def device(self) -> Device:
-        """The device as selection sees it: with the fingerprint of a real one, and not present."""
+        """The device as selection sees it, with the fingerprint of a real one, but not present."""
         suffix = "" if self.capability is None else ":{}.{}".format(*self.capability)
         fingerprint = f"{self.kind}:{self.name}{suffix}"
         return Device(self.kind, self.name, self.capability, self.cores, fingerprint, present=False)
@@ -113,36 +113,36 @@ _ROWS = (
 )
 
 KNOWN_DEVICES: Mapping[str, KnownDevice] = MappingProxyType({row.name: row for row in _ROWS})
-"""By name."""
+"""Known devices by name."""
 
 _ALIASES = MappingProxyType(
     {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite", "TPU v7x": "TPU7x"}
 )
-"""Google's names, of which JAX's differ."""
+"""Google's names where JAX's differ."""
 
 _CAPABILITIES = {row.model: row.capability for row in _ROWS if row.capability is not None}
 
 
 def find_device(name: str) -> KnownDevice:
-    """The device of a name, JAX's or Google's.
+    """Finds a device by its JAX or Google name.
 
     Raises:
       TypeError: ``name`` is no string.
-      ValueError: no device of that name is known here; says which are, the likely ones first.
+      ValueError: no such device is known; the message lists the known names, likely ones first.
     """
     if not isinstance(name, str):
         raise TypeError(f"{name=} must be the name of a device, such as 'NVIDIA H200'")
     found = KNOWN_DEVICES.get(_ALIASES.get(name, name))
     if found is None:
-        likely = _meant(name)
+        likely = _similar_names(name)
         hint = f"did you mean {' or '.join(map(repr, likely))}? " if likely else ""
         known = ", ".join(map(repr, [*KNOWN_DEVICES, *_ALIASES]))
         raise ValueError(f"no device is known by {name=}; {hint}known, by their jax.Device.device_kind, are {known}")
     return found
 
 
-def _meant(name: str) -> list[str]:
-    """The known names that hold every word of a name, or else those that look like it."""
+def _similar_names(name: str) -> list[str]:
+    """The known names that contain every word of ``name``, or else those with similar spelling."""
     words = name.lower().replace("-", " ").split()
     names = [*KNOWN_DEVICES, *_ALIASES]
     holding = [each for each in names if words and set(words) <= set(each.lower().replace("-", " ").split())]
@@ -150,7 +150,7 @@ def _meant(name: str) -> list[str]:
 
 
 def capability_by_name(name: str) -> tuple[int, int] | None:
-    """The compute capability of a GPU whose name holds a known model's, such as that of a part of one (MIG)."""
+    """The compute capability of a GPU whose name contains a known model, as the name of a MIG partition does."""
     known = KNOWN_DEVICES.get(name)
     if known is not None:
         return known.capability

@@ -1,4 +1,4 @@
-"""Bounded memories of a process's calls, forgotten with JAX's own caches."""
+"""Bounded in-process caches that are cleared together with JAX's own."""
 
 import collections
 import threading
@@ -10,22 +10,22 @@ from jax._src import util as jax_util
 
 Value = TypeVar("Value")
 
-_MEMORIES: "weakref.WeakSet[Memory[object]]" = weakref.WeakSet()
+_CACHES: "weakref.WeakSet[LruCache[object]]" = weakref.WeakSet()
 
 
-def forget_all() -> None:
-    """Empties every memory, and leaves JAX's caches as they are."""
-    for memory in list(_MEMORIES):
+def clear_all() -> None:
+    """Clears every such cache and leaves JAX's own as they are."""
+    for memory in list(_CACHES):
         memory.cache_clear()
 
 
-class Memory(Generic[Value]):
-    """Values by key; those used longest ago go first. ``jax.clear_caches()`` empties it.
+class LruCache(Generic[Value]):
+    """A least-recently-used cache, cleared by ``jax.clear_caches()``.
 
     Args:
-      name: for people.
-      limit: of the sum of the sizes.
-      size: of a value; by default each counts as one.
+      name: the name under which JAX lists the cache.
+      limit: maximum of the sum of the values' sizes.
+      size: size of a value; by default each counts as one.
     """
 
     def __init__(self, name: str, limit: int, size: Callable[[Value], int] = lambda value: 1) -> None:
@@ -35,7 +35,7 @@ class Memory(Generic[Value]):
         self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
         self._lock = threading.Lock()
         jax_util.register_cache(self, name)
-        _MEMORIES.add(self)  # type: ignore[arg-type]
+        _CACHES.add(self)  # type: ignore[arg-type]
 
     def get(self, key: Hashable) -> Value | None:
         with self._lock:
@@ -45,7 +45,7 @@ class Memory(Generic[Value]):
             return value
 
     def put(self, key: Hashable, value: Value) -> Value:
-        """Remembers a value, unless another thread was first; returns the one that stays."""
+        """Stores a value unless another thread stored one first; returns the stored one."""
         with self._lock:
             if key in self._values:
                 return self._values[key]
@@ -56,7 +56,7 @@ class Memory(Generic[Value]):
                 self._total -= self._size(oldest)
             return value
 
-    # By these JAX knows a cache.
+    # The interface by which JAX clears and inspects registered caches.
 
     def cache_clear(self) -> None:
         with self._lock:

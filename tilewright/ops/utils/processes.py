@@ -1,4 +1,4 @@
-"""What this process may use, and Python processes that it starts."""
+"""The cores this process may use, and the module path for Python processes that it starts."""
 
 import os
 import platform
@@ -6,12 +6,12 @@ import sys
 
 
 def usable_cores() -> int:
-    """As many cores as this process may run on."""
+    """The number of cores this process may run on."""
     if os.name == "posix" and platform.system() == "Linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def module_path() -> str:
-    """The ``PYTHONPATH`` with which another Python finds the modules that this one finds."""
+    """The ``PYTHONPATH`` with which a child Python process finds the modules that this one finds."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)

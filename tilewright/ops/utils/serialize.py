@@ -1,8 +1,8 @@
-"""Values as JSON, in two forms: typed, where the reader knows the type, and tagged, where the text names it.
+"""Values as JSON in two forms: typed, if the reader knows the type, and tagged, if the text names it.
 
-A tagged value is plain JSON data in which whatever JSON lacks is an object with a key that starts with ``$``, such as
-``{"$tuple": [1, 2]}`` or ``{"$dataclass": "module:Config", "fields": {...}}``. Typed JSON uses tags only where a type
-leaves a choice: under ``Any``, and for one dataclass out of a union of several.
+A tagged value is plain JSON data in which a value that JSON lacks is an object with a key that starts with ``$``, such
+as ``{"$tuple": [1, 2]}`` or ``{"$dataclass": "module:Config", "fields": {...}}``. Typed JSON uses tags only where a
+type is ambiguous: under ``Any``, and for one dataclass of a union of several.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def qualified_name(obj: object) -> str:
-    """The stable id of a class that has one, or the name ``"module:Qualname"`` of a class or of something callable.
+    """The stable id of a class that has one, or the name ``"module:Qualname"`` of a class or callable.
 
     Raises:
-      TypeError: it has none, or another thing goes by that name (a lambda, a nested function, a bound method, a
-        partial). A class is always named, although `resolve` cannot find one that was defined inside a function.
+      TypeError: it has no such name, or the name refers to another object (a lambda, a nested function, a bound method,
+        a partial). A class always gets a name, although `resolve` cannot find one that was defined inside a function.
     """
     if isinstance(obj, type) and (stable := id_of(obj)) is not None:
         return stable
@@ -51,22 +51,22 @@ def qualified_name(obj: object) -> str:
     )
 
 
-def _goes_by(obj: object, qualified: str) -> bool:
-    if is_id(qualified):
+def _goes_by(obj: object, qualified_name: str) -> bool:
+    if is_id(qualified_name):
         return True
-    module, _, name = qualified.partition(":")
+    module, _, name = qualified_name.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    # A bound class method is a new object at every look.
+    # Looking up a bound class method creates a new object each time.
     return found is obj or (isinstance(obj, types.MethodType) and isinstance(found, types.MethodType) and found == obj)
 
 
 def resolve(qualified: str) -> Any:
-    """What a stable id or ``"module:Qualname"`` names, importing the module if need be.
+    """The object that a stable id or ``"module:Qualname"`` names; imports its module if necessary.
 
     Raises:
-      ValueError: there is no such class, no such module, or no such name in it.
+      ValueError: no such class, module or name exists.
     """
     if (known := find_class(qualified) if is_id(qualified) else loaded_class(qualified)) is not None:
         return known
@@ -88,13 +88,13 @@ def resolve(qualified: str) -> Any:
 
 
 def current_name(name: object) -> object:
-    """The name that a class has by now, as far as it is loaded; anything else as it is."""
+    """The current name of a class that is loaded, given a current or former one; else the argument unchanged."""
     known = loaded_class(name)
     return name if known is None else qualified_name(known)
 
 
 def canonical_json(data: object) -> str:
-    """Plain JSON data as text that depends on the data alone: sorted keys, no white space, ASCII."""
+    """Plain JSON data as canonical text: sorted keys, no white space, ASCII."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -104,15 +104,15 @@ def canonical_json(data: object) -> str:
 def tagged(value: object, *, found: Found = None) -> Any:
     """JSON data from which `untagged` rebuilds the value.
 
-    An array of any kind, also a tracer or a ``ShapeDtypeStruct``, is described by shape, dtype, weak type and
-    `sharding_fingerprint`; its values are not looked at.
+    An array of any kind, tracers and ``ShapeDtypeStruct`` included, is described by shape, dtype, weak type and
+    `sharding_fingerprint`; its values are not read.
 
     Args:
-      value: of plain types, containers, enums, dataclasses, named tuples, dtypes, classes, functions and arrays.
+      value: consists of plain types, containers, enums, dataclasses, named tuples, dtypes, classes, functions, arrays.
       found: collects the classes whose names were written.
 
     Raises:
-      TypeError: a part of the value has no such form; names it.
+      TypeError: a part of the value has no such form; the message names it.
     """
     kind: Any = type(value)
     if value is None or kind in (bool, int, str):
@@ -142,7 +142,7 @@ def tagged(value: object, *, found: Found = None) -> Any:
 
 
 def _is_symbolic(value: object) -> bool:
-    """Whether it is a symbolic dimension of ``jax.export``."""
+    """True for a symbolic dimension of ``jax.export``."""
     from jax.export import is_symbolic_dim
 
     return is_symbolic_dim(value)  # type: ignore[arg-type]  # it takes anything
@@ -206,10 +206,10 @@ def _is_dtype(value: object) -> bool:
     if isinstance(value, type):
         if issubclass(value, np.generic):
             return value in np.sctypeDict.values()  # not the abstract ones, such as np.floating
-        # jnp.float32 and its like are classes of a metaclass of their own.
+        # jnp.float32 and the like are instances of a metaclass of jax.numpy's.
         jnp = sys.modules.get("jax.numpy")
         return jnp is not None and type(value) is type(jnp.float32)
-    # The dtypes of random keys are objects of their own; what they are is said by their scalar type.
+    # Dtypes of random keys are objects of their own class; their scalar type identifies them.
     scalar, dtypes = getattr(value, "type", None), sys.modules.get("jax.dtypes")
     return dtypes is not None and isinstance(scalar, type) and dtypes.issubdtype(scalar, dtypes.extended)
 
@@ -247,8 +247,8 @@ def _tagged_scalar(value: np.generic) -> Json:
     item = value.item()
     if type(item) not in (bool, int, float, complex, str):
         raise TypeError(f"no JSON form for {value!r} of type {type(value).__name__}")
-    told: Json = tagged(item)
-    return told
+    value_json: Json = tagged(item)
+    return value_json
 
 
 def _tagged_array(value: object, shape: Iterable[object], dtype: object) -> dict[str, Json]:
@@ -263,13 +263,13 @@ def _tagged_array(value: object, shape: Iterable[object], dtype: object) -> dict
 
 
 def untagged(data: object, *, resolve: Resolver = resolve) -> Any:
-    """The value that `tagged` described.
+    """Rebuilds the value that `tagged` described.
 
     Arrays come back as ``jax.ShapeDtypeStruct``, those with a sharding fingerprint over an abstract mesh that has the
     same fingerprint. Dataclasses are rebuilt by their constructors.
 
     Args:
-      data: what `tagged` returned.
+      data: the JSON data that `tagged` returned.
       resolve: finds classes and functions by qualified name; the default imports their modules.
 
     Raises:
@@ -364,24 +364,24 @@ _UNTAGGERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def to_json(config: object) -> str:
-    """A config, or any value that has a tagged form, as JSON for `from_json` with the same type.
+    """Encodes a config, or any value that has a tagged form, as JSON for `from_json` with the same type.
 
     Raises:
-      TypeError: a part of it has no JSON form; names it.
+      TypeError: a part of it has no JSON form; the message names it.
     """
     return json.dumps(_encode(config, type(config)), allow_nan=False)
 
 
 def stable_json(config: object) -> str:
-    """`to_json` as text that depends on the value alone: sorted keys, no white space, ASCII."""
+    """`to_json` in canonical form: sorted keys, no white space, ASCII."""
     return canonical_json(_encode(config, type(config)))
 
 
 def from_json[T](text: str | bytes, kind: type[T]) -> T:
-    """The config of type ``kind`` in a JSON text.
+    """Decodes a config of type ``kind`` from JSON text.
 
     Raises:
-      ValueError: the text is no JSON, lacks a field or has one too many at any depth, or a value of the wrong type.
+      ValueError: the text is no JSON, lacks a field or has an unknown one at any depth, or a value has the wrong type.
     """
     data = json.loads(text, parse_constant=_refuse_constant)
     config: T = _decode(data, kind, getattr(kind, "__name__", str(kind)))
@@ -460,7 +460,7 @@ def _decode_tagged(data: Mapping[str, Any], members: list[Any], path: str) -> An
 
 
 def _fits(value: object, kind: object) -> bool:
-    # A protocol cannot be checked for; DTypeLike holds one.
+    # isinstance cannot check a protocol, and DTypeLike contains one.
     return isinstance(kind, type) and (bool(getattr(kind, "_is_protocol", False)) or isinstance(value, kind))
 
 
@@ -468,9 +468,14 @@ def _decode_scalar(data: object, members: list[Any], kind: object, path: str) ->
     import msgspec
 
     reasons = []
-    for member in sorted(members, key=lambda member: member is float):  # an int stays one where both are allowed
-        if isinstance(member, enum.EnumType):  # msgspec refuses those with values of several types
-            equal = [one for one in list[enum.Enum](member) if type(one.value) is type(data) and one.value == data]
+    # float last: an int stays an int where both are allowed
+    for member in sorted(members, key=lambda member: member is float):
+        if isinstance(member, enum.EnumType):  # msgspec refuses enums whose values have several types
+            equal = [
+                member_value
+                for member_value in list[enum.Enum](member)
+                if type(member_value.value) is type(data) and member_value.value == data
+            ]
             if equal:
                 return equal[0]
             continue
@@ -482,7 +487,7 @@ def _decode_scalar(data: object, members: list[Any], kind: object, path: str) ->
 
 
 def _members(kind: object) -> list[Any]:
-    """The types of which ``kind`` is the union; ``Any`` where an annotation says nothing."""
+    """The members of the union ``kind``, or ``kind`` alone; ``Any`` for an annotation without information."""
     if isinstance(kind, typing.TypeAliasType):
         return _members(kind.__value__)
     origin = typing.get_origin(kind)

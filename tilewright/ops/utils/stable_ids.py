@@ -1,4 +1,4 @@
-"""Ids by which files name classes, so that a class may move to another module and what was written stays readable.
+"""Ids by which files name classes, so that files stay readable after a class moves to another module.
 
 An id is ``"package/Name"``, such as ``"tilewright/masks.CausalMask"``. Cache keys, tuned tables, lock files and labels
 name a class by its id if it has one, and else by ``"module:Qualname"``.
@@ -22,17 +22,17 @@ _FORMER: dict[str, tuple[str, ...]] = {}
 
 
 def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T], T]:
-    """Decorates a class with the id by which files shall name it.
+    """Decorates a class with the id that files use to name it.
 
-    A process that reads the id before the class is defined imports the package, and if that does not define it, calls
-    ``load(id)`` of the package's module ``stable_ids``, where there is one.
+    If a process reads the id before the class is defined, the package is imported; if that does not define the class,
+    ``load(id)`` of the package's module ``stable_ids`` is called, if there is such a module.
 
     Args:
-      id: ``"package/Name"`` with a top-level package that can be imported; never to be given to another class.
-      formerly: the names ``"module:Qualname"`` under which files written earlier know the class, the latest first.
+      id: ``"package/Name"`` with an importable top-level package; it must never be given to another class.
+      formerly: the names ``"module:Qualname"`` that earlier versions wrote for the class, the latest first.
 
     Raises:
-      ValueError: the id is malformed, or that of another class.
+      ValueError: the id is malformed, or belongs to another class.
     """
     if not _ID.fullmatch(id):
         raise ValueError(f"{id=} is not of the form 'package/Name'")
@@ -40,7 +40,7 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
 
     def decorate(kind: T) -> T:
         known = _CLASSES.get(id)
-        # A class that is defined again, as by a notebook's cell that runs twice, takes the place of the one before.
+        # A class that is defined again, as when a notebook cell runs twice, replaces the previous one.
         if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ValueError(f"{id=} of {kind!r} is the id of {known!r}")
         _CLASSES[id], _IDS[kind], _FORMER[id] = kind, id, names
@@ -51,24 +51,24 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
 
 
 def id_of(kind: type) -> str | None:
-    """The id of a class itself; that of a base class does not count."""
+    """The id of the class itself; ids of its base classes do not count."""
     return _IDS.get(kind)
 
 
 def is_id(name: str) -> bool:
-    """Tells an id from a name ``"module:Qualname"``."""
+    """Distinguishes an id from a name ``"module:Qualname"``."""
     return "/" in name
 
 
 def loaded_class(name: object) -> type | None:
-    """The class of an id or of a former name, if its module is loaded; imports nothing. A file may name anything."""
+    """The loaded class of an id or former name, else None. Imports nothing, since a file may name any module."""
     if not isinstance(name, str):
         return None
     return _CLASSES.get(_CURRENT.get(name, name))
 
 
 def find_class(name: str) -> type | None:
-    """The class of an id or of a former name, importing what defines it; ``None`` if there is no such."""
+    """The class of an id or former name, imported if necessary; ``None`` if there is none."""
     package = re.split(r"[./:]", name, maxsplit=1)[0]
     if loaded_class(name) is None:
         with contextlib.suppress(ImportError):
@@ -83,7 +83,7 @@ def find_class(name: str) -> type | None:
 
 
 def with_current_names(text: str) -> str:
-    """JSON text with ids in place of the former names of classes; imports what defines those of packages in use."""
+    """Replaces former class names in JSON text by ids; imports the classes of packages already in use."""
     return _NAME_IN_JSON.sub(lambda match: f'"{_current(match[1])}"', text) if ":" in text else text
 
 
@@ -94,7 +94,7 @@ def _current(name: str) -> str:
 
 
 def with_former_names(text: str) -> list[str]:
-    """JSON text as earlier versions wrote it, the latest first; none if it names no class that had another name."""
+    """JSON text as earlier versions wrote it, the latest first; empty if it names no class that was renamed."""
     ids = {match[1] for match in _ID_IN_JSON.finditer(text)}
     depth = max((len(_FORMER.get(id, ())) for id in ids), default=0)
     return [_ID_IN_JSON.sub(functools.partial(_former, generation), text) for generation in range(depth)]

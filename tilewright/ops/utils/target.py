@@ -1,4 +1,4 @@
-"""A device that is not here, for which programs are lowered, explained and compiled."""
+"""Lowering, explaining and compiling programs for a device that is not present."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from tilewright.ops.utils.known_devices import KnownDevice, find_device
 from tilewright.ops.utils.topology import compile_only_devices
 
 AXIS = "target_device"
-"""The axis of the mesh in force; JAX's own errors about what cannot run there name it."""
+"""The name of the axis of the mesh in force; it appears in JAX's errors about what cannot run on the target."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class TargetDevice(AbstractDevice):
     """The device as JAX sees it on a mesh.
 
     Attributes:
-      compute_capability: read by Mosaic GPU, as that of a real GPU; empty for other devices.
-      selected: what selection sees.
+      compute_capability: read by Mosaic GPU like that of a real GPU; empty for other devices.
+      selected: the device as selection sees it.
     """
 
     compute_capability: str
@@ -39,8 +39,8 @@ class Target:
     """The value that ``target_device`` yields.
 
     Attributes:
-      known: what is known of the device.
-      count: how many of them programs run on.
+      known: the device's specifications.
+      count: the number of devices that programs run on.
     """
 
     known: KnownDevice
@@ -65,19 +65,20 @@ class Target:
     def abstract_device(self) -> TargetDevice:
         """The device as JAX sees it on a mesh."""
         capability = self.known.capability
-        said = "" if capability is None else "{}.{}".format(*capability)
-        return TargetDevice(self.known.name, self.known.cores, self.known.platform, said, self.device)
+        compute_capability = "" if capability is None else "{}.{}".format(*capability)
+        return TargetDevice(self.known.name, self.known.cores, self.known.platform, compute_capability, self.device)
 
     def make_mesh(
         self, axis_shapes: Sequence[int], axis_names: Sequence[str], axis_types: tuple[AxisType, ...] | None = None
     ) -> AbstractMesh:
-        """A mesh of these devices, as ``jax.make_mesh`` makes one of those that are here.
+        """Makes a mesh of these devices, like ``jax.make_mesh`` for present ones.
 
         Enter it with ``jax.sharding.use_abstract_mesh``, give it to ``jax.shard_map``, or put it into the
         ``NamedSharding`` of a ``ShapeDtypeStruct``.
 
         Raises:
-          ValueError: the axes do not multiply to ``count``; JAX lets no program change the size of its mesh.
+          ValueError: the axis sizes do not multiply to ``count``; JAX does not let a program change the size of its
+            mesh.
         """
         shapes = tuple(axis_shapes)
         if math.prod(shapes) != self.count:
@@ -89,10 +90,10 @@ class Target:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """As many devices that can be compiled for and nothing else: ``lowered.compile(device_assignment=...)``.
+        """``count`` compile-only devices, for ``lowered.compile(device_assignment=...)``.
 
         Raises:
-          TargetDeviceError: the compiler is not installed; says what is missing.
+          TargetDeviceError: the compiler is not installed; the message says what is missing.
         """
         return compile_only_devices(self.known, self.count)
 
@@ -102,9 +103,9 @@ _contexts: list[UserConfig] = []
 
 
 def _context() -> UserConfig:
-    """The target in force in each thread, as part of the keys of JAX's caches.
+    """The context variable that holds each thread's target, as part of the keys of JAX's caches.
 
-    Made when it is first needed, for JAX forgets what it has compiled when a context is added.
+    Created on first use, because adding a context makes JAX discard what it has compiled.
     """
     with _making:
         if not _contexts:
@@ -112,21 +113,21 @@ def _context() -> UserConfig:
         return _contexts[0]
 
 
-def target_in_force() -> Target | None:
+def active_target() -> Target | None:
     """The target of the innermost ``target_device`` of this thread."""
     return _contexts[0].value if _contexts else None
 
 
 def target_device(name: str, count: int = 1) -> contextlib.AbstractContextManager[Target]:
-    """A context in which programs are lowered, explained and compiled for a device that is not here.
+    """Context manager: lowers, explains and compiles programs for a device that is not present.
 
-    Every choice comes out as on that device, with what is installed here. Nothing is run there, measured, tuned or
-    stored: ``jax.jit(f).lower(...)`` and ``tilewright.explain`` work, calls of kernels and of compiled functions raise.
-    Arrays are made outside, or ``jax.ShapeDtypeStruct`` stands in their place.
+    Every choice is made as on that device, with the packages installed here. Nothing is run, measured, tuned or stored:
+    ``jax.jit(f).lower(...)`` and ``tilewright.explain`` work, calls of kernels and of compiled functions raise. Create
+    arrays outside of the context, or use ``jax.ShapeDtypeStruct``.
 
     Args:
       name: JAX's name of the device (``jax.Device.device_kind``), such as "NVIDIA H200" or "TPU v5e".
-      count: how many of them; see ``Target.make_mesh``.
+      count: the number of devices; see ``Target.make_mesh``.
 
     Raises:
       ValueError: no device of this name is known, or ``count`` is less than 1.
@@ -146,18 +147,18 @@ def _entered(target: Target) -> Iterator[Target]:
         raise TargetDeviceError("target_device stands around jax.jit(f).lower(...), not inside of a traced function")
     mesh = target.make_mesh((target.count,), (AXIS,), (AxisType.Explicit,))
     with contextlib.ExitStack() as stack:
-        # JAX changes no mesh for one of another size, and prefers one of real devices: any in force is left first.
+        # JAX cannot replace a mesh by one of another size, and prefers a mesh of real devices: leave any mesh first.
         stack.enter_context(jax.set_mesh(None))
-        # JAX lowers for the platform of an abstract mesh only if it has axes, and they are explicit.
+        # JAX lowers for the platform of an abstract mesh only if the mesh has axes and they are explicit.
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         stack.enter_context(_context()(target))
-        with contextlib.suppress(TargetDeviceError):  # without a compiler there is still all but compiling
-            stack.enter_context(jax.default_device(target.devices[0]))  # the client that compiles what is lowered
+        with contextlib.suppress(TargetDeviceError):  # without a compiler everything but compiling works
+            stack.enter_context(jax.default_device(target.devices[0]))  # the client that compiles lowered programs
         yield target
 
 
 def traced_as(name: str) -> contextlib.AbstractContextManager[None]:
-    """A context for interpreters: programs are traced as for a device that is not here, and run on those that are.
+    """Context manager for interpreters: traces programs for an absent device and runs them on those that are present.
 
     Raises:
       ValueError: no device of this name is known.
@@ -168,12 +169,12 @@ def traced_as(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def check_runs_here() -> None:
-    """Raises where a target is in force.
+    """Raises if a target is in force.
 
     Raises:
-      TargetDeviceError: because nothing runs there.
+      TargetDeviceError: nothing can run on the target.
     """
-    target = target_in_force()
+    target = active_target()
     if target is not None:
         raise TargetDeviceError(
             f"nothing runs inside of target_device({target.name!r}), which is not here; lower there "

@@ -1,4 +1,4 @@
-"""Devices of a topology description: XLA compiles for them, and nothing else can be done with them."""
+"""Compile-only devices, made from a topology description."""
 
 import functools
 import importlib.util
@@ -12,8 +12,8 @@ import jax
 from tilewright.errors import TargetDeviceError
 from tilewright.ops.utils.known_devices import KnownDevice
 
-# From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": KB of shared memory of a
-# multiprocessor and of a block at most, threads of a multiprocessor; and its float32 units.
+# From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory in KB per
+# multiprocessor and (maximum) per block, threads per multiprocessor; then float32 units per multiprocessor.
 _MULTIPROCESSORS = MappingProxyType(
     {
         (7, 0): (96, 96, 2048, 64),
@@ -26,22 +26,22 @@ _MULTIPROCESSORS = MappingProxyType(
         (12, 0): (100, 99, 1536, 128),
     }
 )
-# Of Google Cloud's "TPU versions": what slices of how many chips are called.
+# Names of slices by number of chips, from Google Cloud's "TPU versions".
 _FLAT = ("v2", "v3", "v5e", "v6e")
 _FLAT_SLICES = MappingProxyType(
     {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 )
 _CUBIC_SLICES = MappingProxyType({1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"})
-_TWO_DEVICES_A_CHIP = ("v2", "v3", "tpu7x")
+_TWO_DEVICES_PER_CHIP = ("v2", "v3", "tpu7x")
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _PTXAS_FOLDERS = ("cu13/bin", "cuda_nvcc/bin")
 
 
 def compile_only_devices(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
-    """Devices for ``lowered.compile(device_assignment=...)`` or a ``jax.sharding.Mesh``.
+    """Makes devices for ``lowered.compile(device_assignment=...)`` or a ``jax.sharding.Mesh``.
 
     Raises:
-      TargetDeviceError: the compiler is not installed; says what is missing.
+      TargetDeviceError: the compiler is not installed; the message says what is missing.
     """
     missing = missing_compiler(known)
     if missing:
@@ -50,15 +50,15 @@ def compile_only_devices(known: KnownDevice, count: int) -> tuple[jax.Device, ..
 
 
 def target_config(known: KnownDevice) -> str:
-    """XLA's description of a GPU (``stream_executor.GpuTargetConfigProto`` as text), from what is known of it.
+    """XLA's description of a GPU (``stream_executor.GpuTargetConfigProto`` as text), from its specifications.
 
-    XLA's cost model reads it; what kernels do depends on compute capability and shared memory alone.
+    XLA's cost model reads it; generated kernels depend on compute capability and shared memory alone.
     """
     if known.capability is None:
         raise ValueError(f"{known.name} is no GPU")
     shared, shared_of_block, threads, units = _MULTIPROCESSORS[known.capability]
     major, minor = known.capability
-    # Before 9.0 there are no features that only one architecture has.
+    # Architecture-specific features exist from 9.0 on.
     features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -95,7 +95,7 @@ def _gpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
         description = topologies.get_topology_desc(
             known.name, platform="cuda", target_config=target_config(known), topology=f"1x1x{count}"
         )
-    except NotImplementedError as error:  # the plugin is installed, and what it checks at its start is not
+    except NotImplementedError as error:  # the plugin is installed, but a check at its initialisation failed
         raise TargetDeviceError(
             f"programs for {known.name} cannot be compiled here: JAX has not loaded its CUDA plugin, and has said why; "
             "with JAX_PLATFORMS=cpu it does not look for what only running needs"
@@ -107,9 +107,9 @@ def _gpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
 def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
-    a_chip = 2 if known.model in _TWO_DEVICES_A_CHIP else 1
+    devices_per_chip = 2 if known.model in _TWO_DEVICES_PER_CHIP else 1
     shapes = _FLAT_SLICES if known.model in _FLAT else _CUBIC_SLICES
-    sizes = {a_chip * chips: shape for chips, shape in shapes.items()}
+    sizes = {devices_per_chip * chips: shape for chips, shape in shapes.items()}
     if count not in sizes:
         counts = ", ".join(map(str, sizes))
         raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
@@ -124,7 +124,7 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
 
 
 def missing_compiler(known: KnownDevice) -> str:
-    """The missing parts of the compiler for a device; empty if all are installed."""
+    """Names the missing parts of the compiler for a device; empty if all are installed."""
     if known.kind == "tpu":
         return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
     missing = []
@@ -142,12 +142,12 @@ def missing_compiler(known: KnownDevice) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def _packaged_ptxas() -> Path | None:
-    """The folder of ptxas in NVIDIA's packages, which share one namespace."""
+    """The folder of ptxas in NVIDIA's pip packages, which share one namespace."""
     nvidia = importlib.util.find_spec("nvidia")
     roots = [] if nvidia is None else list(nvidia.submodule_search_locations or ())
     folders = (Path(root, folder) for root in roots for folder in _PTXAS_FOLDERS)
@@ -155,7 +155,7 @@ def _packaged_ptxas() -> Path | None:
 
 
 def _put_ptxas_on_path() -> None:
-    # Mosaic GPU and XLA look for ptxas on the path, not among the packages.
+    # Mosaic GPU and XLA look for ptxas on the path, not inside the packages.
     folder = _packaged_ptxas()
     if shutil.which("ptxas") is None and folder is not None:
         os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{folder}"

@@ -1,4 +1,4 @@
-"""Running real computations while a program is being traced."""
+"""Runs real computations while a program is being traced."""
 
 import contextlib
 import contextvars
@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-_TURN = threading.Lock()
-_HAS_TURN: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewright_measuring", default=False)
+_MEASURING = threading.Lock()
+_IS_MEASURING: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewright_measuring", default=False)
 
 
 @contextlib.contextmanager
-def measuring_alone() -> Iterator[None]:
+def measurement_lock() -> Iterator[None]:
     """Waits until no other thread measures, and makes others wait.
 
-    A candidate may itself call a kernel that must be tuned first; that happens within the candidate's turn.
+    The lock is re-entrant: a candidate may itself call a kernel that must be tuned first.
     """
-    if _HAS_TURN.get():
+    if _IS_MEASURING.get():
         yield
         return
-    with _TURN:
-        reset = _HAS_TURN.set(True)
+    with _MEASURING:
+        reset = _IS_MEASURING.set(True)
         try:
             yield
         finally:
-            _HAS_TURN.reset(reset)
+            _IS_MEASURING.reset(reset)
 
 
 @contextlib.contextmanager
@@ -35,20 +35,20 @@ def _numerics(x64: bool, precision: str | None, device: jax.Device | None) -> It
 
 
 def numerics_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context manager in which another thread has the numerics and the default device of this one."""
+    """Returns a context manager that gives another thread the numerics and default device of this one."""
     config = jax.config
     settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
     return lambda: _numerics(*settings)
 
 
-def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
-    """Calls a function in a thread of its own, where no trace, mesh or mapped axis of the caller is in force.
+def run_untraced[T](function: Callable[[threading.Event], T]) -> T:
+    """Calls a function in a new thread, where no trace, mesh or mapped axis of the caller is in force.
 
-    JAX keeps all of these per thread, so nothing that the function computes can become part of the caller's program.
-    The caller's precision, default device and context variables hold there too.
+    JAX keeps all of these per thread, so that nothing the function computes becomes part of the caller's program. The
+    caller's precision, default device and context variables apply in the new thread too.
 
     Args:
-      function: takes an event that is set when the caller is interrupted; it should then soon return.
+      function: takes an event that is set when the caller is interrupted; it should then return soon.
 
     Raises:
       Whatever the function raised, and ``KeyboardInterrupt`` after it has returned if the caller was interrupted.
@@ -76,7 +76,7 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
             done.wait()  # not join: Python 3.12 takes a thread whose join was interrupted for finished
         except KeyboardInterrupt:
             if interrupted:
-                raise  # the second one means now
+                raise  # a second interrupt ends the wait at once
             interrupted = True
             cancelled.set()
     if errors:
@@ -87,7 +87,7 @@ def outside_traces[T](function: Callable[[threading.Event], T]) -> T:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The caller was interrupted; ``value`` is what the function returned in spite of it."""
+    """The caller was interrupted; ``value`` is what the function still returned."""
 
     def __init__(self, value: object):
         super().__init__()

@@ -1,18 +1,32 @@
-// Backward attention for compute capability 8.0 and up on mma.sync.
+// Backward attention for compute capability 8.0 and up, on cp.async, ldmatrix and mma.sync.
 //
-// A block owns some keys of one head of keys, walks over the queries of all its query heads, and keeps dK and dV in
-// registers. What it adds to dQ goes to float32 sums in global memory in the order of the registers, in whatever order
-// blocks come to it, and is turned into dQ by a last kernel. The deterministic form leaves that out and has another
-// pass, whose blocks own queries.
+//   S  = Q K^T                          P  = exp2(logit2 - lse2), in units of log 2
+//   dP = dO V^T                         dS = P * (dP - delta) * d(soft cap)
+//   dV += P^T dO      dK += dS^T Q      dQ += dS K
+//
+// The final stores multiply dQ and dK by scale, and dV by keep_scale (1 / keep probability).
+//
+// kKeysAndSums: a CTA owns kKeys keys of one KV head and iterates over the queries of all its query heads. dK and dV
+// stay in registers. Each tile of dQ is added by atomics to an fp32 accumulator in global memory, in register order,
+// and a last kernel converts that. CTAs add in any order, so dQ is not deterministic. The deterministic form runs two
+// passes: kKeys without dQ, then kQueries, whose CTAs own queries, iterate over keys, and keep dQ in registers.
+//
+//   delta, lse2   `terms` [batch, heads, q_length]   float2, global memory; a tile of it in shared memory
+//   Q, dO         [kQueryStages, kQueries, kMaxDim]  shared memory
+//   K, V          [kKeyStages, kKeys, kMaxDim]       shared memory
+//   S, P          `logits`                           registers, then the `weights` tile in shared memory
+//   dP, dS        `d_logits`                         registers, then the `d_logits` tile in shared memory
+//   dK, dV, dQ    accumulators split over all warps  registers (AmpereGrid)
+//
+// A step: wait for the tile | load the next (2 stages) | S, dP, P, dS | sync | dV, dK | load the next (1 stage) | dQ.
 #pragma once
 
 #include "ampere_products.cuh"
 
 namespace tilewright::attention {
 
-// How a pass cuts its work: a tile of queries and keys, the warps over the two sides of its logits, all warps (as many
-// or twice as many), the tiles of what it walks over that are in shared memory at a time, and the blocks that a
-// multiprocessor is to hold.
+// The tiling of a pass: tile sizes, the grid of warps over S [queries, keys], all warps (as many as that grid has, or
+// twice as many), the stages of the tiles that the CTA iterates over, and CTAs per SM.
 template <int kQueryCount, int kKeyCount, int kQueryWarpCount, int kKeyWarpCount, int kWarpCount, int kStageCount,
           int kBlockCount>
 struct AmpereWalk {
@@ -27,12 +41,12 @@ enum class AmperePass { kKeysAndSums, kKeys, kQueries };
 
 template <class Element>
 struct AmpereBackwardParams : BackwardArrays<Element> {
-  const float2* terms;  // [batch, heads, q_length]
-  float* sums;          // of dQ
+  const float2* terms;  // [batch, heads, q_length]: delta, and lse in units of log 2
+  float* sums;          // the dQ accumulator, in register order
   ampere::Order order;
 };
 
-// Which warps compute which part of a gradient [kRowCount, kColumnCount]: 32 rows each, or 16 where columns are few.
+// How all warps split a gradient [kRowCount, kColumnCount]: 32 rows per warp, or 16 or 64 where that does not fit.
 template <class Element, int kRowCount, int kColumnCount, int kWarps>
 struct AmpereGrid {
   static constexpr bool fits(int rows) {
@@ -49,7 +63,7 @@ struct AmpereGrid {
   static constexpr int kM = kRows / 16, kN = kColumns / 8;
   using Sums = float[kM][kN][4];
 
-  int row, column;
+  int row, column;  // first row and column of this warp
 
   __device__ explicit AmpereGrid(int warp) : row(warp / kColumnWarps * kRows), column(warp % kColumnWarps * kColumns) {}
 };
@@ -73,23 +87,26 @@ struct AmpereBackwardPass {
   static constexpr int kThreads = Tiling::kThreads, kBlocks = Tiling::kBlocks, kStages = Tiling::kStages;
   static constexpr int kQueries = Tiling::kQueries, kKeys = Tiling::kKeys;
   static constexpr bool kOwnsKeys = kPass != AmperePass::kQueries, kSums = kPass == AmperePass::kKeysAndSums;
-  // With twice the warps that a tile of logits takes, half of them multiply dO and V meanwhile. Those of float32 also
-  // share the head dim, each with the whole tile: more products for what they read, and parts to add up.
+  // kPaired: there are twice the warps that the grid over S has; one half computes S and the other dP. With float32
+  // (kSharedDim) the warps of each half also split the head dim, each over the whole tile: more MMAs for what is
+  // loaded, but partial sums must be added.
   static constexpr int kScoreWarps = Tiling::kQueryWarps * Tiling::kKeyWarps;
   static constexpr bool kPaired = kScoreWarps < Tiling::kWarps, kSharedDim = kPaired && ampere::kIsFloat<Element>;
+  // Bytes of one S or dP tile as fp32 accumulators.
   static constexpr int kPartBytes = kQueries / 16 * (kKeys / 8) * 512;
   static constexpr int kWarpQueries = kQueries / Tiling::kQueryWarps, kWarpKeys = kKeys / Tiling::kKeyWarps;
   static constexpr int kM = kWarpQueries / 16, kN = kWarpKeys / 8;
   static constexpr bool kRounds = ampere::kIsFloat<Element> && !kExact;
   static constexpr int kStepsOfDim = kMaxDim * int(sizeof(Element)) / 32;
 
-  // What a block owns is rounded once, what it walks over whenever it is read.
-  using Queries = ampere::Tile<Element, kQueries, kMaxDim, !kOwnsKeys>;  // of Q and of dO
-  using Keys = ampere::Tile<Element, kKeys, kMaxDim, kOwnsKeys>;         // of K and of V
-  using Weights = ampere::Tile<Element, kQueries, kKeys, true>;          // of probabilities, of gradients of logits
+  // The tiles that the CTA owns are rounded to tf32 once, in shared memory; those it iterates over, on every read.
+  using Queries = ampere::Tile<Element, kQueries, kMaxDim, !kOwnsKeys>;  // Q, dO
+  using Keys = ampere::Tile<Element, kKeys, kMaxDim, kOwnsKeys>;         // K, V
+  using Weights = ampere::Tile<Element, kQueries, kKeys, true>;          // P, dS
   using KeyGrid = AmpereGrid<Element, kKeys, kMaxDim, Tiling::kWarps>;
   using QueryGrid = AmpereGrid<Element, kQueries, kMaxDim, Tiling::kWarps>;
 
+  // Byte offsets in dynamic shared memory: Q, dO, K, V, dS, P, terms, partial S and dP.
   static constexpr int kQueryStages = kOwnsKeys ? kStages : 1, kKeyStages = kOwnsKeys ? 1 : kStages;
   static constexpr int kDOutAt = kQueryStages * Queries::kBytes, kKeysAt = 2 * kDOutAt;
   static constexpr int kValuesAt = kKeysAt + kKeyStages * Keys::kBytes;
@@ -100,12 +117,12 @@ struct AmpereBackwardPass {
   static constexpr int kPartsAt = kTermsAt + kQueryStages * kQueries * int(sizeof(float2));
   static constexpr int kSharedBytes = kPartsAt + (kSharedDim ? Tiling::kWarps * kPartBytes : 0);
 
-  // A tile's elements of the sums of dQ.
+  // Floats of one tile of the dQ accumulator.
   static constexpr int64_t kTileSums = int64_t(kQueries) * kMaxDim;
 
   struct TileCoord {
     uint32_t base;
-    int lane, warp, query_row, key_column;  // the warp's, of a tile of logits
+    int lane, warp, query_row, key_column;  // query_row, key_column: the warp's first in the tile of S
 
     __device__ TileCoord() {
       extern __shared__ __align__(128) unsigned char memory[];
@@ -142,7 +159,7 @@ struct AmpereBackwardPass {
       if (i < rows) {
         ampere::copy_async_8(target, terms + i);
       } else {
-        ampere::write_floats(target, make_float2(0, INFINITY));  // no probability is left there
+        ampere::write_floats(target, make_float2(0, INFINITY));  // exp2(S - inf) = 0: rows beyond the end have P = 0
       }
     }
   }
@@ -158,7 +175,8 @@ struct AmpereBackwardPass {
                                                p.value_dim);
   }
 
-  // Leaves the tile's gradients of logits, and for dV its probabilities, in shared memory.
+  // Computes S, P, dP and dS of a tile, and leaves dS and, if the CTA owns keys, P in shared memory. The caller must
+  // synchronize before it reads them. Adds dS to the bias gradient.
   static __device__ void scores(const Params& p, const TileCoord& coord, const HeadScores& head, int q_start,
                                 int k_start, int q_stage, int k_stage) {
     const int g = coord.lane / 4, t = coord.lane % 4;
@@ -205,7 +223,7 @@ struct AmpereBackwardPass {
       if (role != 0) return;
       ampere::clear(d_logits);
       ampere::add_words(part, d_logits);
-      ampere::sync_some(1, 32 * kScoreWarps);  // results go where these parts are
+      ampere::sync_some(1, 32 * kScoreWarps);  // all have read dP, which dS overwrites
     } else {
       ampere::clear(logits);
       multiply(logits, coord.query(q_stage), coord.key(k_stage));
@@ -260,7 +278,7 @@ struct AmpereBackwardPass {
     return p.sums + (head * ampere::tiles_of(p.scores.q_length, kQueries) + q_start / kQueries) * kTileSums;
   }
 
-  // The products of dQ of one tile are added to the sums. Four numbers at a time are one instruction from 9.0 on.
+  // Adds one tile of dQ to the accumulator: red.v4 adds four floats per instruction from 9.0 on, else one atomic each.
   static __device__ void add_sums(float* target, const typename QueryGrid::Sums& sums) {
 #pragma unroll
     for (int m = 0; m < QueryGrid::kM; ++m) {
@@ -322,10 +340,11 @@ struct AmpereBackwardPass {
     ampere::clear(d_key);
     ampere::clear(d_value);
 
-    // The walk over the queries of a group's heads; a head that sees nothing of these keys has an empty range.
+    // Iterates over the query heads of the group, and over the query tiles of each. A head whose queries see none of
+    // these keys has an empty range and is skipped.
     int member = 0;
     int2 range = make_int2(0, 0);
-    auto enter = [&] {  // the next head that sees any of these keys
+    auto enter = [&] {  // moves on to the next head that sees some of these keys
       for (; member < group; ++member) {
         range = HeadScores(p.scores, batch, kv_head * group + member).queries_for(k_start, k_end, kQueries);
         if (range.x < range.y) break;
@@ -354,7 +373,7 @@ struct AmpereBackwardPass {
         }
         first = false;
       }
-      __syncthreads();  // this tile is there, and the last one's products are done
+      __syncthreads();  // this tile has arrived, and all warps have read the last one
       if constexpr (kStages == 2) {
         if (member < group) copy_queries(p, coord, batch, kv_head * group + member, q_start, stage ^ 1);
         ampere::commit_copies();
@@ -368,7 +387,7 @@ struct AmpereBackwardPass {
           d_key, coord.d_logits().template left_transposed<KeyGrid::kRows>(grid.row, coord.lane),
           coord.query(stage).template right_transposed<KeyGrid::kColumns>(grid.column, coord.lane));
       if constexpr (kStages == 1) {
-        __syncthreads();  // these queries have been read
+        __syncthreads();  // all warps have read Q and dO
         if (member < group) copy_queries(p, coord, batch, kv_head * group + member, q_start, 0);
         ampere::commit_copies();
       }
@@ -421,7 +440,7 @@ struct AmpereBackwardPass {
           coord.d_out(0).template round_copied<kThreads>();
         }
       }
-      __syncthreads();  // this tile is there, and the last one's products are done
+      __syncthreads();  // this tile has arrived, and all warps have read the last one
       if constexpr (kStages == 2) {
         if (more) copy_keys(p, coord, batch, kv_head, k_start + kKeys, stage ^ 1);
         ampere::commit_copies();
@@ -432,7 +451,7 @@ struct AmpereBackwardPass {
           d_query, coord.d_logits().left(grid.row, coord.lane),
           coord.key(stage).template right_transposed<QueryGrid::kColumns>(grid.column, coord.lane));
       if constexpr (kStages == 1) {
-        __syncthreads();  // these keys have been read
+        __syncthreads();  // all warps have read K and V
         if (more) copy_keys(p, coord, batch, kv_head, k_start + kKeys, 0);
         ampere::commit_copies();
       }
@@ -443,6 +462,7 @@ struct AmpereBackwardPass {
     store_query(p, coord, batch, head_index, q_start, d_query);
   }
 
+  // Converts one tile of the dQ accumulator to Element.
   static __device__ void convert_block(const Params& p) {
     const TileCoord coord;
     const int tiles = int(ampere::tiles_of(p.scores.q_length, kQueries));
@@ -477,11 +497,12 @@ struct AmpereBackward {
             ampere::kChunk / int(sizeof(Element))};
   }
 
-  // Floats of the row terms, rounded up so that the sums after them are aligned.
+  // Floats of delta and lse2, padded so that the dQ accumulator behind them is aligned.
   static int64_t terms(const Problem& problem) {
     return (2 * problem.batch * problem.heads * problem.q_length + 63) / 64 * 64;
   }
 
+  // Floats of the dQ accumulator.
   static int64_t sums(const Problem& problem) {
     if (problem.deterministic) return 0;
     return problem.batch * problem.heads * ampere::tiles_of(problem.q_length, KeyWalk::kQueries) * Adding::kTileSums;

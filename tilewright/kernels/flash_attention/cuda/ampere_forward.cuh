@@ -1,10 +1,24 @@
-// Forward attention for compute capability 8.0 and up on mma.sync.
+// Forward attention for compute capability 8.0 and up, on cp.async, ldmatrix and mma.sync.
 //
-// A block owns `kQueries` queries of one head and walks over the keys that they may see, `kKeys` at a time. Statistics
-// of the softmax and the output stay in registers. Where a row of warps is one warp (`kColumnWarps` 1), probabilities
-// stay there too. Several warps of a row share the output's columns in the second product. In the first they share the
-// keys, and hand each other the greatest logits and the probabilities through shared memory; or, where keys are too few
-// for that, the head dim, and hand each other their parts of the logits.
+// Computes O = softmax(scale * Q K^T + bias) V and lse, with any mask, soft cap, sink and dropout of attention.cuh. A
+// CTA owns `kQueries` queries of one head and iterates over the visible keys, `kKeys` at a time. Warps form a grid of
+// kRowWarps x kColumnWarps: a row warp owns kRows queries, and the column warps of these rows split the columns of O.
+// How they share QK^T:
+//
+//   kColumnWarps == 1  nothing is split; P goes from the accumulator of S to the A operand of PV in registers
+//   kSharedKeys        by keys: column warps exchange row maxima, and P through shared memory
+//   kSharedDim         by head dim (too few keys to split): column warps add their partial S through shared memory, and
+//                      each then has all of P in registers
+//
+//   Q     [kQueries, kMaxDim]            shared memory; later the staging of O
+//   K, V  [kStages, kKeys, kMaxDim]      shared memory
+//   S, P  [kM][kN][4] `logits`           fp32 registers, the accumulator fragments of m16n8
+//   O     [kM][kOut][4] `out`            fp32 registers
+//   m, l  `Rows`: row_max, total         registers, two rows per lane and m16 tile; l is summed over lanes at the end
+//
+//   kStages 2   wait K0 V0 | load K1 V1 | S0 | softmax 0 | O += P0 V0 | wait K1 V1 | load K2 V2 | S1 | ...
+//   kStages 1   wait K0    | load V0    | S0 | wait V0, load K1 | O += P0 V0 | wait K1 | load V1 | S1 | ...
+//               (several column warps load K1 before they wait for V0, with softmax between)
 #pragma once
 
 #include "ampere_products.cuh"
@@ -17,14 +31,14 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) ampere_forw
 }
 
 template <class Element, int kQueries, int kKeys, int kMaxDim, int kRowWarps, int kColumnWarps,
-          int kStages,     // 2: the next keys and values are copied during both products; 1: during one of them
-          int kMinBlocks,  // of a multiprocessor at a time
+          int kStages,     // 2: K and V of the next tile are loaded beside QK^T and PV; 1: see the timeline
+          int kMinBlocks,  // CTAs per SM that __launch_bounds__ asks for
           bool kExact, bool kModified, bool kDropout>
 struct AmpereForward {
   static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
   static constexpr int kBlocks = kMinBlocks;
-  static constexpr bool kShared = kColumnWarps > 1;  // whether warps share rows
-  static constexpr bool kRounds = ampere::kIsFloat<Element> && !kExact;
+  static constexpr bool kShared = kColumnWarps > 1;                      // several column warps have the same rows
+  static constexpr bool kRounds = ampere::kIsFloat<Element> && !kExact;  // Q is rounded to tf32 once, in shared memory
   static constexpr bool kSharedDim = kShared && kKeys < 8 * kColumnWarps, kSharedKeys = kShared && !kSharedDim;
   static constexpr int kRows = kQueries / kRowWarps, kWarpKeys = kSharedKeys ? kKeys / kColumnWarps : kKeys;
   static constexpr int kColumns = kMaxDim / kColumnWarps;
@@ -34,10 +48,11 @@ struct AmpereForward {
 
   using Queries = ampere::Tile<Element, kQueries, kMaxDim, true>;
   using Keys = ampere::Tile<Element, kKeys, kMaxDim>;
-  // A tile of probabilities, or of nothing.
+  // P in shared memory; unused (minimal size) unless kSharedKeys.
   using Weights = ampere::Tile<Element, kQueries, kSharedKeys ? kKeys : 64 / int(sizeof(Element)), true>;
-  static constexpr int kPartBytes = 16 * kM * kN * 32;  // of one warp's part of logits
+  static constexpr int kPartBytes = 16 * kM * kN * 32;  // bytes of one warp's partial S (kSharedDim)
 
+  // Byte offsets in dynamic shared memory: Q, K stages, V stages, P or partial S, row maxima [kColumnWarps, kQueries].
   static constexpr int kKeysAt = Queries::kBytes, kValuesAt = kKeysAt + kStages * Keys::kBytes;
   static constexpr int kWeightsAt = kValuesAt + kStages * Keys::kBytes;
   static constexpr int kStatisticsAt =
@@ -71,7 +86,7 @@ struct AmpereForward {
 
     const int2 coord = p.order.coord(blockIdx.x);
     const int batch = coord.y / p.heads, head_index = coord.y % p.heads, kv_head = head_index / p.scores.group;
-    const int q_start = (p.order.tiles - 1 - coord.x) * kQueries;  // the longest rows of a causal mask first
+    const int q_start = (p.order.tiles - 1 - coord.x) * kQueries;  // with a causal mask the longest tiles run first
     const int q_end = min(q_start + kQueries, p.scores.q_length);
     const HeadScores head(p.scores, batch, head_index);
     const int2 range = head.keys_for(q_start, q_end, kKeys);
@@ -112,7 +127,7 @@ struct AmpereForward {
       const bool more = k_start + kKeys < range.y;
       ampere::wait_copies<0>();
       if (kRounds && k_start == range.x) query_tile.template round_copied<kThreads>();
-      __syncthreads();  // this tile is there, and the last one has been read
+      __syncthreads();  // this tile has arrived, and all warps have read the last one
       if constexpr (kStages == 2) {
         if (more) {
           copy_keys(k_start + kKeys, stage ^ 1);
@@ -130,7 +145,7 @@ struct AmpereForward {
             logits, ampere::moved(views.query, column_bytes),
             ampere::moved(key_tile(stage).right(0, lane), column_bytes));
         add_parts(base + kWeightsAt, row_warp, column_warp, lane, logits);
-        if constexpr (kStages == 1) {  // all warps have passed the first product
+        if constexpr (kStages == 1) {  // add_parts synchronized the CTA: all warps have read K
           if (more) copy_keys(k_start + kKeys, 0);
           ampere::commit_copies();
         }
@@ -155,7 +170,7 @@ struct AmpereForward {
       rows.local_row_max(logits, row_max);
       if constexpr (kSharedKeys) {
         exchange_row_max(base + kStatisticsAt, row + g, row_warp, column_warp, t, row_max);
-        if constexpr (kStages == 1) {  // all warps have passed the first product
+        if constexpr (kStages == 1) {  // exchange_row_max synchronized the CTA: all warps have read K
           if (more) copy_keys(k_start + kKeys, 0);
           ampere::commit_copies();
         }
@@ -170,7 +185,7 @@ struct AmpereForward {
         ampere::write_sums<kExact>(Weights{base + kWeightsAt}, logits, row, column_warp * kWarpKeys, lane);
         if constexpr (kStages == 1) {
           ampere::wait_copies<1>();
-          __syncthreads();  // the values are there
+          __syncthreads();  // V has arrived
         } else {
           ampere::sync_some(1 + row_warp, 32 * kColumnWarps);
         }
@@ -178,7 +193,7 @@ struct AmpereForward {
       } else {
         if constexpr (kSharedDim && kStages == 1) {
           ampere::wait_copies<1>();
-          __syncthreads();  // the values are there
+          __syncthreads();  // V has arrived
         }
         ampere::multiply_registers<kExact, Keys>(out, logits, value_view);
       }
@@ -192,7 +207,7 @@ struct AmpereForward {
     ampere::LaneView query, weights;
   };
 
-  // The statistics of a lane's rows: `greatest` in the units of the logits, `total` of the lane's own elements.
+  // m and l of a lane's rows: row_max in the units of `logits`, total over the lane's own elements only.
   struct Rows {
     float row_max[kM][2], total[kM][2];
 
@@ -207,7 +222,7 @@ struct AmpereForward {
       }
     }
 
-    // The greatest so far of each row, as far as the warp knows.
+    // The maximum of m and this tile's S for each row, over the keys of this warp.
     __device__ void local_row_max(const float (&logits)[kM][kN][4], float (&now)[kM][2]) const {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -224,12 +239,13 @@ struct AmpereForward {
       }
     }
 
+    // Sets m to `now`, and multiplies l and O by exp2((m_old - m_new) * multiplier).
     __device__ void rescale(const float (&now)[kM][2], float multiplier, float (&out)[kM][kOut][4]) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Without a key so far both are -inf, whose difference is not a number.
+          // A row without a visible key so far has m = -inf on both sides, and -inf - (-inf) is NaN.
           const float shift = now[m][half] == -INFINITY ? 0 : now[m][half];
           const float factor = ampere::fast_exp2((row_max[m][half] - shift) * multiplier);
           row_max[m][half] = now[m][half];
@@ -243,7 +259,7 @@ struct AmpereForward {
       }
     }
 
-    // Turns logits into probabilities short of their normalisation.
+    // Turns S into P, not yet divided by l, and adds it to l.
     __device__ void exponentiate(float (&logits)[kM][kN][4], float multiplier) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -264,7 +280,7 @@ struct AmpereForward {
     }
   };
 
-  // Adds up the parts of logits that the warps of a row have, in the same order for all of them.
+  // kSharedDim: adds the partial S of the column warps, in the same order in each of them, so all get the same bits.
   static __device__ void add_parts(uint32_t parts, int row_warp, int column_warp, int lane,
                                    float (&logits)[kM][kN][4]) {
     const uint32_t own = parts + row_warp * kColumnWarps * kPartBytes + lane * 16;
@@ -275,7 +291,7 @@ struct AmpereForward {
     for (int warp = 0; warp < kColumnWarps; ++warp) ampere::add_words(own + warp * kPartBytes, logits);
   }
 
-  // The greatest of the warps that share rows.
+  // kSharedKeys: the row maximum over all column warps, through shared memory.
   static __device__ void exchange_row_max(uint32_t statistics, int row, int row_warp, int column_warp, int t,
                                            float (&row_max)[kM][2]) {
 #pragma unroll
@@ -300,7 +316,8 @@ struct AmpereForward {
     }
   }
 
-  // A barrier of the warps of the same rows; with one stage of the block, for its keys are then copied over.
+  // Synchronizes the column warps of the same rows by a named barrier. With one stage it synchronizes the CTA, because
+  // K is overwritten next.
   static __device__ void sync_rows(int row_warp) {
     if constexpr (kStages == 1) {
       __syncthreads();
@@ -309,6 +326,7 @@ struct AmpereForward {
     }
   }
 
+  // Zeroes the dropped elements of P; l keeps them.
   static __device__ void drop(const HeadScores& head, int query, int key, float (&weights)[kM][kN][4]) {
     KeepPair keep(head.dropout_key(), head.scores.keep_threshold);
 #pragma unroll
@@ -323,7 +341,7 @@ struct AmpereForward {
     }
   }
 
-  // Adds totals up, counts the sink in, and stores the output and lse.
+  // Sums l over lanes and column warps, adds the sink, and stores O and lse.
   static __device__ void finish(const Params& p, int head, int q_start, int q_end, uint32_t base, int row,
                                 int column_warp, int lane, Rows& rows, float (&out)[kM][kOut][4]) {
     const int g = lane / 4, t = lane % 4;
@@ -337,7 +355,7 @@ struct AmpereForward {
         total += __shfl_xor_sync(~0u, total, 2);
       }
     }
-    __syncthreads();  // queries have been read, and so have statistics: the output goes where they were
+    __syncthreads();  // all warps have read Q and the row maxima, whose memory is reused here
     if constexpr (kSharedKeys) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -367,7 +385,7 @@ struct AmpereForward {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float own = rows.row_max[m][half] * multiplier;  // -inf where no key was seen
+        const float own = rows.row_max[m][half] * multiplier;  // -inf for a row that sees no key
         const float row_max = fmaxf(own, sink);
         const float shift = row_max == -INFINITY ? 0 : row_max;
         const float share = ampere::fast_exp2(own - shift);

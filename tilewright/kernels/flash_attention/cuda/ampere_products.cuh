@@ -1,10 +1,14 @@
-// Products of tiles by mma.sync, what becomes of them, and the order in which blocks take their work.
+// Matmuls of tiles by mma.sync, the epilogue of S (mask, bias, soft cap), the writing of accumulators to tiles, and the
+// tile schedule of a grid.
+//
+// `sums` are always accumulators [kM][kN][4] of m16n8 fragments, `left` is the A and `right` the B operand.
 #pragma once
 
 #include "ampere_tiles.cuh"
 
 namespace tilewright::attention::ampere {
 
+// sums[m][first + n] += more[m][n].
 template <int kM, int kN, int kWide>
 __device__ inline void add(float (&sums)[kM][kWide][4], int first, const float (&more)[kM][kN][4]) {
 #pragma unroll
@@ -17,14 +21,14 @@ __device__ inline void add(float (&sums)[kM][kWide][4], int first, const float (
   }
 }
 
-// Matrix units cut off what they add a product to instead of rounding it. In exact products that is the largest error,
-// so they add few steps up before ordinary additions take over.
+// Tensor cores truncate when they add to the accumulator. In exact float32 matmuls that is the largest error, so only
+// kShortSteps k-steps are accumulated by MMAs before fp32 additions take over.
 template <class Element, bool kExact>
 constexpr bool kShortSums = kIsFloat<Element> && kExact;
 constexpr int kShortSteps = 4;
 
-// sums += left · rightᵀ over `kSteps` steps of both tiles' rows. Where a warp has few sums, several products in flight
-// need several of each.
+// sums += left * right^T over kSteps k-steps; both tiles are [row, k]. A warp with few accumulators uses kChains copies
+// of each, so that several MMAs are in flight.
 template <bool kExact, int kSteps, class Left, class Right, int kM, int kN>
 __device__ inline void multiply_rows(float (&sums)[kM][kN][4], const LaneView& left, const LaneView& right) {
   using Element = typename Left::Element;
@@ -73,16 +77,16 @@ __device__ inline void multiply_rows(float (&sums)[kM][kN][4], const LaneView& l
   }
 }
 
-// Rows of a product's operand [k, n] that a step takes.
+// The rows of an operand [k, n] that a k-step takes.
 template <class Element>
 constexpr int kStepRows = kIsFloat<Element> ? 8 : 16;
 
-// Sums of neighbouring columns that one lane's reads of an operand [k, n] serve.
+// The neighbouring n8 accumulators that one load of an operand [k, n] serves.
 template <class Element>
 constexpr int kTogether = kIsFloat<Element> ? 4 : 2;
 
-// sums[m][first ...] += a[m] · right over one step, whose rows of `right` [k, n] start at `row`, and over the columns
-// of sums n ... n + kTogether.
+// sums[m][first + i] += a[m] * right for one k-step and i < kTogether: rows from `row` on of right [k, n], and its n8
+// column blocks n + i.
 template <bool kExact, class Right, int kM, int kN>
 __device__ inline void multiply_columns(float (&sums)[kM][kN][4], int first,
                                         const Operand<typename Right::Element, kExact, 4> (&a)[kM],
@@ -90,7 +94,8 @@ __device__ inline void multiply_columns(float (&sums)[kM][kN][4], int first,
   using Element = typename Right::Element;
   Operand<Element, kExact, 2> b[kTogether<Element>];
   if constexpr (kIsFloat<Element>) {
-    // One lane reads columns 4g to 4g + 3 of two rows: column i of four is that of the i-th of four sums.
+    // A lane loads columns 4g to 4g + 3 of two rows; column i of these goes to the i-th of four accumulators. So column
+    // n of an accumulator is not column n of the tile: write_result undoes this permutation.
     const uint4 even = read_16(right.rows + row * Right::kPitch + n / 4 * 128 + right.twist);
     const uint4 odd = read_16(right.rows + (row + 1) * Right::kPitch + n / 4 * 128 + (right.twist ^ kChunk));
     b[0].words[0] = even.x;
@@ -114,7 +119,7 @@ __device__ inline void multiply_columns(float (&sums)[kM][kN][4], int first,
   multiply_all<Element, kExact>(sums, first, a, b);
 }
 
-// sums += left · right over `kSteps` steps; `read_left(step, a)` makes the left operands, right is a tile [k, n].
+// sums += left * right over kSteps k-steps; `read_left(step, a)` loads the A operands, right is a tile [k, n].
 template <bool kExact, int kSteps, class Right, int kM, int kN, class ReadLeft>
 __device__ inline void multiply_steps(float (&sums)[kM][kN][4], const LaneView& right, ReadLeft read_left) {
   using Element = typename Right::Element;
@@ -146,7 +151,7 @@ __device__ inline void multiply_steps(float (&sums)[kM][kN][4], const LaneView& 
   }
 }
 
-// Sums [m, k] as left operands of the step `step` over k.
+// Converts accumulators [m, k] to the A operands of one k-step.
 template <class Element, bool kExact, int kM, int kN>
 __device__ inline void as_left(Operand<Element, kExact, 4> (&a)[kM], const float (&sums)[kM][kN][4], int step) {
 #pragma unroll
@@ -168,7 +173,7 @@ __device__ inline void as_left(Operand<Element, kExact, 4> (&a)[kM], const float
   }
 }
 
-// sums += left · right; left [m, k] are sums in registers, right [k, n] a tile.
+// sums += left * right; left [m, k] are accumulators in registers, right is a tile [k, n].
 template <bool kExact, class Right, int kM, int kN, int kLeft>
 __device__ inline void multiply_registers(float (&sums)[kM][kN][4], const float (&left)[kM][kLeft][4],
                                           const LaneView& right) {
@@ -178,7 +183,7 @@ __device__ inline void multiply_registers(float (&sums)[kM][kN][4], const float 
       sums, right, [&](int step, Left& a) { as_left(a, left, step); });
 }
 
-// The same with left [m, k] in a tile that `write_sums` wrote.
+// sums += left * right; left [m, k] is a tile written by `write_sums`, right a tile [k, n].
 template <bool kExact, int kSteps, class Left, class Right, int kM, int kN>
 __device__ inline void multiply_tile(float (&sums)[kM][kN][4], const LaneView& left, const LaneView& right) {
   using Operands = Operand<typename Right::Element, kExact, 4>[kM];
@@ -191,7 +196,7 @@ __device__ inline void multiply_tile(float (&sums)[kM][kN][4], const LaneView& l
   });
 }
 
-// sums += leftᵀ · right; left [k, m] is a tile that `write_sums` wrote.
+// sums += left^T * right; left [k, m] is a tile written by `write_sums`, right a tile [k, n].
 template <bool kExact, int kSteps, class Left, class Right, int kM, int kN>
 __device__ inline void multiply_tile_transposed(float (&sums)[kM][kN][4], const LaneView& left,
                                                 const LaneView& right) {
@@ -217,8 +222,8 @@ __device__ inline void multiply_tile_transposed(float (&sums)[kM][kN][4], const 
   });
 }
 
-// Writes a warp's sums [m, n] as elements, the first at (row, column); float32 columns 2t and 2t + 1 to t and t + 4,
-// and rounded unless products are exact.
+// Writes a warp's accumulators [m, n] to a tile as an operand of the next matmul, from (row, column) on. Float32
+// columns 2t and 2t + 1 go to t and t + 4 (see ampere_tiles.cuh), rounded to tf32 unless kExact.
 template <bool kExact, class Target, int kM, int kN>
 __device__ inline void write_sums(const Target& target, const float (&sums)[kM][kN][4], int row, int column, int lane) {
   using Element = typename Target::Element;
@@ -243,7 +248,7 @@ __device__ inline void write_sums(const Target& target, const float (&sums)[kM][
   }
 }
 
-// Writes what `multiply_steps` summed as elements in their own columns, times `factor(m, half)`.
+// Writes accumulators of `multiply_steps`, times `factor(m, half)`, to a tile in plain column order.
 template <class Target, int kM, int kN, class Factor>
 __device__ inline void write_result(const Target& target, const float (&sums)[kM][kN][4], int row, int column, int lane,
                                     Factor factor) {
@@ -278,9 +283,9 @@ __device__ inline void write_result(const Target& target, const float (&sums)[kM
   }
 }
 
-// Products of queries and keys that a warp holds become logits, those of unseen keys -inf. They are in units of log 2
-// where `kModified`, and otherwise still products. `query` and `key` are those of the lane's first element; nothing
-// beyond `q_end` and `key_end` is read.
+// Turns a warp's Q K^T into logits, -inf where masked. If kModified they are scaled, in units of log 2; else they stay
+// unscaled (see positive_multiplier). `query` and `key` are those of the lane's first element; bias and masks are not
+// read beyond q_end and key_end. `whole`: the band and the lengths mask nothing in this tile.
 template <bool kModified, int kM, int kN>
 __device__ inline void to_logits(float (&products)[kM][kN][4], const HeadScores& head, int query, int key, int q_end,
                                  int key_end, bool whole) {
@@ -336,8 +341,8 @@ __device__ inline void to_logits(float (&products)[kM][kN][4], const HeadScores&
   }
 }
 
-// What turns `to_logits`' results into units of log 2, never negative, so that the greatest product is the greatest
-// logit and what is masked stays -inf: a negative scale changes the products' signs instead.
+// Returns the non-negative factor from to_logits' results to units of log 2. A negative scale flips the signs of the
+// logits instead, so that the row maximum can be taken before scaling and masked logits stay -inf.
 template <bool kModified, int kM, int kN>
 __device__ inline float positive_multiplier(const Scores& scores, float (&logits)[kM][kN][4]) {
   if constexpr (kModified) {
@@ -358,8 +363,8 @@ __device__ inline float positive_multiplier(const Scores& scores, float (&logits
   }
 }
 
-// What one block works on. Blocks are numbered so that heads come in sections whose keys and values (or queries) the L2
-// cache holds; within a section all heads' tiles of one place come before those of the next.
+// The tile schedule. Heads are grouped in sections whose K and V (or Q and dO) fit the L2 cache; within a section the
+// order is tile by tile, and all heads of the section for each tile.
 struct Order {
   int32_t tiles, section, total;  // tiles of a head, heads of a section, heads of all batch elements
 
@@ -370,7 +375,7 @@ struct Order {
   }
 };
 
-constexpr int64_t kSectionBytes = 16 << 20;  // a third of the L2 cache of an H100, two fifths of an A100's
+constexpr int64_t kSectionBytes = 16 << 20;  // bytes; a third of an H100's L2 cache, two fifths of an A100's
 
 inline Order order_of(int64_t tiles, int64_t total, int64_t bytes_of_head) {
   const int64_t section = kSectionBytes / std::max<int64_t>(bytes_of_head, 1);

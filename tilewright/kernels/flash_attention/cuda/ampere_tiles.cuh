@@ -1,8 +1,9 @@
 // Tiles in shared memory and the instructions on them, for compute capability 8.0 and up: cp.async, ldmatrix, mma.sync.
 //
-// A step of a product takes 32 bytes of every row: 16 numbers of 16 bits, or 8 of float32. Lane 4g + t holds of sums
-// [16, 8] the rows g and g + 8 and the columns 2t and 2t + 1. Float32 operands are read so that its columns 2t and
-// 2t + 1 are what a product calls t and t + 4: sums can then be operands without moving between lanes.
+// A k-step of an MMA takes 32 bytes of every row: k = 16 for 16-bit types, k = 8 for float32 (tf32). In an accumulator
+// [16, 8], lane 4g + t holds rows g and g + 8, columns 2t and 2t + 1. The tf32 A fragment wants columns t and t + 4
+// instead. Float32 operands are therefore read with columns 2t and 2t + 1 in place of t and t + 4: the k order of both
+// operands is permuted alike, and an accumulator serves as an A operand without shuffles.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +16,14 @@ namespace tilewright::attention::ampere {
 template <class Element>
 constexpr bool kIsFloat = std::is_same_v<Element, float>;
 
-constexpr int kChunk = 16;  // bytes that are copied, read and placed at a time
-constexpr float kMinScale = 1e-30f;  // instead of 0, by which the -inf of a mask may not be multiplied
+constexpr int kChunk = 16;           // bytes of a chunk: the unit of cp.async, ldmatrix rows and the swizzle
+constexpr float kMinScale = 1e-30f;  // replaces a scale of 0: -inf * 0 is NaN for masked logits
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts copying 16 bytes; zeros where `there` is not so, and then nothing is read.
+// cp.async of 16 bytes; if not `there`, writes zeros and reads nothing.
 __device__ inline void copy_async(uint32_t target, const void* source, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
                : "memory");
@@ -34,13 +35,13 @@ __device__ inline void copy_async_8(uint32_t target, const void* source) {
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for this thread's copies but those of the last `kPending` commits.
+// Waits for this thread's cp.async groups, except the last `kPending`.
 template <int kPending>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A barrier of some of a block's warps; barrier 0 is that of __syncthreads.
+// A named barrier for `threads` threads of the CTA; barrier 0 is that of __syncthreads.
 __device__ inline void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -105,20 +106,20 @@ __device__ inline void write_floats(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
-// exp2 in one instruction: what would be a subnormal is 0.
+// exp2 in one instruction; a subnormal result becomes 0.
 __device__ inline float fast_exp2(float value) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
   return out;
 }
 
-// Matrix units read the upper 19 bits of a float32. Times this it rounds to one of its two neighbours with 19 bits, to
-// itself if it is one, and without bias on average (1 + ln 2 · 2⁻¹¹); an infinity or NaN stays what it is. That is one
-// instruction; cvt.rna.tf32 is two or three.
+// The tensor cores read the upper 19 bits of a float32 (tf32) and truncate the rest. Multiplying by kRounding first
+// makes that truncation a rounding to one of the two tf32 neighbours: a tf32 value stays itself, the mean bias is zero
+// (1 + ln 2 * 2^-11), and infinity and NaN stay. This is one instruction; cvt.rna.tf32 compiles to two or three.
 constexpr float kRounding = 1.000338450f;
 constexpr uint32_t kTf32Bits = 0xffffe000u;
 
-// Two neighbours of a row in 32 bits, the first in the lower half.
+// Packs two neighbours of a row into 32 bits, the first in the lower half.
 template <class Element>
 __device__ inline uint32_t pack(float first, float second) {
   uint32_t out;
@@ -131,7 +132,8 @@ __device__ inline uint32_t pack(float first, float second) {
   return out;
 }
 
-// The registers of one operand. Float32 is rounded to tf32, or where `kExact` is split into two such numbers.
+// The registers of one MMA operand. Float32 is rounded to tf32 or, with kExact, split into two tf32 numbers: value =
+// words + rest.
 template <class Element, bool kExact, int kCount>
 struct Operand {
   uint32_t words[kCount];
@@ -142,7 +144,7 @@ struct Operand<float, true, kCount> {
   uint32_t words[kCount], rest[kCount];
 };
 
-// Makes an operand of what was read into its words; `kRounded` says that they are tf32 already.
+// Rounds or splits what was loaded into `words`; kRounded says that it is tf32 already.
 template <bool kRounded, class Element, bool kExact, int kCount>
 __device__ inline void settle(Operand<Element, kExact, kCount>& operand) {
   if constexpr (kIsFloat<Element> && (kExact || !kRounded)) {
@@ -158,6 +160,7 @@ __device__ inline void settle(Operand<Element, kExact, kCount>& operand) {
   }
 }
 
+// c += a * b: m16n8k16 for 16-bit types, m16n8k8 for tf32, with fp32 accumulation.
 template <class Element>
 __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (kIsFloat<Element>) {
@@ -179,7 +182,8 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], const
   }
 }
 
-// sums[m][first + n] += left[m] · right[n]. The exact form adds its small terms first.
+// sums[m][first + n] += left[m] * right[n]. With kExact, the two small cross terms (3xTF32 without rest * rest) are
+// added first.
 template <class Element, bool kExact, int kM, int kN, int kRight>
 __device__ inline void multiply_all(float (&sums)[kM][kN][4], int first, const Operand<Element, kExact, 4> (&left)[kM],
                                     const Operand<Element, kExact, 2> (&right)[kRight]) {
@@ -214,7 +218,7 @@ __device__ inline void clear(float (&sums)[kM][kN][4]) {
   }
 }
 
-// One lane's sums as words 512 bytes from each other, so that a warp's lie beside each other.
+// Writes a lane's accumulators, 16 bytes each and 512 bytes apart, so that the 32 lanes of a warp write contiguously.
 template <int kM, int kN>
 __device__ inline void write_words(uint32_t address, const float (&sums)[kM][kN][4]) {
 #pragma unroll
@@ -228,6 +232,7 @@ __device__ inline void write_words(uint32_t address, const float (&sums)[kM][kN]
   }
 }
 
+// Adds accumulators that write_words wrote.
 template <int kM, int kN>
 __device__ inline void add_words(uint32_t address, float (&sums)[kM][kN][4]) {
 #pragma unroll
@@ -243,38 +248,40 @@ __device__ inline void add_words(uint32_t address, float (&sums)[kM][kN][4]) {
   }
 }
 
-// Where one lane reads a tile: `rows` is the address of its own row, `twist` turns an even chunk into its place.
+// Where a lane reads a tile: `rows` is the address of its row; XOR with `twist` swizzles the byte offset of an even
+// chunk.
 struct LaneView {
   uint32_t rows, twist;
 };
 
-// The view of columns that start so many bytes, a multiple of 128, further on.
+// The view of columns `bytes` further on, a multiple of 128 (the period of the swizzle).
 __device__ inline LaneView moved(const LaneView& view, int bytes) { return {view.rows + bytes, view.twist}; }
 
-// Rows of `kColumns` elements in shared memory. The chunks of a row change places with the row, so that the same chunk
-// of 8 neighbouring rows, and neighbouring chunks of every other row, lie in different banks.
-// Where `kIsRounded`, float32 products that are not exact take them as they are.
+// A tile in shared memory, kRows x kColumns elements. Chunks of 16 bytes are swizzled: XORed with the row, so that the
+// same chunk of 8 neighbouring rows, and neighbouring chunks of every other row, fall into different banks. kIsRounded:
+// float32 elements are tf32 already, so MMAs that are not exact take them as they are.
 template <class ElementType, int kRowCount, int kColumnCount, bool kIsRounded = false>
 struct Tile {
   using Element = ElementType;
   static constexpr bool kRounded = kIsRounded;
   static constexpr int kRows = kRowCount, kColumns = kColumnCount;
-  static constexpr int kPitch = kColumns * int(sizeof(Element));
-  static constexpr int kChunks = kPitch / kChunk;
-  static constexpr int kPerChunk = kChunk / int(sizeof(Element));
+  static constexpr int kPitch = kColumns * int(sizeof(Element));   // bytes of a row
+  static constexpr int kChunks = kPitch / kChunk;                  // chunks of a row
+  static constexpr int kPerChunk = kChunk / int(sizeof(Element));  // elements of a chunk
   static constexpr int kBytes = kRows * kPitch;
   static_assert(kPitch % 64 == 0);
 
-  uint32_t address;
+  uint32_t address;  // in shared memory, of the first row
 
   static __device__ int swizzle(int row) { return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3; }
 
+  // The shared-memory address of a chunk.
   __device__ uint32_t at(int row, int chunk) const {
     return address + row * kPitch + ((chunk ^ swizzle(row)) * kChunk);
   }
 
-  // The lane's row is `first` (a multiple of 8) + `row`, its chunk one of two neighbours, `odd` or not. `columns` is
-  // the first of a part of the tile's columns, `kPart` of them.
+  // The view of a lane whose row is `first` (a multiple of 8) + `row`, and which reads the even or the `odd` one of two
+  // neighbouring chunks. `columns` is the first of kPart columns that the view covers.
   template <int kPart = kColumns>
   __device__ LaneView view(int first, int row, int odd, int columns = 0) const {
     constexpr int kPartChunks = kPart * int(sizeof(Element)) / kChunk;
@@ -293,17 +300,17 @@ struct Tile {
     return view.rows + row * kPitch + ((chunk * kChunk) ^ view.twist);
   }
 
-  // Views for operands whose rows are those of the product: left [m, k], right [n, k].
+  // Views for operands whose rows are those of the MMA: left [m, k], right [n, k].
   __device__ LaneView left(int first, int lane) const { return view(first, lane & 15, lane >> 4); }
   __device__ LaneView right(int first, int lane) const {
     return view(first, (lane & 7) | ((lane >> 1) & 8), (lane >> 3) & 1);
   }
 
-  // For operands that are [k, m] and [k, n] here: of `kPart` columns from `columns` on.
+  // Views for operands that lie transposed, [k, m] and [k, n]: kPart columns from `columns` on.
   template <int kPart>
   __device__ LaneView left_transposed(int columns, int lane) const {
     if constexpr (kIsFloat<Element>) {
-      // Columns stand as `write_sums` leaves them: 2t and 2t + 1 at t and t + 4.
+      // Columns are in the order of `write_sums`: 2t and 2t + 1 at t and t + 4.
       static_assert(kChunks % 8 == 0);
       const int g = lane >> 2, t = lane & 3;
       LaneView view = this->template view<kPart>(0, 2 * t, g & 1, columns);
@@ -323,7 +330,8 @@ struct Tile {
     }
   }
 
-  // Starts copying up to `rows` rows of `columns` elements; what is beyond becomes zeros.
+  // Issues cp.async for up to `rows` rows of `columns` elements; the rest of the tile becomes zeros. `stride` is in
+  // elements.
   template <int kThreads>
   __device__ void copy(const Element* source, int stride, int rows, int columns) const {
     const int thread = threadIdx.x;
@@ -349,7 +357,8 @@ struct Tile {
     }
   }
 
-  // Rounds what this thread's call of `copy` has brought, so that it need not be done at each of many reads.
+  // Rounds to tf32, in place, what this thread loaded by `copy`, instead of at each of many reads. Each thread must
+  // have waited for its own copies.
   template <int kThreads>
   __device__ void round_copied() const {
     const int thread = threadIdx.x;
@@ -364,7 +373,7 @@ struct Tile {
 
   static __device__ uint32_t rounded(uint32_t value) { return __float_as_uint(__uint_as_float(value) * kRounding); }
 
-  // Writes the tile to global memory; the block's threads have filled it and passed a barrier.
+  // Writes the tile to global memory, after all threads have filled it and passed a barrier.
   template <int kThreads>
   __device__ void store(Element* target, int stride, int rows, int columns) const {
 #pragma unroll 4

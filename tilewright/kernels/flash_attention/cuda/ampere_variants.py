@@ -1,7 +1,7 @@
-"""The variants of attention in CUDA C++ for compute capability 8.0 and up that are all our own: two tables.
+"""The variants of attention in CUDA C++ for compute capability 8.0 and up that are entirely our own: two tables.
 
-They multiply by ``mma.sync`` (``cuda/ampere_forward.cuh``, ``cuda/ampere_backward.cuh``). Tiles come in sizes for what
-a block may have of shared memory: 227 KB on 9.0 and 10.x, 163 KB on 8.0 and 8.7, 99 KB on 8.6, 8.9 and 12.x.
+Their matmuls use ``mma.sync`` (``cuda/ampere_forward.cuh``, ``cuda/ampere_backward.cuh``). Tile sizes match the shared
+memory of a block: 227 KB on 9.0 and 10.x, 163 KB on 8.0 and 8.7, 99 KB on 8.6, 8.9 and 12.x.
 """
 
 import abc
@@ -17,8 +17,8 @@ from tilewright.kernels.flash_attention.cuda.cutlass_variants import DTYPES, FIE
 type Features = Literal["plain", "modified", "dropout"]
 
 FEATURES: tuple[Features, ...] = ("plain", "modified", "dropout")
-"""What is done to logits, each with all that those before it do: a band and sinks; bias, soft cap, masks by arrays;
-dropout."""
+"""Operations on logits, each with the previous ones: a band and sinks; bias, soft cap, masks by arrays; dropout.
+"""
 
 CPP_TYPES = {"f32": "float", "f16": "__half", "bf16": "__nv_bfloat16"}
 
@@ -28,18 +28,19 @@ _NAMESPACE = "tilewright::attention"
 
 
 def _kinds(dtype: Dtype) -> Iterator[tuple[Features, bool]]:
-    """All that can be asked of a kernel; only float32 has products that are exact and ones that are not."""
+    """All combinations of features and exactness for a kernel; only float32 has exact and rounded matmuls."""
     return itertools.product(FEATURES, (False, True) if dtype == "f32" else (False,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AmpereVariant(Variant):
-    """What both directions have in common.
+    """The common fields of both directions' variants.
 
     Attributes:
-      max_dim: greatest head dim of keys and of values, whose products are made whatever the call's are.
-      exact: float32 products of three tf32 products each, instead of rounded operands.
-      rank: the tile's place among those of its head dim.
+      max_dim: maximum head dim of keys and of values; its matmuls are computed in full whatever the call's head dims
+        are.
+      exact: each float32 matmul is computed by three tf32 matmuls, instead of rounding the operands.
+      rank: index of the tile among those of its head dim.
     """
 
     dtype: Dtype
@@ -50,8 +51,8 @@ class AmpereVariant(Variant):
 
     @property
     @abc.abstractmethod
-    def room(self) -> int:
-        """Bytes of shared memory from which on the tile is the better choice, which may be more than it needs."""
+    def min_shared(self) -> int:
+        """Bytes of shared memory from which the tile is preferred, which may be more than it needs."""
 
     @property
     def group(self) -> str:
@@ -63,7 +64,7 @@ class AmpereVariant(Variant):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The smallest head dim, then what does least, then the largest tile that there is room for."""
+        """Sorts by head dim, then by features, then by tile, largest first."""
         return (self.max_dim, FEATURES.index(self.features), int(self.exact), self.rank)
 
     @property
@@ -73,33 +74,33 @@ class AmpereVariant(Variant):
         return (
             Compare(Field("dtype"), "==", DTYPES.index(self.dtype)),
             *(Compare(dim, "<=", self.max_dim) for dim in dims),
-            # Not the fact: a head dim that does not fit is to be told without compiling first.
+            # Not the alignment fact, which would need a compiled kernel to reject a head dim.
             *(MultipleOf(dim, vector) for dim in dims),
             *(WITHOUT_MODIFIERS if self.features == "plain" else ()),
-            # One that drops reads the keys of its generator, which other calls do not have.
+            # A variant with dropout reads generator keys, which other calls do not have.
             Compare(Field("dropout"), "==", int(self.features == "dropout")),
             *(() if self.exact or self.dtype != "f32" else (Compare(Field("exact"), "==", 0),)),
-            *((Compare(DeviceField("shared_memory"), ">=", self.room),) if self.room else ()),
+            *((Compare(DeviceField("shared_memory"), ">=", self.min_shared),) if self.min_shared else ()),
             Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")),
         )
 
     @property
     def flags(self) -> tuple[bool, bool, bool]:
-        """The last template arguments: exact products, what modifies logits, and dropout."""
+        """The last template arguments: exact matmuls, modified logits, dropout."""
         return (self.exact, self.features != "plain", self.features == "dropout")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """How a forward kernel cuts its work.
+    """Tiling of a forward kernel.
 
     Attributes:
-      queries: of a block.
-      keys: of a step.
-      row_warps, column_warps: the warps of a block. Those of a row share its keys and its output's columns.
-      stages: tiles of keys and values that are in shared memory at a time.
-      blocks: that a multiprocessor is to hold at a time, which bounds registers.
-      room: bytes of shared memory from which on the tile is the better choice, which may be more than it needs.
+      queries: queries per block.
+      keys: keys per step.
+      row_warps, column_warps: the warps of a block. Warps of the same row divide its keys and its output's columns.
+      stages: tiles of keys and values in shared memory at a time.
+      blocks: blocks per multiprocessor, which limits registers.
+      min_shared: bytes of shared memory from which the tile is preferred, which may be more than it needs.
     """
 
     queries: int
@@ -108,27 +109,27 @@ class ForwardTile:
     column_warps: int
     stages: int
     blocks: int
-    room: int = 0
+    min_shared: int = 0
 
     def __str__(self) -> str:
         return f"{self.queries}x{self.keys}_w{self.row_warps}x{self.column_warps}_s{self.stages}"
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """Template arguments, without the head dim, which stands after the first two."""
+        """Template arguments, without the head dim, which follows the first two."""
         return (self.queries, self.keys, self.row_warps, self.column_warps, self.stages, self.blocks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """How a pass of a backward kernel cuts its work.
+    """Tiling of one pass of a backward kernel.
 
     Attributes:
-      queries, keys: of a tile of logits. One of them is what a block owns.
-      query_warps, key_warps: the warps that make a tile of logits.
+      queries, keys: queries and keys of a tile of logits; a block owns one of the two.
+      query_warps, key_warps: the warps that compute a tile of logits.
       warps: all warps of a block.
-      stages: tiles of what it walks over that are in shared memory at a time.
-      blocks: that a multiprocessor is to hold at a time, which bounds registers.
+      stages: tiles that are iterated over, in shared memory at a time.
+      blocks: blocks per multiprocessor, which limits registers.
     """
 
     queries: int
@@ -149,14 +150,14 @@ class BackwardTile:
 
 _KB = 1 << 10
 
-# The first one that there is room for is taken. Where a multiprocessor cannot hold two blocks of a tile, a smaller one
-# that it can hold twice comes next.
+# The first tile that fits is taken. If two blocks of a tile do not fit on a multiprocessor, a smaller tile follows of
+# which two do.
 FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
     (False, 64): (ForwardTile(128, 64, 4, 1, 2, 2),),
-    (False, 96): (ForwardTile(128, 64, 4, 1, 2, 2, room=144 * _KB), ForwardTile(128, 64, 4, 1, 1, 2)),
+    (False, 96): (ForwardTile(128, 64, 4, 1, 2, 2, min_shared=144 * _KB), ForwardTile(128, 64, 4, 1, 1, 2)),
     (False, 128): (
-        ForwardTile(128, 64, 4, 1, 2, 2, room=192 * _KB),
-        ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB),
+        ForwardTile(128, 64, 4, 1, 2, 2, min_shared=192 * _KB),
+        ForwardTile(128, 64, 4, 1, 1, 2, min_shared=128 * _KB),
         ForwardTile(128, 32, 4, 1, 1, 2),
     ),
     (False, 256): (ForwardTile(128, 64, 4, 2, 1, 1), ForwardTile(64, 64, 4, 1, 1, 1)),
@@ -165,7 +166,7 @@ FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
         ForwardTile(64, 32, 2, 4, 1, 1),
         ForwardTile(32, 32, 2, 4, 1, 1),
     ),
-    (True, 64): (ForwardTile(128, 64, 4, 1, 1, 2, room=128 * _KB), ForwardTile(128, 32, 4, 1, 1, 2)),
+    (True, 64): (ForwardTile(128, 64, 4, 1, 1, 2, min_shared=128 * _KB), ForwardTile(128, 32, 4, 1, 1, 2)),
     (True, 128): (ForwardTile(128, 32, 4, 1, 1, 2),),
     (True, 256): (
         ForwardTile(128, 32, 4, 2, 1, 1),
@@ -178,7 +179,7 @@ FORWARD_TILES: dict[tuple[bool, int], tuple[ForwardTile, ...]] = {
         ForwardTile(16, 16, 1, 2, 1, 1),
     ),
 }
-"""By whether numbers are float32, and the greatest head dim."""
+"""Tiles by dtype (True for float32) and maximum head dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,8 +189,8 @@ class AmpereForwardVariant(AmpereVariant):
     tile: ForwardTile
 
     @property
-    def room(self) -> int:
-        return self.tile.room
+    def min_shared(self) -> int:
+        return self.tile.min_shared
 
     @property
     def name(self) -> str:
@@ -216,22 +217,22 @@ class AmpereForwardVariant(AmpereVariant):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackwardTiles:
-    """The tiles of the pass whose blocks own keys, and of the one whose blocks own queries, for calls that must repeat.
+    """The tiles of the pass whose blocks own keys and, for deterministic calls, of the pass whose blocks own queries.
 
     Attributes:
-      room: bytes of shared memory from which on these tiles are the better choice, which may be more than they need.
+      min_shared: bytes of shared memory from which these tiles are preferred, which may be more than they need.
     """
 
     by_keys: BackwardTile
     by_queries: BackwardTile
-    room: int = 0
+    min_shared: int = 0
 
 
-# The first one that there is room for is taken. Where even the last one does not fit every device, rooms say so, or the
-# groups of all features would be compiled to find that out.
+# The first tiles that fit are taken. If even the last ones do not fit every device, ``min_shared`` says so, since
+# otherwise the groups of all features would be compiled to find out.
 BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
     (False, 64): (
-        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), room=196 * _KB),
+        BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 2, 3), BackwardTile(128, 64, 4, 1, 4, 2, 2), min_shared=196 * _KB),
         BackwardTiles(BackwardTile(64, 64, 2, 2, 4, 1, 2), BackwardTile(64, 64, 2, 2, 4, 1, 2)),
     ),
     (False, 128): (
@@ -252,19 +253,19 @@ BACKWARD_TILES: dict[tuple[bool, int], tuple[BackwardTiles, ...]] = {
         BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 1), BackwardTile(64, 32, 2, 2, 4, 1, 1)),
     ),
     (True, 128): (
-        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 2), BackwardTile(64, 32, 2, 2, 4, 1, 2), room=226 * _KB),
+        BackwardTiles(BackwardTile(32, 64, 2, 2, 4, 1, 2), BackwardTile(64, 32, 2, 2, 4, 1, 2), min_shared=226 * _KB),
         BackwardTiles(BackwardTile(64, 64, 2, 4, 8, 1, 1), BackwardTile(64, 64, 2, 4, 8, 1, 1)),
         BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1)),
     ),
     (True, 256): (
-        BackwardTiles(BackwardTile(32, 64, 2, 4, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1), room=208 * _KB),
-        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1), room=136 * _KB),
+        BackwardTiles(BackwardTile(32, 64, 2, 4, 8, 1, 1), BackwardTile(64, 32, 4, 2, 8, 1, 1), min_shared=208 * _KB),
+        BackwardTiles(BackwardTile(32, 32, 2, 4, 8, 1, 1), BackwardTile(32, 32, 2, 4, 8, 1, 1), min_shared=136 * _KB),
     ),
     (True, 512): (
-        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1), room=212 * _KB),
+        BackwardTiles(BackwardTile(16, 32, 1, 4, 8, 1, 1), BackwardTile(16, 32, 1, 4, 8, 1, 1), min_shared=212 * _KB),
     ),
 }
-"""By whether numbers are float32, and the greatest head dim."""
+"""Tiles by dtype (True for float32) and maximum head dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -274,8 +275,8 @@ class AmpereBackwardVariant(AmpereVariant):
     tiles: BackwardTiles
 
     @property
-    def room(self) -> int:
-        return self.tiles.room
+    def min_shared(self) -> int:
+        return self.tiles.min_shared
 
     @property
     def name(self) -> str:
@@ -283,8 +284,8 @@ class AmpereBackwardVariant(AmpereVariant):
 
     @property
     def cpp_class(self) -> str:
-        walks = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
-        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *walks, *self.flags)
+        passes = (self.tiles.by_keys.cpp, self.tiles.by_queries.cpp)
+        return instance(f"{_NAMESPACE}::AmpereBackward", CPP_TYPES[self.dtype], self.max_dim, *passes, *self.flags)
 
     @classmethod
     def get_all(cls) -> list["AmpereBackwardVariant"]:

@@ -1,4 +1,9 @@
-// What every attention kernel here shares: its arguments, which key a query sees, what is done to a logit, dropout.
+// Shared by every attention kernel here: the arguments of a call, visibility of keys, the logit (scale, bias, soft
+// cap), dropout, delta, and the gradient of the bias.
+//
+//   logit[q, k]  soft_cap(scale * Q K^T + bias), kept in units of log 2 (times log2(e)) for exp2
+//   visible      lowest <= position(k) - position(q) <= highest, equal segments, and the mask array is true there
+//   group        query heads per KV head
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,15 +18,16 @@ namespace tilewright::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr int kRangeQueries = 64;  // rows (or columns) that one entry of `ranges` speaks of
+constexpr int kRangeQueries = 64;  // queries (or keys) that one entry of Ranges covers
 
-// An array of rank 4, each dimension full or 1, read anywhere: strides are 0 where the dimension is 1.
+// An array [batch, head, row, column] that broadcasts dimensions of size 1: their stride is 0. Strides are in elements.
 struct Broadcast {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0, column = 0;
 };
 
-// The first and the end of what `kRangeQueries` rows (or columns) may see: [batch|1, head|1, tiles, 2].
+// [batch|1, head|1, tiles, 2]: for each kRangeQueries queries (or keys), the first key (or query) that they may see,
+// and the end. Strides are in int32.
 struct Ranges {
   const int32_t* data = nullptr;
   int64_t batch = 0, head = 0;
@@ -29,19 +35,19 @@ struct Ranges {
 
 enum class BiasType : int32_t { kNone, kFloat, kHalf, kBfloat16 };
 
-// What is done to logits, on the device. Pointers are null where the call has no such array.
+// What determines logits and visibility, for use on the device. Pointers are null where the call has no such array.
 struct Scores {
   Broadcast bias, mask;
   BiasType bias_type = BiasType::kNone;
-  const int32_t* q_rows = nullptr;   // [batch|1, 2, q_length]: segment, position
-  const int32_t* kv_rows = nullptr;  // [batch|1, 2, kv_length]
-  Ranges key_ranges, query_ranges;   // the latter of the backward pass only
-  const uint32_t* dropout_keys = nullptr;  // [batch, heads, 2]
-  int64_t q_rows_batch = 0, kv_rows_batch = 0;
+  const int32_t* q_rows = nullptr;              // [batch|1, 2, q_length]: segment ids, then positions
+  const int32_t* kv_rows = nullptr;             // [batch|1, 2, kv_length]
+  Ranges key_ranges, query_ranges;              // query_ranges: backward only
+  const uint32_t* dropout_keys = nullptr;       // [batch, heads, 2]: Threefry keys
+  int64_t q_rows_batch = 0, kv_rows_batch = 0;  // batch strides in int32
   int32_t q_length = 0, kv_length = 0, heads = 0, group = 1;
-  int32_t lowest = 0, highest = 0;  // visible iff lowest <= key - query <= highest
-  float scale = 1, soft_cap = 0, keep_scale = 1;
-  uint32_t keep_threshold = 0;
+  int32_t lowest = 0, highest = 0;                // visible iff lowest <= key - query <= highest
+  float scale = 1, soft_cap = 0, keep_scale = 1;  // soft_cap 0: none; keep_scale: 1 / keep probability
+  uint32_t keep_threshold = 0;                    // an element is kept iff its random word is >= this
 };
 
 __device__ inline float to_float(const void* data, int64_t index, BiasType type) {
@@ -70,7 +76,7 @@ __device__ inline uint2 threefry2x32(uint2 key, uint2 counter) {
   return make_uint2(left, right);
 }
 
-// The logits of one head of one batch element.
+// Visibility and logits of one query head of one batch element.
 struct HeadScores {
   const Scores& scores;
   int batch, head;
@@ -78,18 +84,20 @@ struct HeadScores {
   __device__ HeadScores(const Scores& all, int batch_index, int head_index)
       : scores(all), batch(batch_index), head(head_index) {}
 
+  // True if the logit is scale * Q K^T alone.
   __device__ bool plain() const { return scores.bias_type == BiasType::kNone && scores.soft_cap == 0; }
 
+  // True if visibility depends on more than the band.
   __device__ bool by_arrays() const { return scores.q_rows != nullptr || scores.mask.data != nullptr; }
 
-  // Whether a query sees a key; both inside their lengths.
+  // Whether a query sees a key; both must be inside their lengths.
   __device__ bool visible(int query, int key) const {
     int64_t difference = key - query;
     if (scores.q_rows != nullptr) {
       const int32_t* q = scores.q_rows + batch * scores.q_rows_batch + query;
       const int32_t* k = scores.kv_rows + batch * scores.kv_rows_batch + key;
       if (q[0] != k[0]) return false;
-      difference = int64_t(k[scores.kv_length]) - q[scores.q_length];  // positions may be extreme: none is seen then
+      difference = int64_t(k[scores.kv_length]) - q[scores.q_length];  // 64 bits: extreme positions see nothing
     }
     if (difference < scores.lowest || difference > scores.highest) return false;
     if (scores.mask.data != nullptr) {
@@ -102,7 +110,7 @@ struct HeadScores {
     return batch * array.batch + head * array.head + query * array.row + key * array.column;
   }
 
-  // The logit in units of log 2 from the product of a query and a key, before any mask.
+  // The logit of a (query, key) pair in units of log 2, without masks; `product` is its element of Q K^T.
   __device__ float logit(float product, int query, int key) const {
     float value = product * scores.scale;
     if (scores.bias_type != BiasType::kNone) {
@@ -112,7 +120,7 @@ struct HeadScores {
     return value * kLog2e;
   }
 
-  // d logit / d (what goes into the cap), from the capped logit in units of log 2.
+  // The derivative of the soft cap, 1 - (logit / soft_cap)^2, from the capped logit in units of log 2.
   __device__ float cap_slope(float logit2) const {
     if (scores.soft_cap == 0) return 1;
     const float ratio = logit2 * (kLn2 / scores.soft_cap);
@@ -126,17 +134,17 @@ struct HeadScores {
     return make_uint2(key[0], key[1]);
   }
 
-  // The keys [first, last) in which the queries [start, end) may see anything; starts on a multiple of `block`.
+  // The keys [first, last) that the queries [start, end) may see, a superset; `first` is a multiple of `block`.
   __device__ int2 keys_for(int start, int end, int block) const {
     return range(scores.key_ranges, start, end, scores.kv_length, scores.lowest, scores.highest, block);
   }
 
-  // The queries [first, last) that may see anything of the keys [start, end).
+  // The queries [first, last) that may see some of the keys [start, end), a superset; `first` is a multiple of `block`.
   __device__ int2 queries_for(int start, int end, int block) const {
     return range(scores.query_ranges, start, end, scores.q_length, -scores.highest, -scores.lowest, block);
   }
 
-  // Whether the tile's every pair inside the lengths is visible by the band alone.
+  // Whether the band alone makes every (query, key) pair of the tile visible, so that no masking is needed.
   __device__ bool all_visible(int q_start, int q_end, int kv_start, int kv_end) const {
     return !by_arrays() && kv_start - (q_end - 1) >= scores.lowest && kv_end - 1 - q_start <= scores.highest;
   }
@@ -161,13 +169,13 @@ struct HeadScores {
   }
 };
 
-// Whether an element is kept, from its head's key. Pairs of columns share a draw: see `KeepPair`.
+// Whether dropout keeps an element; `key` is that of its head. Two neighbouring columns share a draw: see `KeepPair`.
 __device__ inline bool kept(uint2 key, uint32_t threshold, int query, int column) {
   const uint2 words = threefry2x32(key, make_uint2(query, uint32_t(column) >> 1));
   return ((column & 1) ? words.y : words.x) >= threshold;
 }
 
-// Draws for elements asked for in the order of their columns, one draw for both of a pair.
+// The same for elements in column order: one Threefry call serves both columns of a pair.
 struct KeepPair {
   uint2 key, words;
   uint32_t threshold;
@@ -185,11 +193,11 @@ struct KeepPair {
   }
 };
 
-// The gradient of the bias, in float32; `data` is null where the call asks for none.
+// The gradient of the bias, in float32; `data` is null if the call wants none.
 struct BiasGradient {
   float* data = nullptr;
   Broadcast at;
-  bool shared = false;  // whether several logits share an element
+  bool shared = false;  // the bias broadcasts, so several logits add to one element by atomics
 
   __device__ void add(int batch, int head, int query, int key, float gradient) const {
     float* element = data + batch * at.batch + head * at.head + query * at.row + key * at.column;
@@ -201,8 +209,8 @@ struct BiasGradient {
   }
 };
 
-// A warp for each row: the sums that every logit's gradient subtracts, and lse in units of log 2, +inf where nothing
-// was visible, so that no probability is left there.
+// Computes, one warp per row, (delta, lse2): delta = rowsum(dO * O) - dlse, and lse in units of log 2. A row that sees
+// no key gets (0, +inf), so that P = exp2(logit2 - lse2) is 0.
 template <class Element>
 __global__ void row_terms(const Element* out, const Element* d_out, const float* lse, const float* d_lse, float2* terms,
                           int q_length, int heads, int value_dim, int64_t rows) {
@@ -242,7 +250,7 @@ inline Broadcast broadcast(const ffi::AnyBuffer& buffer) {
   return array;
 }
 
-// Where the arrays of `Scores` stand among a call's inputs.
+// The positions of the arrays of `Scores` among a call's inputs.
 struct ScoreInputs {
   size_t bias, q_rows, kv_rows, mask, key_ranges, query_ranges, dropout_keys;
 };
@@ -297,8 +305,8 @@ inline ffi::Error read_scores(const Problem& problem, const Arguments& arguments
   return ffi::Error::Success();
 }
 
-// The gradient of the bias among a call's outputs, cleared: tiles that nobody sees are not visited, and shared elements
-// are added up.
+// Finds the bias gradient among a call's outputs and zeroes it, because tiles without a visible pair are never visited,
+// and broadcast elements are added to.
 inline ffi::Error start_bias_gradient(const Problem& problem, const Arguments& arguments, size_t index,
                                       cudaStream_t stream, BiasGradient* out) {
   BiasGradient gradient;
@@ -315,7 +323,7 @@ inline ffi::Error start_bias_gradient(const Problem& problem, const Arguments& a
   return ffi::Error::Success();
 }
 
-// What kernels of either direction are told of a call.
+// Arguments that forward and backward share. query, key, value are contiguous [batch, length, heads, dim].
 template <class Element>
 struct CommonArrays {
   const Element *query, *key, *value;
@@ -325,6 +333,7 @@ struct CommonArrays {
 
 template <class Element>
 struct ForwardArrays : CommonArrays<Element> {
+  // Null, or one logit per query head that joins the softmax without a value.
   const float* sinks;
   Element* out;
   float* lse;
@@ -359,7 +368,7 @@ ffi::Error read_forward(const Problem& problem, const Arguments& arguments, Forw
   return read_common<Element>(problem, arguments, kForwardInputs, out);
 }
 
-// Clears the gradient of the bias, if there is one, besides.
+// Reads the arguments of a backward call, and zeroes the bias gradient if there is one.
 template <class Element>
 ffi::Error start_backward(const Problem& problem, const Arguments& arguments, cudaStream_t stream,
                           BackwardArrays<Element>* out) {
@@ -371,7 +380,7 @@ ffi::Error start_backward(const Problem& problem, const Arguments& arguments, cu
   return start_bias_gradient(problem, arguments, 3, stream, &out->d_bias);
 }
 
-// Computes the row terms of a backward call, whose inputs 3 to 6 are out, lse, d_out and d_lse.
+// Computes delta and lse2 of a backward call; inputs 3 to 6 are out, lse, d_out and d_lse.
 template <class Element>
 ffi::Error start_row_terms(const Problem& problem, const Arguments& arguments, cudaStream_t stream, float2* terms) {
   constexpr int kRows = 8;

@@ -1,4 +1,4 @@
-"""Flash attention in CUDA C++: what it serves, which of its variants a call gets, and the way to their launch."""
+"""Flash attention in CUDA C++: support reasons, selection of a variant, and launch."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from tilewright.kernels.flash_attention.cuda.selection import (
     each_variant,
     padded_fields,
     problem_fields,
-    queries_of_a_block,
+    queries_per_block,
     worth_measuring,
 )
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -44,7 +44,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaForwardParams:
-    """How the forward pass runs: a variant by name, or the first that fits."""
+    """Params of the forward pass: a variant by name, or the first that fits."""
 
     variant: str | None = None
 
@@ -55,7 +55,7 @@ class CudaForwardParams:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaBackwardParams:
-    """How the backward pass runs: a variant by name, or the first that fits; and whether it repeats bit for bit."""
+    """Params of the backward pass: a variant by name, or the first that fits; and bitwise repeatability."""
 
     variant: str | None = None
     deterministic: bool = False
@@ -64,7 +64,7 @@ class CudaBackwardParams:
 class CudaFlashAttention(
     Implementation[AttentionInputs, AttentionProblem, Results, CudaForwardParams, CudaBackwardParams]
 ):
-    """Serves float32, float16 and bfloat16 of any head dim, and every option, on compute capability 5.0 and up."""
+    """Supports float32, float16 and bfloat16, any head dim and every option, on compute capability 5.0 and up."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = None
@@ -86,17 +86,17 @@ class CudaFlashAttention(
             return reasons
         fields = problem_fields(problem, False)
         capability = capability_of(device) or 0
-        able = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
-        if not able:
+        kernels_here = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
+        if not kernels_here:
             return [f"no variant is for compute capability {capability / 10}"]
-        against: list[str] = []
+        against_variants: list[str] = []
         for each in padded_fields(fields, problem.dtype.itemsize):
-            for kernel in able:
-                said = kernel.reasons(each, device)
-                if not said:
+            for kernel in kernels_here:
+                variant_reasons = kernel.reasons(each, device)
+                if not variant_reasons:
                     return []
-                against += said
-        return list(dict.fromkeys(against))
+                against_variants += variant_reasons
+        return list(dict.fromkeys(against_variants))
 
     def heuristic(
         self, problem: AttentionProblem, device: Device, direction: Direction
@@ -106,7 +106,7 @@ class CudaFlashAttention(
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[CudaForwardParams | CudaBackwardParams]:
-        """What is worth it of all variants that may fit, and of the backward pass both forms."""
+        """The variants worth measuring among those that may fit; for the backward pass also the deterministic form."""
         fields = problem_fields(problem, False)
         fitting = [
             (kernel.table.name, variant)
@@ -128,13 +128,13 @@ class CudaFlashAttention(
         if params.variant is None:
             return []
         fields = problem_fields(problem, getattr(params, "deterministic", False))
-        said = [
+        reasons_by_variant = [
             kernel.variant_reasons(variant, each, device)
             for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize, params.variant)
         ]
-        if not said:
+        if not reasons_by_variant:
             return [f"there is no variant {params.variant!r}"]
-        return min(said, key=len)
+        return min(reasons_by_variant, key=len)
 
     def footprints(
         self,
@@ -143,12 +143,12 @@ class CudaFlashAttention(
         direction: Direction,
         params: CudaForwardParams | CudaBackwardParams,
     ) -> list[Footprint]:
-        """The grid of a forward variant; shared memory is among its requirements, the rest in compiled libraries."""
+        """The grid of a forward variant; its requirements check shared memory, compiled libraries the rest."""
         if direction == "backward" or params.variant is None:
             return []
         fields = problem_fields(problem, False)
         variants = (each for _, each, _ in each_variant(direction, fields, problem.dtype.itemsize, params.variant))
-        rows = [queries_of_a_block(variant) for variant in variants]
+        rows = [queries_per_block(variant) for variant in variants]
         if not rows or rows[0] is None:
             return []
         return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
@@ -165,8 +165,8 @@ class CudaFlashAttention(
         fields = problem_fields(problem, getattr(params, "deterministic", False))
         for each in padded_fields(fields, problem.dtype.itemsize):
             for kernel in selection.kernels(direction):
-                asked = [v for v in kernel.table.variants if params.variant in (None, v.name)]
-                if (group := kernel.needed(each, device, asked)) is not None:
+                allowed = [v for v in kernel.table.variants if params.variant in (None, v.name)]
+                if (group := kernel.needed(each, device, allowed)) is not None:
                     return [group]
         return []
 
@@ -198,17 +198,17 @@ class CudaFlashAttention(
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
         d_out, d_lse = cotangents
-        turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
+        negated, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call = CudaCall.of(inputs, "backward", params.variant, params.deterministic)
         arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, d_bias = call.run(arrays)
         sinks = None
         if inputs.softmax_aux is not None:
             sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
-        # The deterministic form stores what several logits share apart from each other.
+        # The deterministic form stores the bias gradient unreduced.
         bias = None if inputs.bias is None else bias_gradient(d_bias, inputs.bias)
         return {
-            "query": -d_query if turned else d_query,
+            "query": -d_query if negated else d_query,
             "key": d_key,
             "value": d_value,
             "bias": bias,

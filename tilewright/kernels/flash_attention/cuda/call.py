@@ -1,4 +1,4 @@
-"""From the arrays of a call to the launch of a variant in CUDA C++."""
+"""Launches a variant in CUDA C++ with the arrays of a call."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ _ABSENT = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaCall:
-    """What a launch takes besides its arrays."""
+    """The parameters of a launch besides its arrays."""
 
     direction: Direction
     problem: AttentionProblem
@@ -53,7 +53,7 @@ class CudaCall:
         return cls(direction, AttentionProblem.of(inputs), variant, deterministic, current_device())
 
     def run(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The results for named arrays, all of whose first dimensions are the batch, or 1; ``sinks`` has none."""
+        """Runs a call on named arrays, each with the batch, or 1, as first dimension, except ``sinks``."""
         names = [name for name, array in arrays.items() if array is not None]
 
         @custom_vmap
@@ -68,8 +68,9 @@ class CudaCall:
         return launch(*(arrays[name] for name in names))
 
     def _run_mapped(self, size: int, arrays: Mapping[str, tuple[Any, bool]]) -> tuple[Any, ...]:
-        """With a mapped axis as a part of the batch."""
-        if "sinks" in arrays and arrays["sinks"][1]:  # which have no batch that could take it
+        """Folds a mapped axis into the batch."""
+        # sinks have no batch dimension into which the axis could be folded
+        if "sinks" in arrays and arrays["sinks"][1]:
             mapped = {name: array for name, (array, is_mapped) in arrays.items() if is_mapped}
             fixed = {name: array for name, (array, is_mapped) in arrays.items() if not is_mapped}
             return jax.lax.map(lambda part: self.run({**fixed, **part}), mapped)
@@ -79,10 +80,11 @@ class CudaCall:
             if name == "sinks":
                 folded[name] = array
                 continue
-            own = array.shape[1:] if is_mapped else array.shape
-            # The gradient of a bias is summed over whatever shares it, which elements of a mapped axis do not.
-            apart = name == "bias" and self.direction == "backward"
-            if not is_mapped and own[0] == 1 and not apart:
+            element_shape = array.shape[1:] if is_mapped else array.shape
+            # The gradient of a bias is summed over the dimensions that share the bias, which elements of a mapped axis
+            # do not.
+            per_element = name == "bias" and self.direction == "backward"
+            if not is_mapped and element_shape[0] == 1 and not per_element:
                 folded[name] = array
                 continue
             folded[name] = into_batch(array, is_mapped, size, batch)
@@ -96,7 +98,7 @@ class CudaCall:
         return tuple(x.reshape(size, batch, *x.shape[1:]) if x.size else jnp.zeros((size, 0), x.dtype) for x in results)
 
     def launch(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """One call of the kernel."""
+        """Launches the kernel once."""
         problem, options = self.problem, self.problem.options
         fields = problem_fields(problem, self.deterministic)
         chosen = select(self.direction, fields, problem.dtype.itemsize, self.device, self.variant)
@@ -142,7 +144,7 @@ class CudaCall:
 
 
 def _padded(array: jax.Array | None, dim: int | None, absent: DTypeLike) -> Any:
-    """With zeros up to ``dim`` at the end of the last axis; without elements where there is no array."""
+    """Pads the last axis with zeros to ``dim``; an absent array becomes one without elements."""
     if array is None:
         return jnp.zeros((0,), absent)
     return array if dim is None else pad_last_dim(array, dim)

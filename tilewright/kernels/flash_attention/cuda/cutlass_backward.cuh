@@ -1,8 +1,14 @@
-// Backward attention for compute capability 5.0 and up from the matrix products of CUTLASS's example 41.
+// Backward attention for compute capability 5.0 and up, from the matmuls of CUTLASS's example 41.
 //
-// A block owns `kKeys` keys of one head of keys and walks over the queries of all its query heads: dK and dV. What it
-// adds to dQ goes to float32 sums in global memory, tile by tile in the order of the registers, in whatever order
-// blocks come to it. The deterministic form leaves that out and has another pass, whose blocks own `kQueries` queries.
+//   S^T = K Q^T (QK)            P^T = exp2(logit2 - lse2), [keys, queries], to shared memory
+//   dP  = dO V^T (DoV)          dS  = scale * P * (dP - delta) * d(soft cap), [queries, keys], to shared memory
+//   dV += P^T dO (GradV)        dQ += dS K (GradQ)        dK += dS^T Q (GradK)
+//   step: S, P | dV | dP, dS | dQ | dK; with kPreload the operands of the next matmul load during the current one
+//
+// Pass::kKeys: a CTA owns `kKeys` keys of one KV head and iterates over the queries of all its query heads. dK and dV
+// stay in registers, or in `kv_sums`. Atomics add each tile of dQ to the fp32 accumulator `q_sums` in global memory, in
+// any order, so dQ is not deterministic; a last kernel converts it. The deterministic form skips that and runs a second
+// pass, Pass::kQueries, whose CTAs own `kQueries` queries and compute dQ.
 #pragma once
 
 #include "attention.cuh"
@@ -24,7 +30,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 }
 
 template <class Element, class Arch, bool kAligned, bool kDropout, bool kPreload, int kQueries, int kKeys, int kMaxDim,
-          bool kWhole>  // whether lengths are multiples of the blocks
+          bool kWhole>  // lengths are multiples of the tiles: no bounds checks
 struct CutlassBackward {
   using Library =
       AttentionBackwardKernel<Arch, Element, kAligned, kDropout, kPreload, kQueries, kKeys, kMaxDim, kWhole, false>;
@@ -33,33 +39,33 @@ struct CutlassBackward {
   using DoV = typename Library::MatmulDOIVJ;
   using GradQ = typename Library::MatmulGradQ;
   using GradK = typename Library::MatmulGradK;
-  using Tile = typename GradQ::AccumTileGmem;  // sums in global memory in the order of the registers
+  using Tile = typename GradQ::AccumTileGmem;  // an fp32 tile in global memory, in register order
   static_assert(Tile::kElementsStored == kQueries * kKeys);
 
   static constexpr int kThreads = Library::kNumThreads;
   static constexpr int kBlocks = Library::kMinBlocksPerSm;
-  static constexpr bool kInRegisters = Library::kOutputInRF;            // dK and dV
-  static constexpr bool kQueriesInRegisters = kMaxDim <= kKeys;         // dQ of the deterministic form
-  static constexpr bool kTransposes = GradK::DefaultMmaFromSmem::kIsTransposedA;
-  static constexpr int kColumnsKV = GradK::ThreadblockShape::kN;        // of dK and dV at a time
-  static constexpr int kColumnsQ = GradQ::ThreadblockShape::kN;
+  static constexpr bool kInRegisters = Library::kOutputInRF;                      // dK and dV stay in registers
+  static constexpr bool kQueriesInRegisters = kMaxDim <= kKeys;                   // pass kQueries: dQ in registers
+  static constexpr bool kTransposes = GradK::DefaultMmaFromSmem::kIsTransposedA;  // GradK transposes dS
+  static constexpr int kColumnsKV = GradK::ThreadblockShape::kN;                  // columns of dK or dV per matmul
+  static constexpr int kColumnsQ = GradQ::ThreadblockShape::kN;                   // columns of dQ per matmul
 
   struct Storage {
     typename Library::SharedStorage products;
-    float lse2[kQueries];
+    float lse2[kQueries];  // lse of the query tile in units of log 2
   };
 
   struct Params : BackwardArrays<Element> {
-    const float2* terms;  // [batch, heads, q_length]
-    float *q_sums, *kv_sums;
-    bool adds_up;         // whether blocks of keys add to dQ
+    const float2* terms;      // [batch, heads, q_length]: delta, and lse in units of log 2
+    float *q_sums, *kv_sums;  // fp32 accumulators of dQ, and of dK and dV
+    bool adds_up;             // pass kKeys adds to dQ: not deterministic
   };
 
   static Facts facts() {
     return {sizeof(Storage), kThreads, kAligned ? Library::kOptimalAlignement : Library::kMinimumAlignment};
   }
 
-  // Floats of each part of the workspace.
+  // The parts of the workspace, in floats.
   struct Sizes {
     int64_t terms, q_sums, kv_sums;
   };
@@ -111,7 +117,7 @@ struct CutlassBackward {
     return launch<kQueryKernel>(by_queries, threads, kShared, stream, p);
   }
 
-  // A block's threads, and the pointers of the head that it works on.
+  // A thread's indices, and the pointers and row strides of the head that its CTA works on.
   struct TileCoord {
     int thread, warp, lane, batch, head, kv_head;
     const Element *query, *key, *value, *d_out;
@@ -160,6 +166,7 @@ struct CutlassBackward {
     return Iterator({stride}, const_cast<Element*>(pointer), {rows, columns}, thread, cutlass::MatrixCoord{0, 0});
   }
 
+  // Starts the loads for S of the next tile; K only if kLoadKeys.
   template <bool kLoadKeys>
   static __device__ void preload_logits(
       const Params& p, const TileCoord& coord, Storage& shared, int q_start, int k_start) {
@@ -172,7 +179,7 @@ struct CutlassBackward {
                                             coord.thread, p.head_dim);
   }
 
-  // Writes a fragment as rows of a gradient.
+  // Converts an accumulator and stores it as rows of a gradient.
   template <class Product>
   static __device__ void store(const TileCoord& coord, typename Product::DefaultEpilogue::SharedStorage& shared,
                                typename Product::Mma::FragmentC const& fragment, Element* target, int32_t stride,
@@ -200,7 +207,7 @@ struct CutlassBackward {
     return Tile{p.q_sums + (tile + column / kColumnsQ) * Tile::kElementsStored};
   }
 
-  // Sums of dV where `of_values`, else of dK.
+  // The tile of the dV accumulator if `of_values`, else of the dK accumulator.
   static __device__ Tile kv_tile(const Params& p, const TileCoord& coord, int k_start, int column, bool of_values) {
     const int64_t columns_k = tiles(p.head_dim, kColumnsKV), columns = columns_k + tiles(p.value_dim, kColumnsKV);
     const int64_t rows = tiles(p.scores.kv_length, kKeys);
@@ -220,7 +227,7 @@ struct CutlassBackward {
   template <Pass kPass>
   using Gradients = std::conditional_t<kPass == Pass::kQueries, QueryGradient, KeyGradients>;
 
-  // One tile of logits: `started` says whether sums in global memory hold anything yet; `next` preloads the next tile.
+  // One step. `started`: the accumulators in global memory hold earlier steps; `next` preloads the next S operands.
   template <Pass kPass, class Next>
   static __device__ void tile(const Params& p, TileCoord coord, Storage& storage, Gradients<kPass>& gradients,
                               int q_start, int k_start, bool started, Next next) {
@@ -270,10 +277,10 @@ struct CutlassBackward {
       storage.lse2[coord.thread] = terms.y;
     }
     constexpr int kDoVElements = DoV::Mma::FragmentC::kElements;
-    uint32_t dropped[(kDoVElements + 31) / 32] = {};  // bits of the elements of dP
+    uint32_t dropped[(kDoVElements + 31) / 32] = {};  // one bit per element of dP in this thread
     const cutlass::MatrixCoord dov_tile = tile_of_warp<typename DoV::Mma>(coord.warp);
 
-    {  // Probabilities, [keys, queries], to shared memory.
+    {  // P^T, [keys, queries], to shared memory
       using Mma = typename QK::Mma;
       using Logits = typename QK::AccumLambdaIterator;
       auto keys_iterator = operand<typename Mma::IteratorA>(key, coord.k_stride, keys, p.head_dim, coord.thread);
@@ -287,7 +294,7 @@ struct CutlassBackward {
       product((p.head_dim + Mma::Shape::kK - 1) / Mma::Shape::kK, logits, keys_iterator, queries_iterator, logits);
       const cutlass::MatrixCoord warp_tile = tile_of_warp<Mma>(coord.warp);
       auto offset = Logits::get_lane_offset(coord.lane, coord.warp, warp_tile);
-      __syncthreads();  // the row terms are there, and the operands have been read
+      __syncthreads();  // delta and lse2 are in shared memory, and all warps have read Q and K
       if constexpr (kPreload) {
         if constexpr (kPass != Pass::kQueries) preload_grad_v(0);
         auto rows = d_out_rows();
@@ -332,9 +339,9 @@ struct CutlassBackward {
       }
       __syncthreads();
     }
-    coord.warp = warp_uniform(coord.warp);  // computed anew, not carried in registers over the products
+    coord.warp = warp_uniform(coord.warp);  // recomputed instead of kept in a register across the matmul
 
-    if constexpr (kPass != Pass::kQueries) {  // dV += probabilities · dO
+    if constexpr (kPass != Pass::kQueries) {  // dV += P^T dO
       using Mma = typename GradV::Mma;
       const int columns = kMaxDim <= kColumnsKV ? 1 : p.value_dim;
       for (int column = 0; column < columns; column += kColumnsKV) {
@@ -356,7 +363,7 @@ struct CutlassBackward {
       __syncthreads();
     }
 
-    {  // dS = probabilities · (dO · Vᵀ - terms), [queries, keys], to shared memory.
+    {  // dP = dO V^T, dS = scale * P * (dP - delta), [queries, keys], to shared memory
       using Mma = typename DoV::Mma;
       using Logits = typename DoV::AccumLambdaIterator;
       auto rows = d_out_rows();
@@ -409,7 +416,7 @@ struct CutlassBackward {
     }
     coord.warp = warp_uniform(coord.warp);
 
-    if (kPass == Pass::kQueries || p.adds_up) {  // dQ += dS · K
+    if (kPass == Pass::kQueries || p.adds_up) {  // dQ += dS K
       using Mma = typename GradQ::Mma;
       const int columns = kMaxDim <= kColumnsQ ? 1 : p.head_dim;
       for (int column = 0; column < columns; column += kColumnsQ) {
@@ -439,7 +446,7 @@ struct CutlassBackward {
       }
     }
 
-    if constexpr (kPass != Pass::kQueries) {  // dK += dSᵀ · Q
+    if constexpr (kPass != Pass::kQueries) {  // dK += dS^T Q
       using Mma = typename GradK::Mma;
       auto plain = [&](int) { return &shared.tmp_shared_storage(); };
       auto transposed = [&](int) { return &shared.tmpT_shared_storage(); };
@@ -485,10 +492,10 @@ struct CutlassBackward {
     gradients.value.clear();
     gradients.key.clear();
     bool started = false;
-    // The walk over the queries of a group's heads; a head that sees nothing of these keys has an empty range.
+    // Iterates over the group's query heads and their query tiles, skipping heads whose queries see none of these keys.
     int member = 0;
     int2 range = make_int2(0, 0);
-    auto enter = [&] {  // the next head that sees any of these keys
+    auto enter = [&] {  // moves on to the next head that sees some of these keys
       for (; member < group; ++member) {
         const HeadScores head(p.scores, coord.batch, kv_head * group + member);
         range = head.queries_for(k_start, k_start + keys, kQueries);

@@ -1,7 +1,17 @@
-// Forward attention for compute capability 5.0 and up from the matrix products of CUTLASS's example 41.
+// Forward attention for compute capability 5.0 and up, from the matmuls of CUTLASS's example 41.
 //
-// A block owns `kQueries` queries of one head and walks over the keys that they may see, `kKeys` at a time. The output
-// stays in registers where the value dim is at most `kKeys`, and is otherwise rescaled in global memory.
+// Computes O = softmax(scale * Q K^T + bias) V and lse. A CTA owns `kQueries` queries of one head and iterates over the
+// visible keys, `kKeys` at a time: MM0 computes S = Q K^T, MM1 computes P V. O stays in registers if the value dim is
+// at most `kKeys`; else it is accumulated, and rescaled in each step, in global memory.
+//
+//   S, P  `logits`      registers of MM0; P is the A operand of MM1 in shared memory (`si`)
+//   O     `accumulated` registers of MM1, or `sums` in global memory
+//   m     `mi`          shared memory, in units of log 2
+//   l     `s_prime`     shared memory; after the last step what O is divided by
+//         `out_rescale` shared memory: exp2(m_old - m_new) of the current step
+//         `addition_storage` shared memory: row maxima, then row sums, of each column warp
+//
+//   step  QK^T | load V (if preloaded) | mask | m, rescale O | P, l | P to shared memory | PV | (store O)
 #pragma once
 
 #include "attention.cuh"
@@ -15,7 +25,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) cutlass_for
 }
 
 template <class Element, class Arch, bool kAligned, int kQueries, int kKeys, int kMaxDim, bool kDropout,
-          bool kModified>  // whether logits may have a bias, a soft cap, or a mask by arrays
+          bool kModified>  // logits may have a bias, a soft cap, or a mask by arrays
 struct CutlassForward {
   using Library = AttentionKernel<Element, Arch, kAligned, kQueries, kKeys, kMaxDim, kDropout, kModified>;
   using MM0 = typename Library::MM0;
@@ -28,10 +38,10 @@ struct CutlassForward {
   static constexpr int kBlocks = Library::kMinBlocksPerSm;
   static constexpr bool kInRegisters = Library::kKeepOutputInRF;
   static constexpr bool kPreloadValues = Library::kPreloadV;
-  static constexpr int kRowWarps = MM0::MmaCore::WarpCount::kN;  // that share a row of logits
+  static constexpr int kRowWarps = MM0::MmaCore::WarpCount::kN;  // column warps: warps that share a row of S
 
   struct Params : ForwardArrays<Element> {
-    float* sums;  // holds the output while it is not normalised, if it is kept in global memory
+    float* sums;  // fp32 accumulator of O, if O is kept in global memory
   };
 
   static Facts facts() {
@@ -53,11 +63,11 @@ struct CutlassForward {
 
   struct TileCoord {
     int thread, warp, lane;
-    int query_start, queries;  // the block's
+    int query_start, queries;  // of the CTA
     cutlass::MatrixCoord warp_tile;
   };
 
-  // One tile of logits in registers: scaled, modified and masked, in units of log 2.
+  // Turns a tile of Q K^T in registers into logits: scaled, with bias and soft cap, masked, in units of log 2.
   template <class Fragment>
   static __device__ void modify(const TileCoord& coord, const HeadScores& head, int key_start, int keys,
                                 Fragment& logits) {
@@ -73,7 +83,7 @@ struct CutlassForward {
           const int query = coord.query_start + m, key = key_start + n;
           if (n >= keys) {
             logits[i] = -INFINITY;
-          } else if (m < coord.queries) {  // the rows beyond are not stored, and have no bias or segment
+          } else if (m < coord.queries) {  // rows beyond the end are not stored, and have no bias or segment to read
             if (!plain) logits[i] = head.logit(logits[i], query, key);
             bool is_visible;
             if constexpr (kModified) {
@@ -87,7 +97,7 @@ struct CutlassForward {
         [](int) {});
   }
 
-  // The greatest logit of each row so far, in `mi`; what the output so far is to be multiplied by, in `out_rescale`.
+  // Updates m in `mi`, sets `out_rescale` and rescales l in `s_prime`.
   template <class Fragment>
   static __device__ void update_row_max(const TileCoord& coord, const Fragment& logits, Storage& shared) {
     auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
@@ -114,7 +124,8 @@ struct CutlassForward {
     __syncthreads();
   }
 
-  // Turns logits into probabilities short of their normalisation; their sums go to `addition_storage`.
+  // Turns S into P, not yet divided by l; the row sums of the tile go to `addition_storage`. Dropped elements count in
+  // l.
   template <class Fragment>
   static __device__ void exponentiate(
       const TileCoord& coord, const HeadScores& head, int key_start, Fragment& logits, Storage& shared) {
@@ -126,7 +137,7 @@ struct CutlassForward {
         offset,
         [&](int m) {
           row_max = shared.mi[m];
-          if (row_max == -INFINITY) row_max = 0;  // no key so far: all of these are -inf
+          if (row_max == -INFINITY) row_max = 0;  // no key so far: -inf - (-inf) is NaN
           total = 0;
         },
         [&](int m, int n, int i) {
@@ -141,7 +152,7 @@ struct CutlassForward {
         });
   }
 
-  // Adds the sums of a tile up; after the last one also stores lse, and leaves in `s_prime` what to divide by.
+  // Adds the row sums of a tile to l. After the last tile stores lse and leaves in `s_prime` what O is divided by.
   static __device__ void update_sums(const Params& p, const TileCoord& coord, float* lse, bool last, Storage& shared) {
     if (coord.thread >= kQueries) return;
     float total = shared.s_prime[coord.thread];
@@ -150,6 +161,7 @@ struct CutlassForward {
     shared.s_prime[coord.thread] = last ? finish_row(p, coord, lse, total, shared) : total;
   }
 
+  // Stores lse of a row; returns l / keep_scale, or 1 for a row that sees no key.
   static __device__ float finish_row(const Params& p, const TileCoord& coord, float* lse, float total,
                                      Storage& shared) {
     if (coord.thread < coord.queries) {
@@ -158,6 +170,8 @@ struct CutlassForward {
     return (total > 0 ? total : 1.0f) / (kDropout ? p.scores.keep_scale : 1.0f);
   }
 
+  // Stores O of one tile through the epilogue of example 41: the first step (kFirst) does not read the accumulator, the
+  // last one (kLast) normalizes and converts.
   template <bool kFirst, bool kLast>
   static __device__ void store(const TileCoord& coord, const Params& p, Element* out, float* sums, int column,
                                typename MM1::Mma::FragmentC const& accumulated, Storage& shared) {
@@ -193,7 +207,7 @@ struct CutlassForward {
     coord.lane = threadIdx.x;
     coord.warp = warp_uniform(int(threadIdx.y));
     coord.thread = threadIdx.x + 32 * threadIdx.y;
-    coord.query_start = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest rows of a causal mask first
+    coord.query_start = (gridDim.x - 1 - blockIdx.x) * kQueries;  // with a causal mask the longest tiles run first
     coord.queries = min(kQueries, p.scores.q_length - coord.query_start);
     coord.warp_tile = {coord.warp % MM0::Mma::WarpCount::kM, coord.warp / MM0::Mma::WarpCount::kM};
     const int head_index = blockIdx.y, batch = blockIdx.z;
@@ -230,7 +244,7 @@ struct CutlassForward {
         auto iterator = values(column);
         MM1::Mma::prologue(shared.after_mm0.mm1, iterator, coord.thread, keys);
       };
-      __syncthreads();  // the statistics are there, and the last tile's products have been read
+      __syncthreads();  // m and l are initialized, and all warps have read the last tile
       typename MM0::IteratorA queries(
           typename MM0::IteratorA::Params(typename MM0::MmaCore::LayoutA(q_stride)), const_cast<Element*>(query),
           {coord.queries, p.head_dim}, coord.thread, cutlass::MatrixCoord{0, 0});
@@ -245,7 +259,7 @@ struct CutlassForward {
         const int steps = (p.head_dim + MM0::Mma::Shape::kK - 1) / MM0::Mma::Shape::kK;
         product(steps, logits, queries, keys_iterator, logits);
       }
-      __syncthreads();  // the product's shared memory becomes that of the probabilities and values
+      __syncthreads();  // the shared memory of MM0 is reused for P and V
       if constexpr (kPreloadValues) {
         preload_values(0);
       } else {
@@ -268,7 +282,7 @@ struct CutlassForward {
       const int columns = kInRegisters ? 1 : (p.value_dim + MM1::ThreadblockShape::kN - 1) / MM1::ThreadblockShape::kN;
       for (int block_column = 0; block_column < columns; ++block_column) {
         const int column = block_column * MM1::Mma::Shape::kN;
-        if (!kPreloadValues) __syncthreads();  // the last store used the same shared memory
+        if (!kPreloadValues) __syncthreads();  // the epilogue of the last store used the same shared memory
         auto iterator = values(column);
         typename MM1::Mma product(shared.after_mm0.si.accum_ref(), shared.after_mm0.mm1.operand_B_ref(), coord.thread,
                                   coord.warp, coord.lane);
@@ -297,7 +311,7 @@ struct CutlassForward {
       __syncthreads();
     }
 
-    if (range.x >= range.y) {  // nothing is visible
+    if (range.x >= range.y) {  // no key is visible: O is 0
       if (coord.thread < kQueries) {
         shared.s_prime[coord.thread] = finish_row(p, coord, lse, shared.s_prime[coord.thread], shared);
       }

@@ -1,7 +1,7 @@
-"""The variants of attention in CUDA C++ that are made of CUTLASS's example 41: two tables.
+"""The variants of attention in CUDA C++ based on CUTLASS's example 41: two tables.
 
-What is enumerated, its names and its order are those of PyTorch's memory-efficient attention, which instantiates the
-same example; the loops around its matrix products are our own (``cuda/cutlass_forward.cuh``, ``cutlass_backward.cuh``).
+Their enumeration, names and order are those of PyTorch's memory-efficient attention, which instantiates the same
+example; the loops around its matmuls are our own (``cuda/cutlass_forward.cuh``, ``cutlass_backward.cuh``).
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ FIELDS = (
     "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "bias", "rows", "mask",
     "soft_cap", "sinks", "dropout", "lowest", "highest", "deterministic", "exact",
 )  # fmt: skip
-"""What describes a call to every attention kernel in CUDA C++, in this order.
+"""The fields that describe a call to every attention kernel in CUDA C++, in this order.
 
 ``dtype`` is an index into ``DTYPES``. ``bias``, ``rows`` (segments and positions), ``mask``, ``soft_cap``, ``sinks``
-and ``dropout`` say whether there is one. A key is visible iff ``lowest <= key - query <= highest``. ``exact`` says
-that products of float32 operands must not round them.
+and ``dropout`` are 1 if present. A key is visible iff ``lowest <= key - query <= highest``. ``exact`` is 1 if matmuls
+of float32 operands must not round them.
 """
 
 type Dtype = Literal["f32", "f16", "bf16"]
@@ -31,19 +31,19 @@ type Dtype = Literal["f32", "f16", "bf16"]
 DTYPES: tuple[Dtype, ...] = ("f32", "f16", "bf16")
 
 ARCHITECTURES = (50, 70, 75, 80, 100)
-"""Bounds between which the example has the same code."""
+"""Bounds of ranges of compute capabilities with the same code in the example."""
 
 ANY_DIM = 1 << 16
 
 GRID_LIMIT = 65535
-"""Blocks along the second and third dimension of a grid."""
+"""Maximum blocks along the second and third dimension of a grid."""
 
 WITHOUT_MODIFIERS = tuple(Compare(Field(name), "==", 0) for name in ("bias", "rows", "mask", "soft_cap"))
-"""Logits are scaled products under a band, and nothing else."""
+"""Requirements for logits that are scaled matmuls under a band, and nothing else."""
 
 
 def fits_device() -> tuple[Predicate, ...]:
-    """What every attention kernel requires."""
+    """The requirements of every attention kernel."""
     grid = (Compare(Field(name), "<=", GRID_LIMIT) for name in ("batch", "heads"))
     return (*grid, Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory")))
 
@@ -57,7 +57,7 @@ def _aligned_suffix(aligned: bool) -> str:
 
 
 def _dims(dtype: Dtype, low: int, max_dim: int) -> tuple[Predicate, ...]:
-    """Head dims that a kernel takes: loads want the alignment it says of itself, stores of tensor cores 16 bytes."""
+    """Requirements on head dims: the kernel's load alignment and, on tensor cores, stores of 16 bytes."""
     head_dim, value_dim = Field("head_dim"), Field("value_dim")
     found: list[Predicate] = [Compare(Field("dtype"), "==", DTYPES.index(dtype))]
     if max_dim < ANY_DIM:
@@ -65,7 +65,7 @@ def _dims(dtype: Dtype, low: int, max_dim: int) -> tuple[Predicate, ...]:
     found += [MultipleOf(head_dim, Fact("alignment")), MultipleOf(value_dim, Fact("alignment"))]
     if low >= (70 if _is_half(dtype) else 80):
         store = 8 if _is_half(dtype) else 4
-        # dQ and dK are stored as the output is.
+        # dQ and dK are stored like the output.
         found += [MultipleOf(head_dim, store), MultipleOf(value_dim, store)]
     return tuple(found)
 
@@ -75,13 +75,13 @@ class ForwardVariant(Variant):
     """One instance of ``CutlassForward``.
 
     Attributes:
-      sm_range: compute capabilities, times ten, half open.
-      aligned: whether loads are of 16 bytes; otherwise of as few as the matrix instruction allows.
-      block_q: queries of a block.
-      block_k: keys of a step. Where ``max_dim`` is no more, the output stays in registers.
-      max_dim: greatest head dim of keys and of values.
-      supports_dropout, supports_bias: whether it can; without, fewer registers are spilled. What it says of a bias goes
-        for a soft cap and for masks by arrays.
+      sm_range: range of compute capabilities, times ten, half open.
+      aligned: True for 16-byte loads; otherwise loads are as narrow as the MMA instruction allows.
+      block_q: queries per block.
+      block_k: keys per step. If it is at least ``max_dim``, the output stays in registers.
+      max_dim: maximum head dim of keys and of values.
+      supports_dropout, supports_bias: supported features; without them fewer registers are spilled. Bias includes soft
+        cap and masks by arrays.
     """
 
     aligned: bool
@@ -124,7 +124,7 @@ class ForwardVariant(Variant):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """Aligned first, then the output in registers, then short steps, then without dropout and bias."""
+        """Sorts aligned first, then by output in registers, then by step, then without dropout and bias first."""
         return (
             0 if self.aligned else 1,
             self.max_dim,
@@ -144,20 +144,20 @@ class ForwardVariant(Variant):
 
     @classmethod
     def get_all(cls) -> list["ForwardVariant"]:
-        """The enumeration that PyTorch has: 45 variants in five groups."""
+        """The enumeration of PyTorch: 45 variants in five groups."""
         found = []
         for aligned, dtype, arch_range in itertools.product((True, False), DTYPES, itertools.pairwise(ARCHITECTURES)):
             if not _exists(aligned, dtype, arch_range[0]):
                 continue
-            # 64 × 128 is faster than 32 × 128 where shared memory has the room.
-            wide = 64 if arch_range[0] > 75 else 32
-            for block_q, block_k, max_dim in ((64, 64, 64), (wide, 128, 128), (32, 128, ANY_DIM)):
+            # 64 × 128 is faster than 32 × 128 if it fits in shared memory.
+            block_q_wide = 64 if arch_range[0] > 75 else 32
+            for block_q, block_k, max_dim in ((64, 64, 64), (block_q_wide, 128, 128), (32, 128, ANY_DIM)):
                 found.append(cls(aligned, dtype, arch_range, block_q, block_k, max_dim))
         return found
 
     @classmethod
     def plain(cls) -> list["ForwardVariant"]:
-        """Twins of the aligned ones without dropout and bias, which spill half as many registers."""
+        """Copies of the aligned variants without dropout and bias, which spill half as many registers."""
         return [
             dataclasses.replace(variant, supports_dropout=False, supports_bias=False)
             for variant in cls.get_all()
@@ -170,11 +170,11 @@ class BackwardVariant(Variant):
     """One instance of ``CutlassBackward``.
 
     Attributes:
-      preload: whether the operands of the next product are loaded during the current one.
+      preload: load the operands of the next matmul during the current one.
       block_i, block_j: queries and keys of a tile.
-      max_dim: greatest head dim of keys and of values. Where ``block_i`` is no less, dK and dV stay in registers.
-      whole_blocks: for lengths that are multiples of the blocks, without checks of bounds.
-      capabilities: the only ones that it is for, if not all of ``sm_range``.
+      max_dim: maximum head dim of keys and of values. If ``block_i`` is at least that, dK and dV stay in registers.
+      whole_blocks: for lengths that are multiples of the blocks, without bounds checks.
+      capabilities: the supported capabilities, if not all of ``sm_range``.
     """
 
     aligned: bool
@@ -219,13 +219,13 @@ class BackwardVariant(Variant):
 
     @property
     def arch_range(self) -> tuple[int, int]:
-        if self.capabilities:  # or it would be compiled for others
+        if self.capabilities:  # otherwise it would be compiled for others too
             return self.capabilities[0], self.capabilities[-1] + 1
         return self.sm_range
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """Aligned first, then without dropout, then the smallest head dim, many queries, and whole blocks."""
+        """Sorts aligned first, then without dropout, then by head dim, many queries, and whole blocks."""
         return (
             0 if self.aligned else 1,
             1 if self.apply_dropout else 0,
@@ -247,7 +247,7 @@ class BackwardVariant(Variant):
 
     @classmethod
     def get_all(cls) -> list["BackwardVariant"]:
-        """The enumeration that PyTorch has: 162 variants in 42 groups."""
+        """The enumeration of PyTorch: 162 variants in 42 groups."""
         found = []
         pairs = itertools.pairwise(ARCHITECTURES)
         dims = (32, 64, 128, ANY_DIM)
@@ -267,13 +267,13 @@ class BackwardVariant(Variant):
                     found.append(dataclasses.replace(variant, whole_blocks=True))
         for dtype in DTYPES:
             if _is_half(dtype):
-                # dK and dV stay in registers at head dim 96, where a block has but 99 KB of shared memory.
+                # dK and dV stay in registers at head dim 96, if a block has only 99 KB of shared memory.
                 found.append(cls(True, dtype, ARCHITECTURES[-2:], False, True, 128, 64, 96, capabilities=(86, 89)))
         return found
 
 
 def _exists(aligned: bool, dtype: Dtype, low: int) -> bool:
-    """bfloat16 begins with compute capability 8.0, from which on arrays that are not aligned are padded."""
+    """True if PyTorch has the variant: bfloat16 needs 8.0, from which on unaligned arrays are padded instead."""
     return not (dtype == "bf16" and low < 80) and (aligned or low < 80)
 
 

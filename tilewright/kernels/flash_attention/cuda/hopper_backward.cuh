@@ -1,8 +1,32 @@
-// Gradients of attention for compute capability 9.0a from the collectives of CUTLASS's example 88.
+// Backward attention for compute capability 9.0a around the collectives of CUTLASS's example 88.
 //
-// A block owns `TileK` keys of one query head, 64 for each of two warpgroups that compute, and walks over the queries
-// that may see them. dK and dV stay in registers; every tile of dQ is added to a float32 array by the copy engine, in
-// whatever order the blocks get there, and rounded by a last kernel. A first kernel makes the row sums that all need.
+// A CTA owns `kTileK` = 128 keys of one query head, 64 for each of two consumer warpgroups, and iterates over the tiles
+// of `kTileQ` queries that may see them. The collective computes S and dP transposed, [keys, queries]:
+//
+//   S^T  = K Q^T            P^T  = exp2(scale * log2(e) * S^T - log2(e) * lse)
+//   dP^T = V dO^T           dS^T = scale * P^T * (dP^T - delta)
+//   dV += P^T dO            dK += dS^T Q             dQ += dS K
+//
+//   delta    rowsum(dO * O) - dlse, fp32 [batch, heads, q_length], made by prepare_rows
+//   row_lse  lse, +inf for rows that see no key, where P must be 0; same shape
+//   K, V     [128, head_dim]                  shared memory, loaded once; later the staging of dK and dV
+//   Q, dO    [2 stages, kTileQ, head_dim]     shared memory ring
+//   P, dS    [64, kTileQ] per warpgroup       P in registers, dS in shared memory
+//   dK, dV   [64, head_dim] per warpgroup     fp32 registers
+//   dQ       [2 stages, kTileQ, head_dim]     fp32 shared memory, reduce-added by TMA to an fp32 accumulator
+//
+// Three kernels: prepare_rows (delta, row_lse, zeros for the dQ accumulator), the main kernel, and round_sums (dQ
+// accumulator to Element). CTAs add to dQ in any order, so dQ is not deterministic. With grouped heads dK and dV go
+// through fp32 accumulators as well.
+//
+// Roles; one query tile is one step. The order barrier makes the two consumers compute P one after the other, so that
+// exponentials of one run beside wgmmas of the other, and it tells WG 2 that dS of both is in shared memory: WG 2
+// computes dQ for all 128 keys.
+//
+//   WG 0, warp 0   TMA loads: K0 Q V0 K1 dO V1 | next Q, dO | ...            (lse comes with Q, delta with dO)
+//   WG 0, warp 1                               | TMA reduce-add of dQ | ...
+//   WG 1           S, dP | P | dS, dV | dK     | S, dP | P | dS, dV | dK     | ... | store dK, dV
+//   WG 2           S, dP |     P | dS, dV | dQ, dK | S, dP |   P | dS, dV | dQ, dK | ... | store dK, dV
 #pragma once
 
 #include "hopper_common.cuh"
@@ -10,18 +34,19 @@
 #include "collective/fmha_collective_load.hpp"
 #include "collective/fmha_collective_softmax.hpp"
 
-// Two of the collective's loops over fragments do not ask to be unrolled. nvcc 13.0 then keeps the fragment in local
-// memory, all of it stored and loaded again in every step. All that the header includes is included above.
+// Two of the collective's loops over fragments lack an unroll pragma. nvcc 13.0 then keeps the fragment in local memory
+// and spills and reloads all of it in every step. The macro below adds the pragma to every loop of this one header; all
+// headers that it includes are included above.
 #define for _Pragma("unroll") for
 #include "collective/fmha_collective_bwd_tma_warpspecialized.hpp"
 #undef for
 
 namespace tilewright::attention::hopper {
 
-// The mask as the collective asks for it; tiles are counted by queries, places are (key, query).
-template <bool kMasked>  // or all keys are visible, and a multiple of the tile
+// The `Fusion` interface of the collective: trip counts are in query tiles, coordinates are (key, query).
+template <bool kMasked>  // false: all keys are visible, and kv_length is a multiple of kTileK
 struct BackwardMask {
-  // Without the queries past the last that may see any of the tile's keys.
+  // The shape with q_length reduced to the last query that may see a key of the tile.
   template <class Tile>
   static CUTLASS_DEVICE Shape7 cut(int k_tile, Tile const&, Shape7 shape) {
     if constexpr (kMasked) {
@@ -30,12 +55,13 @@ struct BackwardMask {
     return shape;
   }
 
-  // The collective asks for it by tiles of blocks in one place and of warpgroups in another.
+  // The collective calls this with CTA tiles in one place and warpgroup tiles in another; their query extents agree.
   template <class Block, class Tile>
   CUTLASS_DEVICE int get_trip_count(Block const&, Tile const& tile, Shape7 const& shape) const {
     return ceil_div(get<2>(shape), int(get<0>(tile)));
   }
 
+  // Whether some query of a query tile may see some key of a KV tile.
   template <class Block, class Tile>
   CUTLASS_DEVICE bool is_contributing(Block const& block, Tile const& tile, Shape7 const& shape) const {
     if constexpr (!kMasked) return true;
@@ -50,9 +76,9 @@ struct BackwardMask {
       const auto first = places(0), last = places(size(logits) - 1);
       if (get<0>(last) < get<3>(shape) && get<0>(last) - get<1>(first) <= get<6>(shape) &&
           get<0>(first) - get<1>(last) >= get<5>(shape)) {
-        return;  // all of this thread's
+        return;  // every element of this thread is visible
       }
-      // One comparison for both edges: what is below the lower one wraps around to more than the width.
+      // One unsigned comparison tests both edges: a distance below the lower edge wraps around to more than the width.
       const uint32_t width = uint32_t(get<6>(shape)) - uint32_t(get<5>(shape));  // at most 2^31
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(logits); ++i) {
@@ -65,21 +91,21 @@ struct BackwardMask {
   }
 };
 
-// Arrays of float32 by [batch, head, row].
+// Index arithmetic for rows of [batch, length, heads], and the [batch, heads, length] order of fp32 arrays.
 struct Rows {
   cutlass::FastDivmod heads, length;
-  int stride;  // of a head of row sums, so that the copy engine can address each
-  int rows, head_dim;
+  int stride;          // floats per head of delta and row_lse: a multiple of 4, for the 16 bytes of TMA
+  int rows, head_dim;  // rows: batch * length * heads
 };
 
-// Each row's sum over out * d_out, less the gradient of lse; its lse as the collective needs it, which takes the
-// exponential of a logit less lse and must get 0 for rows that see nothing; and zeros for dQ to be added to.
-template <class Element, int kLanes>  // threads for each row, with 8 elements each
+// Computes delta = rowsum(dO * O) - dlse, copies lse with +inf for rows that see no key (the collective takes exp(S -
+// lse), which must be 0 there), and zeroes the dQ accumulator.
+template <class Element, int kLanes>  // threads per row, 8 elements each
 __global__ void prepare_rows(Rows p, const Element* out, const Element* d_out, const float* lse, const float* d_lse,
                              float* delta, float* row_lse, float* d_query) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int row = int(thread / kLanes), column = int(thread % kLanes) * 8;
-  const bool there = row < p.rows;  // every thread stays for the sum over its warp's
+  const bool there = row < p.rows;  // no early return: the shuffles below need every lane
   int token, head, batch, query;
   p.heads(token, head, row);
   p.length(batch, query, token);
@@ -105,7 +131,7 @@ __global__ void prepare_rows(Rows p, const Element* out, const Element* d_out, c
   delta[plane * p.stride + query] = !sees ? 0 : d_lse == nullptr ? sum : sum - d_lse[at];
 }
 
-// Rounds float32 [batch, head, row, head_dim] to [batch, row, head, head_dim].
+// Converts an fp32 accumulator [batch, head, row, head_dim] to Element [batch, row, head, head_dim].
 template <class Element, int kLanes>
 __global__ void round_sums(Rows p, const float* sums, Element* to) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -124,7 +150,7 @@ __global__ void round_sums(Rows p, const float* sums, Element* to) {
 }
 
 template <class Element, int kTileQ, int kHeadDim, bool kMasked,
-          bool kGrouped>  // query heads that share their keys: dK and dV, too, are added up in float32
+          bool kGrouped>  // GQA: query heads add dK and dV in fp32 as well
 struct HopperBackward {
   static constexpr int kGroups = 2;
   static constexpr int kTileK = 64 * kGroups;
@@ -135,9 +161,9 @@ struct HopperBackward {
   using Mask = BackwardMask<kMasked>;
   using TileShape = cute::Shape<Int<kTileQ>, Int<kTileK>, Int<kHeadDim>>;
   using Mainloop = cutlass::fmha::collective::FmhaBwdMainloopTmaWarpSpecialized<Element, float, TileShape, Mask>;
-  using OuterPipeline = typename Mainloop::MainloopPipelineQ;  // keys and values
-  using InnerPipeline = typename Mainloop::MainloopPipeline;   // queries and d_out
-  using SumsPipeline = cutlass::PipelineAsync<2>;              // dQ, on its way out
+  using OuterPipeline = typename Mainloop::MainloopPipelineQ;  // K and V: loaded once
+  using InnerPipeline = typename Mainloop::MainloopPipeline;   // Q with lse, dO with delta: one stage each
+  using SumsPipeline = cutlass::PipelineAsync<2>;              // dQ: WG 2 writes, warp 1 of WG 0 reduce-adds
   using Order = cutlass::OrderedSequenceBarrier<2, kGroups>;
 
   using OutElement = cute::conditional_t<kGrouped, float, Element>;
@@ -145,7 +171,7 @@ struct HopperBackward {
   using Tile = OutTile<kHeadDim>;
   using Layout = OutLayout<OutElement, kHeadDim>;
   using Tma = OutTma<OutOperation, OutElement, kHeadDim>;
-  static constexpr int kOuterSize = 64 * kHeadDim;
+  static constexpr int kOuterSize = 64 * kHeadDim;  // elements of K or V of one warpgroup
   static_assert(cosize_v<typename Mainloop::SmemLayoutK> == 2 * kGroups * kOuterSize);
 
   struct SharedStorage {
@@ -165,7 +191,7 @@ struct HopperBackward {
     TileOrder order;
   };
 
-  // Where in the workspace what stands, in floats.
+  // Offsets in the workspace, in floats; each part is padded to 64 floats.
   struct Places {
     int64_t delta, row_lse, d_query, d_key, d_value, end;
 
@@ -237,10 +263,10 @@ struct HopperBackward {
     return launch<round_sums<Element, kLanes>>(row_blocks(rows), dim3(kRowThreads), 0, stream, rows, sums, to);
   }
 
-  // The descriptors of all arrays.
+  // Makes the TMA descriptors of all arrays, and the tile order.
   static void describe(const Problem& problem, const Arguments& arguments, float* workspace, const Places& places,
                        int tiles, Params* p) {
-    using Bits = uint16_t;  // the collective's descriptors speak of bits
+    using Bits = uint16_t;  // the collective's TMA descriptors are of uint16_t
     using Mma = typename Mainloop::CollectiveMmaNM;
     using Cluster = typename Mainloop::ClusterShape;
     const int batch = int(problem.batch), heads = int(problem.heads), kv_heads = int(problem.kv_heads);
@@ -296,18 +322,20 @@ struct HopperBackward {
     p->shape = shape_of(problem);
     p->group = cutlass::FastDivmod(heads / kv_heads);
     p->kv_heads = kv_heads;
-    // Under a causal mask the first keys are seen by the most queries, so the order is already by descending work.
+    // With a causal mask the first keys are seen by the most queries, so the longest CTAs already come first.
     const int64_t bytes = int64_t(q_length) * head_dim * (2 * sizeof(Element) + sizeof(float));
     p->order = TileOrder::make(tiles, batch, heads, bytes, 1, false);
   }
 
   CUTLASS_DEVICE void operator()(const Params& p, SharedStorage& storage) const {
 #if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
-    const int group = cutlass::canonical_warp_group_idx();  // 0 copies, the others compute
+    const int group = cutlass::canonical_warp_group_idx();  // 0: producer and dQ reduction, 1 and 2: consumers
     const int warp = cutlass::canonical_warp_idx_sync();
     const bool elected = cute::elect_one_sync();
     const bool copies = warp == 0, reduces = warp == 1;
 
+    // Barriers: each K and V tile is released by one consumer; Q and dO by both; a dQ buffer is committed by both
+    // consumers (WG 2 fills it) and released by the 32 threads of the reducing warp.
     if (copies && elected) Mainloop::prefetch_tma_descriptors(p.mainloop);
     typename OuterPipeline::Params outer_params;
     outer_params.transaction_bytes = Mainloop::kOuterLoadBytes;
@@ -359,6 +387,7 @@ struct HopperBackward {
 #endif
   }
 
+  // The first query tile that may see a key of the CTA's KV tile, or the trip count if there is none.
   template <class Block>
   static CUTLASS_DEVICE int first_tile(const Block& block, const Shape7& shape) {
     int tile = 0;
@@ -367,7 +396,7 @@ struct HopperBackward {
     return tile;
   }
 
-  // What the one thread that copies does.
+  // The producer: one thread issues all TMA loads.
   template <class Block>
   static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, OuterPipeline& outer, InnerPipeline& inner,
                                   const Shape7& shape, const Block& block, int kv_head, int first, int end) {
@@ -395,11 +424,11 @@ struct HopperBackward {
     int one;
     auto key = [&] { load_k.template step<false>(k_tile, k, outer_state, 1, one = 1); };
     auto value = [&] { load_v.template step<true>(k_tile, v, outer_state, 1, one = 1); };
-    auto query = [&] {  // its rows' lse comes by the same barrier
+    auto query = [&] {  // lse arrives on the same barrier
       load_q.template step<false, false, true>(q_tile, q, inner_state, 1, one = 1);
       load_lse.template step<false, true, false>(q_tile, lse, inner_state, 1, one = 1);
     };
-    auto d_output = [&] {
+    auto d_output = [&] {  // delta arrives on the same barrier
       load_do.template step<false, false, true>(q_tile, d_out, inner_state, 1, one = 1);
       load_odo.template step<true, true, false>(q_tile, odo, inner_state, 1, one = 1);
     };
@@ -412,15 +441,15 @@ struct HopperBackward {
     value();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int tile = first + 1; tile < end; ++tile) {
-      // From the first tile to the last that `cut` leaves, all contribute.
+      // All tiles between `first` and the last one that `cut` leaves contribute.
       query();
       d_output();
     }
   }
 
-  // What the warp does that has the tiles of dQ added to their sums. The collective's own loop gives a buffer back when
-  // the next tile is there, while the copy engine may still be reading it: where many blocks add at a time, as with
-  // grouped heads, the tile after that then overwrote it (CUTLASS 4.2).
+  // The reducing warp: adds each dQ tile to the accumulator by TMA reduce-add. The collective's own loop releases a
+  // buffer when the next tile has arrived, while TMA may still be reading it. With many CTAs adding at a time, as with
+  // grouped heads, the tile after that overwrote the buffer (CUTLASS 4.2).
   template <class Block>
   static CUTLASS_DEVICE void add_sums(const Params& p, SharedStorage& storage, SumsPipeline& sums, const Shape7& shape,
                                       const Block& block, int first, int end) {
@@ -438,14 +467,15 @@ struct HopperBackward {
       if (sends) {
         cute::copy(tma, from(_, _, _, state.index()), to(_, _, _, tile));
         tma_store_arrive();
-        tma_store_wait<0>();  // the buffer was read
+        tma_store_wait<0>();  // TMA has read the buffer
       }
       sums.consumer_release(state);
       ++state;
     }
   }
 
-  // dK and dV of a warpgroup's 64 keys, through the shared memory of those keys and values: nobody reads it any more.
+  // Stores dK and dV of a warpgroup's 64 keys through the shared memory of its K and V. Nothing reads that any more:
+  // the collective has waited for the last dQ, for which WG 2 reads K of both warpgroups.
   template <class Sums>
   static CUTLASS_DEVICE void store(const Params& p, SharedStorage& storage, const Sums& d_key, const Sums& d_value,
                                    int rank, int tile, int batch, int kv_head) {
@@ -458,6 +488,7 @@ struct HopperBackward {
                 kv_head);
     };
     sync_warpgroup(rank);
+    // fp32 fills the memory of both K and V, so dK and dV take turns.
     if constexpr (kGrouped) {
       Tensor staged = make_tensor(make_smem_ptr(reinterpret_cast<float*>(own)), Layout{});
       stage_sums<Mma>(d_key, staged, thread);
@@ -484,6 +515,7 @@ struct HopperBackward {
     if (sends) tma_store_wait<0>();
   }
 
+  // Writes an fp32 accumulator to shared memory, without conversion.
   template <class TiledMma, class Fragment, class Shared>
   static CUTLASS_DEVICE void stage_sums(const Fragment& fragment, Shared& shared, int thread) {
     Tensor to = recast<uint64_t>(TiledMma{}.get_thread_slice(thread).partition_C(shared));

@@ -1,4 +1,5 @@
-// What both directions share on compute capability 9.0a: numbering blocks, strides, storing a tile, launching.
+// Shared by the forward and backward kernels for compute capability 9.0a: the problem shape, tensor strides, the tile
+// order, the TMA store of a tile, checks of limits.
 //
 // The arithmetic is that of the collectives of CUTLASS's example 88; the kernels around them are ours.
 #pragma once
@@ -13,7 +14,7 @@
 
 namespace cutlass::fmha::collective {
 
-// A number that is assigned from float, which `bfloat16_t` is not, and the backward collective does just that.
+// Adds assignment from float, which `bfloat16_t` lacks and the backward collective uses.
 template <class Number>
 struct Assignable : Number {
   CUTLASS_HOST_DEVICE Assignable& operator=(float value) {
@@ -28,8 +29,8 @@ struct Assignable : Number {
 
 namespace cutlass::fmha::collective {
 
-// The collectives call this without a namespace for a fragment of products in the operands' type. It is found before
-// cute's, and is the more special of the two.
+// The collectives call make_fragment_like unqualified, on a float accumulator, for a fragment of the operands' type.
+// Lookup finds this overload beside cute's, and it is the more specialized one.
 template <class Number, size_t kSize, class Layout>
 CUTE_HOST_DEVICE constexpr auto make_fragment_like(cute::Tensor<cute::ArrayEngine<float, kSize>, Layout> const& like) {
   if constexpr (cute::is_same_v<Number, cutlass::bfloat16_t>) {
@@ -53,14 +54,14 @@ namespace tilewright::attention::hopper {
 
 using namespace cute;
 
-constexpr int kAlignment = 8;  // elements in the 16 bytes that the copy engine asks of every stride
+constexpr int kAlignment = 8;  // elements in 16 bytes, of which TMA wants each stride to be a multiple
 
-// Batch, heads, query and key lengths, head_dim, and the band: visible iff lowest <= key - query <= highest. The
-// collectives read the first five and hand the whole to the masks below.
+// (batch, heads, q_length, kv_length, head_dim, lowest, highest). A key is visible iff lowest <= key - query <=
+// highest. The collectives read the first five and pass the whole tuple to the masks.
 using Shape7 = cute::tuple<int, int, int, int, int, int, int>;
 
 inline Shape7 shape_of(const Problem& problem) {
-  // An empty band becomes one far below all pairs: the masks count on its edges being in order.
+  // The masks need lowest <= highest, so an empty band becomes one far below every (query, key) pair.
   const bool empty = problem.lowest > problem.highest;
   const int64_t lowest = empty ? -(1 << 30) : problem.lowest, highest = empty ? -(1 << 30) : problem.highest;
   return {int(problem.batch),    int(problem.heads), int(problem.q_length), int(problem.kv_length),
@@ -74,8 +75,8 @@ inline Strides strides_of(int64_t length, int64_t heads, int64_t head_dim) {
   return {heads * head_dim, _1{}, {length * heads * head_dim, head_dim}};
 }
 
-// A warpgroup's tile of an output on its way through shared memory. A slice of the layout that the forward collective
-// has for queries would look the same, but its swizzle counts elements where the copy engine's counts bytes.
+// The shared-memory tile from which a warpgroup stores its output by TMA. A slice of the forward collective's layout of
+// Q has the same shape, but its swizzle is in elements, whereas that of the TMA descriptor is in bytes.
 template <int kHeadDim>
 using OutTile = cute::Shape<_64, Int<kHeadDim>>;
 template <class Number, int kHeadDim>
@@ -88,7 +89,7 @@ using OutTma = decltype(make_tma_copy(
     Operation{}, make_tensor(static_cast<Number const*>(nullptr), repeat_like(Strides{}, int32_t(0)), Strides{}),
     OutLayout<Number, kHeadDim>{}));
 
-// Registers of each thread that copies and of each that computes, for the warpgroups that compute.
+// setmaxnreg counts per thread for the producer warpgroup and for the kGroups consumer warpgroups.
 template <int kGroups>
 struct Registers {
   static_assert(kGroups == 2 || kGroups == 3);
@@ -96,8 +97,9 @@ struct Registers {
   static constexpr int kComputing = kGroups == 2 ? 240 : 160;
 };
 
-// Which tile of which head a block works on. Heads are walked in sections whose keys and values stay in the L2 cache,
-// inside a section tile by tile, and where later tiles have more to do the last ones come first.
+// The tile schedule: maps blockIdx.x to (tile, batch, head). Heads are grouped in sections whose K and V fit the L2
+// cache. Within a section the order is tile by tile, and all heads of the section for each tile. If later tiles have
+// more work (causal forward), tiles are reversed, so that the longest run first.
 struct TileOrder {
   struct TileCoord {
     int tile, batch, head;
@@ -107,9 +109,10 @@ struct TileOrder {
   int total = 0, last_tile = 0;
   bool reversed = false;
 
-  // `shared` neighbouring heads read the same `bytes`.
+  // `bytes` is what the tiles of one head read again and again (K and V, or Q and dO); `shared` neighbouring heads read
+  // the same.
   static TileOrder make(int tiles, int batch, int heads, int64_t bytes, int shared, bool reversed) {
-    constexpr int64_t kCache = int64_t(24) << 20;  // of 50 MB, which also hold what is being written
+    constexpr int64_t kCache = int64_t(24) << 20;  // half of the 50 MB of L2, which also holds the outputs
     const int all = batch * heads;
     const int64_t wanted = std::max<int64_t>(1, kCache / std::max<int64_t>(bytes, 1)) * shared;
     int section = int(std::min<int64_t>(wanted, all));
@@ -133,7 +136,7 @@ struct TileOrder {
   }
 };
 
-// Whether the copy engine can address an array, and its blocks can be counted.
+// Rejects arrays that a TMA descriptor cannot address, and grids that exceed 32 bits.
 inline ffi::Error check_limits(const Problem& problem, int64_t blocks) {
   const int64_t length = std::max(problem.q_length, problem.kv_length);
   if (length * problem.heads * problem.head_dim >= int64_t(1) << 37) {
@@ -145,13 +148,15 @@ inline ffi::Error check_limits(const Problem& problem, int64_t blocks) {
 
 inline ffi::Error read_scale(const Arguments& arguments, float* out) {
   TILEWRIGHT_RETURN_IF_ERROR(attribute<float>(arguments, "scale", out));
-  // The running maximum is of products before they are scaled, and those that are masked are minus infinity.
+  // The collectives keep the maximum of unscaled logits, and masked logits are -inf: a negative scale would turn the
+  // maximum into a minimum, and 0 * -inf is NaN.
   if (!(*out >= 0)) return ffi::Error::InvalidArgument("this attention kernel needs a scale of 0 or more");
   *out = std::max(*out, 1e-30f);
   return ffi::Error::Success();
 }
 
-// Writes a warpgroup's tile, held in the registers of `TiledMma`'s result, to shared memory in the operands' type.
+// Converts a warpgroup's accumulator of `TiledMma` to `Element` and writes it to shared memory by stmatrix. The
+// async-proxy fence makes it visible to the TMA store; the caller still has to synchronize the warpgroup.
 template <class Element, class TiledMma, class Fragment, class Shared>
 CUTLASS_DEVICE void stage_tile(const Fragment& fragment, Shared&& shared, int thread) {
   Tensor narrow = make_tensor<Element>(fragment.layout());
@@ -161,7 +166,8 @@ CUTLASS_DEVICE void stage_tile(const Fragment& fragment, Shared&& shared, int th
   cutlass::arch::fence_view_async_shared();
 }
 
-// Sends a tile [rows, head_dim] from shared memory; one thread calls it. What lies outside the array is left out.
+// Issues the TMA store (or reduce-add) of a tile [rows, head_dim]; one thread calls it. TMA clips rows and columns
+// outside the array.
 template <class Tma, class Shared, class Tile>
 CUTLASS_DEVICE void send_tile(const Tma& tma, const Shared& shared, const Tile& tile, int length, int head_dim,
                               int batches, int heads, int row_tile, int batch, int head) {

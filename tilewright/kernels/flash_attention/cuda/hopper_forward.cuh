@@ -1,7 +1,22 @@
-// Forward attention for compute capability 9.0a from the collectives of CUTLASS's example 88.
+// Forward attention for compute capability 9.0a around the collectives of CUTLASS's example 88.
 //
-// A block owns `TileQ` queries of one head, 64 for each warpgroup that computes, and walks over the keys that they may
-// see. One warpgroup copies: queries, keys and values come through the copy engine, the output goes back through it.
+// Computes O = softmax(scale * Q K^T) V and lse. A CTA owns `kTileQ` queries of one head, 64 for each of the 2 or 3
+// consumer warpgroups, and iterates over the tiles of `kTileK` keys that these queries may see.
+//
+//   Q     [kTileQ, head_dim]              shared memory; each warpgroup's 64 rows later stage its O
+//   K, V  [kStages, kTileK, head_dim]     shared memory, one ring for both
+//   S     [64, kTileK] per warpgroup      fp32 registers; P is S converted in place
+//   O     [64, head_dim] per warpgroup    fp32 registers, stored by TMA
+//   lse   [batch, heads, q_length]        fp32, natural logarithm, -inf for a row that sees no key
+//
+// Roles. Warpgroup 0 keeps few registers (setmaxnreg) and one of its threads issues the TMA loads; each consumer
+// warpgroup also stores its own O. The order barrier makes the consumers issue their first QK^T one after the other;
+// after that their softmax and wgmma interleave freely. PV of a tile is still in flight when QK^T of the next is
+// issued.
+//
+//   producer   Q0 K0 Q1 V0 (Q2) K1 V1 K2 V2 ...
+//   WG 1       S0 | softmax 0 | O += P0 V0, S1 | softmax 1 | O += P1 V1, S2 | ... | store O, lse
+//   WG 2          S0 | softmax 0 | O += P0 V0, S1 | softmax 1 | O += P1 V1, S2 | ... | store O, lse
 #pragma once
 
 #include "hopper_common.cuh"
@@ -10,20 +25,22 @@
 
 namespace tilewright::attention::hopper {
 
-// What of the logits a variant masks; each does all that those before it do.
+// What a variant masks; each value includes those before it.
 enum class Band {
-  kFull,    // nothing: the keys are a multiple of the tile
-  kRagged,  // keys past the last
-  kUpper,   // and those above the band, as under a causal mask
-  kWindow,  // and those below it
+  kFull,    // nothing: kv_length is a multiple of kTileK
+  kRagged,  // keys beyond kv_length
+  kUpper,   // keys above the band, as with a causal mask
+  kWindow,  // keys below the band, as with a sliding window
 };
 
-// The mask as the collective asks for it. Keys count from the block's first one: see `shift`.
+// The `Fusion` interface of the collective. With a window, keys are counted from the CTA's first visible one: see
+// `shift`.
 template <Band kBand>
 struct ForwardMask {
   static constexpr bool kUpper = kBand >= Band::kUpper;
 
-  // The first key that the tile's queries may see, so that a window's lower edge lies in the first tile of keys.
+  // The first key that a query of the tile may see. Counting from it puts the lower edge of a window into the first KV
+  // tile, as far as the tile has no more queries than keys.
   template <class Tile>
   static CUTLASS_DEVICE int first_key(int q_tile, Tile const&, Shape7 const& shape) {
     if constexpr (kBand != Band::kWindow) return 0;
@@ -39,21 +56,22 @@ struct ForwardMask {
     return shape;
   }
 
-  // Keys up to the last that the given query may see.
+  // The end of the keys that a query may see.
   static CUTLASS_DEVICE int keys_of(int query, Shape7 const& shape) {
     return kUpper ? min(get<3>(shape), query + get<6>(shape) + 1) : get<3>(shape);
   }
 
-  // One tile at least: the collective computes its first without asking, and may then mask all of it.
+  // At least 1: the collective computes its first tile without asking, and the mask may then cover all of it.
   template <class Block, class Tile>
   CUTLASS_DEVICE int get_trip_count(Block const& block, Tile const& tile, Shape7 const& shape) const {
     const int last = min((int(get<0>(block)) + 1) * int(get<0>(tile)), get<2>(shape)) - 1;
     return max(1, ceil_div(keys_of(last, shape), int(get<1>(tile))));
   }
 
+  // The number of tiles in the loop without a mask. The collective counts its first tile among them but masks it.
   template <class Block, class Tile>
   CUTLASS_DEVICE int get_unmasked_trip_count(Block const& block, Tile const& tile, Shape7 const& shape) const {
-    if constexpr (kBand == Band::kFull) return 0;  // `before_softmax` does nothing: one loop is enough
+    if constexpr (kBand == Band::kFull) return 0;  // nothing to mask: the masked loop runs all tiles
     if constexpr (kBand == Band::kWindow && get<0>(Tile{}) > get<1>(Tile{})) return 0;
     return max(0, keys_of(int(get<0>(block)) * int(get<0>(tile)), shape) / int(get<1>(tile)));
   }
@@ -63,6 +81,7 @@ struct ForwardMask {
     return get_trip_count(block, tile, shape) - get_unmasked_trip_count(block, tile, shape);
   }
 
+  // Sets masked elements of S to -inf; `places` maps an element to (query, key).
   template <class Logits, class Places>
   CUTLASS_DEVICE void before_softmax(Logits& logits, Places const& places, Shape7 const& shape) const {
     if constexpr (kBand != Band::kFull) {
@@ -113,7 +132,7 @@ struct HopperForward {
     OutTma<SM90_TMA_STORE, Element, kHeadDim> out;
     float* lse;
     Shape7 shape;
-    cutlass::FastDivmod group;  // query heads for each head of keys
+    cutlass::FastDivmod group;  // query heads per KV head
     TileOrder order;
   };
 
@@ -134,7 +153,7 @@ struct HopperForward {
       return make_tensor(data, make_layout(make_shape(length, head_dim, make_shape(batch, of_heads)),
                                            strides_of(length, of_heads, head_dim)));
     };
-    using Bits = uint16_t;  // the collective's descriptors speak of bits
+    using Bits = uint16_t;  // the collective's TMA descriptors are of uint16_t
     using QK = typename Mainloop::CollectiveMmaQK;
     using PV = typename Mainloop::CollectiveMmaPV;
     const Tensor query = tensor(input<Bits>(arguments, 0), q_length, heads);
@@ -164,11 +183,12 @@ struct HopperForward {
 
   CUTLASS_DEVICE void operator()(const Params& p, SharedStorage& storage) const {
 #if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
-    const int group = cutlass::canonical_warp_group_idx();  // 0 copies, the others compute
+    const int group = cutlass::canonical_warp_group_idx();  // 0: producer, 1 to kGroups: consumers
     const int warp = cutlass::canonical_warp_idx_sync();
     const bool elected = cute::elect_one_sync();
     const bool copies = warp == 0 && elected;
 
+    // Barriers: K and V are released by all consumers, each Q tile by the one warpgroup that reads it.
     if (copies) {
       Mainloop::prefetch_tma_descriptors(p.mainloop);
       cute::prefetch_tma_descriptor(p.out.get_tma_descriptor());
@@ -202,7 +222,7 @@ struct HopperForward {
 #endif
   }
 
-  // A loader's tiles, counted from a key other than the first.
+  // A loader whose KV tiles start at `key` instead of 0.
   template <class State, class Unit>
   static CUTLASS_DEVICE auto from_key(const State& state, int key, const Unit& unit) {
     if constexpr (kBand == Band::kWindow) {
@@ -213,7 +233,7 @@ struct HopperForward {
     }
   }
 
-  // What the one thread that copies does.
+  // The producer: one thread issues all TMA loads.
   static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, QueryPipeline& queries, KeyPipeline& keys) {
     auto& tensors = storage.tensors;
     typename Mainloop::LoadQ load_q{p.mainloop.tma_load_q, queries, tensors.smem_q};
@@ -245,7 +265,7 @@ struct HopperForward {
     auto key = [&] { load_k.template step<false>(k_tile, k, key_state, 1, left); };
     auto value = [&] { load_v.template step<true>(k_tile, v, key_state, 1, left); };
 
-    // In the order in which they are waited for.
+    // Issue the loads in the order in which the consumers wait for them.
     query();
     key();
     query();
@@ -259,6 +279,7 @@ struct HopperForward {
     }
   }
 
+  // A consumer warpgroup: 64 queries of the CTA's tile.
   static CUTLASS_DEVICE void compute(const Params& p, SharedStorage& storage, QueryPipeline& queries, KeyPipeline& keys,
                                      Order& order, int group) {
     typename Mainloop::PipelineState key_state;
@@ -275,7 +296,7 @@ struct HopperForward {
     store(p, get<0>(result), get<1>(result), storage, group, get<0>(rows), coord);
   }
 
-  // The output goes through the shared memory of the warpgroup's own queries.
+  // Stores lse, and O through the shared memory of the warpgroup's own Q.
   template <class Out, class Lse>
   static CUTLASS_DEVICE void store(const Params& p, const Out& out, const Lse& lse, SharedStorage& storage, int group,
                                    int row_tile, const TileOrder::TileCoord& coord) {
@@ -291,13 +312,14 @@ struct HopperForward {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size<0>(rows); ++i) {
         const int query = row_tile * 64 + get<0>(rows(i, 0));
-        // The collective says infinity of a row that sees nothing, whose output is 0, and of one that is not a number.
+        // The collective returns +inf for a row that sees no key, whose O is 0, and for a row of NaN: O - inf is -inf
+        // for the one and NaN for the other.
         if (query < q_length) to[query] = lse(i) == INFINITY ? outs(i, 0) - INFINITY : lse(i);
       }
     }
 
     Tensor staged = make_tensor(make_smem_ptr(storage.tensors.smem_q.data() + group * kOutSize), Layout{});
-    sync_warpgroup(group);  // no warp may still be at the queries
+    sync_warpgroup(group);  // no warp of this warpgroup reads Q any more
     stage_tile<Element, Mma>(out, staged, thread);
     sync_warpgroup(group);
     if (thread / 32 == 0 && cute::elect_one_sync()) {

@@ -1,7 +1,7 @@
-"""The variants of attention in CUDA C++ for compute capability 9.0a, made of CUTLASS's example 88: three tables.
+"""The variants of attention in CUDA C++ for compute capability 9.0a, based on CUTLASS's example 88: three tables.
 
-The kernels around its collectives are our own (``cuda/hopper_forward.cuh``, ``cuda/hopper_backward.cuh``), and all of
-that for head dims beyond the collectives' (``cuda/hopper_wide_forward.cuh``).
+The kernels around its collectives are our own (``cuda/hopper_forward.cuh``, ``cuda/hopper_backward.cuh``), and so is
+the whole kernel for head dims beyond the collectives' (``cuda/hopper_wide_forward.cuh``).
 """
 
 import dataclasses
@@ -23,32 +23,32 @@ from tilewright.kernels.flash_attention.masking import FAR
 type Band = Literal["full", "ragged", "upper", "window"]
 
 BANDS: tuple[Band, ...] = ("full", "ragged", "upper", "window")
-"""What is masked, each with all that those before it mask: nothing, keys past the last, those above the band, below."""
+"""Masking, each level including the previous ones: none, keys past the last, those above the band, those below it."""
 
 HALVES: tuple[Dtype, ...] = ("bf16", "f16")
 
 ALIGNMENT = 8
-"""Elements in the 16 bytes that the copy engine asks of strides; every compiled kernel says the same of itself."""
+"""Elements in the 16 bytes to which TMA requires strides to be aligned; compiled kernels report the same alignment."""
 
 LENGTH_LIMIT = 1 << 30
 
 BACKWARD_TILE_K = 128
 
 WIDE_TILE_Q = 64
-"""Queries of a block of `HopperWideForwardVariant`, of which two work together."""
+"""Queries of a block of `HopperWideForwardVariant`; two blocks of a cluster work together."""
 
-_ARCHITECTURE = (90, 91)  # what is compiled for 9.0a runs nowhere else
+_ARCHITECTURE = (90, 91)  # code for 9.0a runs on no other architecture
 _NAMESPACE = "tilewright::attention::hopper"
 
 
 def _requirements(dtype: Dtype, head_dim: int) -> tuple[Predicate, ...]:
-    """What both directions ask."""
+    """The requirements of both directions."""
     lengths = (Field("q_length"), Field("kv_length"))
     return (
         Compare(Field("dtype"), "==", DTYPES.index(dtype)),
         Compare(Field("head_dim"), "<=", head_dim),
         Compare(Field("value_dim"), "==", Field("head_dim")),
-        # Not the fact: a head dim that does not fit is to be told without compiling first.
+        # Not the alignment fact, which would need a compiled kernel to reject a head dim.
         MultipleOf(Field("head_dim"), ALIGNMENT),
         *WITHOUT_MODIFIERS,
         Compare(Field("dropout"), "==", 0),
@@ -59,7 +59,7 @@ def _requirements(dtype: Dtype, head_dim: int) -> tuple[Predicate, ...]:
 
 
 def _without_band(tile_k: int | None) -> tuple[Predicate, ...]:
-    """That all keys are visible, and in whole tiles if there is ``tile_k``."""
+    """Requires all keys to be visible, and to come in whole tiles if ``tile_k`` is given."""
     whole = () if tile_k is None else (MultipleOf(Field("kv_length"), tile_k),)
     return (Compare(Field("lowest"), "<=", -FAR), Compare(Field("highest"), ">=", FAR), *whole)
 
@@ -69,11 +69,11 @@ class HopperForwardVariant(Variant):
     """One instance of ``HopperForward``.
 
     Attributes:
-      tile_q: queries of a block, 64 for each warpgroup that computes.
-      tile_k: keys of a step.
-      head_dim: greatest head dim, whose products are made whatever the call's is.
-      stages: tiles of keys and values that are loaded ahead.
-      band: what it can mask.
+      tile_q: queries of a block, 64 for each consumer warpgroup.
+      tile_k: keys per step.
+      head_dim: maximum head dim; its matmuls are computed in full whatever the call's is.
+      stages: tiles of keys and values loaded ahead.
+      band: the masking that it supports.
     """
 
     dtype: Dtype
@@ -103,7 +103,7 @@ class HopperForwardVariant(Variant):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The smallest head dim, then what masks least."""
+        """Sorts by head dim, then by masking, least first."""
         return (self.head_dim, BANDS.index(self.band))
 
     @property
@@ -121,10 +121,10 @@ class HopperForwardVariant(Variant):
 
     @classmethod
     def get_all(cls) -> list["HopperForwardVariant"]:
-        """For each half type and head dim the tile that was fastest, with every band.
+        """Lists the fastest tile of each half type and head dim, with every band.
 
-        A block for each multiprocessor, which loads its next tile while it stores one, was slower on an H100: 460 for
-        576 TFLOP/s under a causal mask at length 4096, where blocks' shares of the work are not alike.
+        A persistent kernel, which loads its next tile while it stores one, was slower on an H100: 460 instead of 576
+        TFLOP/s under a causal mask at length 4096, where blocks have unequal work.
         """
         tiles = ((192, 128, 32, 5), (192, 128, 64, 5), (128, 128, 128, 5), (128, 64, 256, 5))
         return [cls(dtype, *tile, band) for dtype, tile, band in itertools.product(HALVES, tiles, BANDS)]
@@ -132,10 +132,10 @@ class HopperForwardVariant(Variant):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperWideForwardVariant(Variant):
-    """One instance of ``HopperWideForward``, whose warpgroups each have half of the head dim.
+    """One instance of ``HopperWideForward``, in which each warpgroup computes half of the head dim.
 
     Attributes:
-      head_dim: greatest head dim, whose products are made whatever the call's is.
+      head_dim: maximum head dim; its matmuls are computed in full whatever the call's is.
     """
 
     dtype: Dtype
@@ -175,10 +175,10 @@ class HopperBackwardVariant(Variant):
     """One instance of ``HopperBackward``.
 
     Attributes:
-      tile_q: queries of a step; a block owns 128 keys.
-      head_dim: greatest head dim.
-      masked: whether it can mask anything; otherwise keys come in whole tiles.
-      grouped: whether query heads may share their keys.
+      tile_q: queries per step; a block owns 128 keys.
+      head_dim: maximum head dim.
+      masked: True if it can mask; otherwise keys must come in whole tiles.
+      grouped: True if query heads may share key heads.
     """
 
     dtype: Dtype
@@ -207,7 +207,7 @@ class HopperBackwardVariant(Variant):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The smallest head dim, then what does least."""
+        """Sorts by head dim, then by features, fewest first."""
         return (self.head_dim, int(self.grouped), int(self.masked))
 
     @property
@@ -216,13 +216,13 @@ class HopperBackwardVariant(Variant):
             *_requirements(self.dtype, self.head_dim),
             *(() if self.masked else _without_band(BACKWARD_TILE_K)),
             *(() if self.grouped else (Compare(Field("kv_heads"), "==", Field("heads")),)),
-            # Tiles of dQ are added in whatever order blocks come to them.
+            # Tiles of dQ are accumulated in the order in which blocks reach them.
             Compare(Field("deterministic"), "==", 0),
         )
 
     @classmethod
     def get_all(cls) -> list["HopperBackwardVariant"]:
-        """For each half type and head dim the tile that was fastest; shared memory ends at head dim 128."""
+        """Lists the fastest tile of each half type and head dim; shared memory suffices up to head dim 128."""
         tiles = ((128, 32), (128, 64), (64, 128))
         flags = (False, True)
         return [
@@ -238,7 +238,7 @@ def _table(name: str, header: str, variants: tuple[Variant, ...], memory_per_job
         FIELDS,
         variants,
         packages=(cutlass("examples/88_hopper_fmha"),),
-        flags=("-DNDEBUG",),  # or the library's device code checks itself
+        flags=("-DNDEBUG",),  # otherwise the library's device code has assertions
         memory_per_job=memory_per_job,
     )
 

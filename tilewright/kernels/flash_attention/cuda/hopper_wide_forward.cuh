@@ -1,9 +1,23 @@
-// Forward attention for compute capability 9.0a where an output row is too wide for one warpgroup's registers.
+// Forward attention for compute capability 9.0a where a row of O is too wide for the registers of one warpgroup.
 //
-// A block owns 64 queries of one head. Two warpgroups compute, each for one half of the head dims: a half of each logit,
-// which they exchange through shared memory and add up, then the same weights in both, then that half of the output. A
-// third warpgroup copies. Two neighbouring blocks form a cluster and share all keys and values: each fetches half of a
-// tile and the copy engine writes it to both, for otherwise the L2 cache would be what limits them.
+// Computes O = softmax(scale * Q K^T) V and lse. A CTA owns 64 queries of one head. Two consumer warpgroups split the
+// head dim: each computes a partial S over its half, adds the other's partial S through shared memory, computes the
+// same P (so both have all of m and l), and then its half of the columns of O. Two neighbouring CTAs form a cluster and
+// iterate over the same KV tiles: each issues half of a TMA load, multicast to both, since loads of each CTA on its own
+// would be bound by the L2 cache.
+//
+//   Q        [2 halves, 64, head_dim / 2]          shared memory, later the staging of O
+//   K, V     [2 halves, kStages, 64, head_dim / 2] shared memory, one ring for each half
+//   S        [64, 64], both halves added           fp32 registers; the partial sums pass through storage.logits
+//   P        [64, 64] `weights`                    registers, the A operand of PV
+//   O        [64, head_dim / 2] per warpgroup      fp32 registers
+//   m, l     `row_max`, `total`                    registers, two rows per thread
+//
+// Warpgroups 0 and 1 compute, one thread of warpgroup 2 issues the TMA loads. PV of a tile runs beside QK^T of the next
+// one and beside the exchange and softmax that follow it:
+//
+//   producer   Q K0 K1 V0 K2 V1 ...
+//   WG 0, 1    S0 | exchange S0 | softmax 0 | S1, O += P0 V0 | exchange S1 | softmax 1 | S2, O += P1 V1 | ...
 #pragma once
 
 #include "hopper_common.cuh"
@@ -18,11 +32,11 @@ struct HopperWideForward {
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kBothWarpgroups = 2 * kWarpgroup;
 
-  using Tile = OutTile<kHalf>;  // of queries, keys, values and the output
+  using Tile = OutTile<kHalf>;  // half of the head dim of 64 rows of Q, K, V or O
   using Layout = OutLayout<Element, kHalf>;
   using StagesLayout =
       decltype(tile_to_shape(Layout{}, cute::Shape<_64, Int<kHalf>, Int<kStages>>{}, Step<_1, _2, _3>{}));
-  // The same memory with the head dims as rows.
+  // The same shared memory read as V^T: head dims are the rows.
   using ValueLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                              cute::Shape<Int<kHalf>, _64, Int<kStages>>{}, Step<_2, _1, _3>{}));
   static constexpr int kTileSize = 64 * kHalf;
@@ -40,19 +54,19 @@ struct HopperWideForward {
   using LoadShared = decltype(make_tma_copy(SM90_TMA_LOAD_MULTICAST{}, Row{}, Layout{}, Tile{}, Int<kCluster>{}));
   using Store = decltype(make_tma_copy(SM90_TMA_STORE{}, Row{}, Layout{}));
 
-  static constexpr int kLogits = kQueries * kKeys / kWarpgroup;  // of each thread
-  static constexpr int kParts = kLogits / 4;
+  static constexpr int kLogits = kQueries * kKeys / kWarpgroup;  // elements of S per thread
+  static constexpr int kParts = kLogits / 4;                     // float4 of S per thread
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   static constexpr int kWarps = kWarpgroup / 32;
 
-  struct SharedStorage {  // the first index is that of the warpgroup
-    alignas(1024) Element query[2][kTileSize];  // and later the output
+  struct SharedStorage {                        // the first index is the half of the head dim, which is the warpgroup
+    alignas(1024) Element query[2][kTileSize];  // later the staging of O
     alignas(1024) Element ring[2][kStages][kTileSize];
-    float4 logits[2][kParts][kWarpgroup];
-    typename Full::ValueType query_full[2], full[2][kStages];
-    typename Empty::ValueType empty[2][kStages];
+    float4 logits[2][kParts][kWarpgroup];                      // partial S, in register order
+    typename Full::ValueType query_full[2], full[2][kStages];  // the producer arrives, with the bytes of the TMA loads
+    typename Empty::ValueType empty[2][kStages];               // 4 warps of each CTA of the cluster arrive
   };
 
   struct Params {
@@ -62,8 +76,8 @@ struct HopperWideForward {
     float* lse;
     float scale;
     Shape7 shape;
-    cutlass::FastDivmod group;  // query heads for each head of keys
-    TileOrder order;            // of clusters
+    cutlass::FastDivmod group;  // query heads per KV head
+    TileOrder order;            // schedules clusters, each of kCluster * 64 queries
   };
 
   static Facts facts() { return {int64_t(sizeof(SharedStorage)), kThreads, kAlignment}; }
@@ -97,7 +111,8 @@ struct HopperWideForward {
                                                           dim3(kThreads), sizeof(SharedStorage), stream, p);
   }
 
-  // What a block works on. Both of a cluster walk over the same tiles of keys, [first, last).
+  // The work of a CTA. Both CTAs of a cluster iterate over the same KV tiles [first, last), the union of what they
+  // need.
   struct TileCoord {
     int row_tile, batch, head, first, last;
   };
@@ -108,13 +123,13 @@ struct HopperWideForward {
     const int end = min(start + kCluster * kQueries, get<2>(p.shape));
     const int first = max(0, start + get<5>(p.shape)) / kKeys;
     const int last = (min(get<3>(p.shape), end + get<6>(p.shape)) + kKeys - 1) / kKeys;
-    // One tile at least, all of it masked if nothing is visible.
+    // At least one tile; all of it is masked if no key is visible.
     return {found.tile * kCluster + int(blockIdx.x) % kCluster, found.batch, found.head, first, max(first + 1, last)};
   }
 
   CUTLASS_DEVICE void operator()(const Params& p, SharedStorage& storage) const {
 #if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
-    const int group = cutlass::canonical_warp_group_idx();  // 2 copies, the others compute
+    const int group = cutlass::canonical_warp_group_idx();  // 0, 1: consumers, 2: producer
     const bool copies = cutlass::canonical_warp_idx_sync() == 2 * kWarps && cute::elect_one_sync();
     if (copies) {
       cute::prefetch_tma_descriptor(p.query.get_tma_descriptor());
@@ -140,13 +155,13 @@ struct HopperWideForward {
       cutlass::arch::warpgroup_reg_alloc<Registers<2>::kComputing>();
       compute(p, storage, coord, group);
     }
-    // The other block may still write into this one's memory.
+    // The other CTA may still multicast into this CTA's shared memory, or arrive on its barriers: exit together.
     cute::cluster_arrive();
     cute::cluster_wait();
 #endif
   }
 
-  // What the one thread that copies does.
+  // The producer: one thread issues all TMA loads.
   static CUTLASS_DEVICE void copy(const Params& p, SharedStorage& storage, const TileCoord& coord) {
     const int q_length = get<2>(p.shape), kv_length = get<3>(p.shape), head_dim = get<4>(p.shape);
     const int batches = get<0>(p.shape), heads = get<1>(p.shape);
@@ -172,6 +187,8 @@ struct HopperWideForward {
     const int rank = int(cute::block_rank_in_cluster());
     int count = 0;
     auto load = [&](const auto& tma, const auto& tiles, int tile) {
+      // Each CTA loads its slice of the tile, multicast to both, so each `full` barrier receives the bytes of two
+      // copies. `empty` counts the warps of both CTAs.
       const auto slice = tma.get_slice(rank);
       const int stage = count % kStages;
       for (int half = 0; half < 2; ++half) {
@@ -183,7 +200,7 @@ struct HopperWideForward {
       }
       ++count;
     };
-    // In the order in which they are waited for.
+    // Issue the loads in the order in which the consumers wait for them.
     load(p.key, keys, coord.first);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int tile = coord.first + 1; tile < coord.last; ++tile) {
@@ -193,17 +210,20 @@ struct HopperWideForward {
     load(p.value, values, coord.last - 1);
   }
 
-  // Barriers of both warpgroups that compute, beside those of one.
+  // Named barriers of both consumer warpgroups (0 and 1 are those of each one). kWritten: both have written their
+  // partial S. kRead + half: the other warpgroup has read the partial S of this half.
   static constexpr uint32_t kWritten = 2, kRead = 3;
 
+  // A consumer warpgroup; `half` is its half of the head dim.
   static CUTLASS_DEVICE void compute(const Params& p, SharedStorage& storage, const TileCoord& coord, int half) {
     const int thread = threadIdx.x % kWarpgroup;
     const int warp = thread / 32, lane = thread % 32;
     const int first_row = coord.row_tile * kQueries + 16 * warp + lane / 4;  // the thread's other row is 8 below
     const float scale2 = p.scale * kLog2e;
 
-    int count = 0;  // tiles taken from the ring
+    int count = 0;  // units of the ring consumed, K and V in the order of loading
     auto acquire = [&] { Full::wait(&storage.full[half][count % kStages], count / kStages % 2); };
+    // Lane i of each warp arrives at CTA i of the cluster: a unit is free once both CTAs have read it.
     auto release = [&](int which) {
       Empty::arrive(&storage.empty[half][which % kStages], uint32_t(lane), lane < kCluster);
     };
@@ -225,7 +245,7 @@ struct HopperWideForward {
     clear(out);
     float row_max[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
 
-    // Starts the product of the next tile in the ring.
+    // Issues the partial S = Q K^T of the next unit of the ring.
     auto start_logits = [&] {
       acquire();
       warpgroup_fence_operand(logits);
@@ -239,6 +259,7 @@ struct HopperWideForward {
       warpgroup_commit_batch();
       ++count;
     };
+    // Issues O += P V of the next unit of the ring.
     auto start_out = [&] {
       acquire();
       warpgroup_fence_operand(weights);
@@ -249,7 +270,8 @@ struct HopperWideForward {
       ++count;
     };
 
-    // Adds the other half of each logit, which the same thread of the other warpgroup has.
+    // Adds the partial S of the other warpgroup, where the same thread holds the same elements. `again`: the buffer was
+    // used before, so wait until the other warpgroup has read it.
     auto exchange = [&](bool again) {
       if (again) cutlass::arch::NamedBarrier::sync(kBothWarpgroups, kRead + half);
       CUTLASS_PRAGMA_UNROLL
@@ -267,9 +289,11 @@ struct HopperWideForward {
         logits(4 * i + 3) += other.w;
       }
     };
+    // Tells the other warpgroup that its partial S has been read. Not called after the last exchange, where nobody
+    // waits.
     auto say_read = [&] { cutlass::arch::NamedBarrier::arrive(kBothWarpgroups, kRead + 1 - half); };
 
-    // Masks a tile's logits and turns them into weights; `shrink` is what sums so far are to be multiplied with.
+    // Masks S and turns it into P; updates m and l, and sets the factor `shrink` by which O must be rescaled.
     auto softmax = [&](int tile) {
       const int start = tile * kKeys, row = coord.row_tile * kQueries;
       const int kv_length = get<3>(p.shape), lowest = get<5>(p.shape), highest = get<6>(p.shape);

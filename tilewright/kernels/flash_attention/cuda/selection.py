@@ -1,4 +1,4 @@
-"""Which variant of the kernels in CUDA C++ a call gets."""
+"""Selects the variant of the CUDA C++ kernels for a call."""
 
 import dataclasses
 import functools
@@ -28,22 +28,22 @@ TABLES = {
     ),
     "backward": (hopper_variants.BACKWARD, ampere_variants.BACKWARD, cutlass_variants.BACKWARD),
 }
-"""Of each direction, in the order in which they are asked for a variant."""
+"""The tables of each direction, in the order in which they are tried."""
 
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(jnp.bfloat16): "bf16"}
 
 VECTOR_BYTES = 16
-"""Head dims are padded to a whole number of these, where no variant takes them as they are."""
+"""Head dims are padded to a multiple of this many bytes if no variant supports them unpadded."""
 
 
 @functools.cache
 def kernels(direction: Direction) -> tuple[CudaKernel, ...]:
-    """The kernels of a direction, in the order in which they are asked."""
+    """The kernels of a direction, in the order in which they are tried."""
     return tuple(CudaKernel(table) for table in TABLES[direction])
 
 
 def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, int]:
-    """A call as the tables' fields."""
+    """Describes a call by the tables' fields."""
     parts = MaskParts.of(problem.mask)
     return {
         "batch": problem.batch,
@@ -68,7 +68,7 @@ def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, 
 
 
 def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str, int]]:
-    """The problem as it is, and with padded head dims if that is another one."""
+    """Yields the problem unchanged, and with padded head dims if that differs."""
     yield dict(fields)
     vector = VECTOR_BYTES // itemsize
     padded = {name: -(-fields[name] // vector) * vector for name in ("head_dim", "value_dim")}
@@ -79,7 +79,7 @@ def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str
 def each_variant(
     direction: Direction, fields: Mapping[str, int], itemsize: int, name: str | None = None
 ) -> Iterator[tuple[CudaKernel, Variant, dict[str, int]]]:
-    """Every variant, or the one of a name, with every form of the problem, in the order in which they are tried."""
+    """Every variant, or the named one, with every form of the problem, in the order in which they are tried."""
     for each in padded_fields(fields, itemsize):
         for kernel in kernels(direction):
             for variant in kernel.table.variants:
@@ -99,23 +99,23 @@ class Selected:
 def select(
     direction: Direction, fields: Mapping[str, int], itemsize: int, device: Device, name: str | None = None
 ) -> Selected:
-    """The variant that a call gets; compiled first, if it never was.
+    """Selects the variant for a call; compiles it if it is not built.
 
     Args:
-      name: of the one variant that is wanted.
+      name: selects the variant of this name.
 
     Raises:
-      UnsupportedError: none can serve the call; it says why.
+      UnsupportedError: no variant can serve the call; the message has the reasons.
       BuildError: the compiler failed.
     """
     reasons: dict[str, list[str]] = {}
     if name is None:
         for each in padded_fields(fields, itemsize):
             for kernel in kernels(direction):
-                found, against = kernel.select(each, device)
+                found, variant_reasons = kernel.select(each, device)
                 if found is not None:
                     return Selected(kernel, found, each)
-                reasons |= against
+                reasons |= variant_reasons
     else:
         named = list(each_variant(direction, fields, itemsize, name))
         if not named:
@@ -128,7 +128,7 @@ def select(
 
 
 def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Without those that only compute more than another: of a table the two least head dims, and no needless feature.
+    """Drops variants that only compute more than another: keeps a table's two smallest head dims and needed features.
 
     Args:
       fitting: names of tables and their variants that can serve a call, best first.
@@ -138,15 +138,15 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
     lean: set[Any] = set()
     for table, variant in fitting:
         known = dims.setdefault(table, set())
-        greatest = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
-        if greatest not in known and len(known) == 2:
+        max_dim = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
+        if max_dim not in known and len(known) == 2:
             continue
-        known.add(greatest)
-        needless = {
+        known.add(max_dim)
+        disabled = {
             name: value for name, value in (("features", ""), ("apply_dropout", False)) if hasattr(variant, name)
         }
-        if needless:
-            without = dataclasses.replace(variant, **needless)
+        if disabled:
+            without = dataclasses.replace(variant, **disabled)
             if without in lean:
                 continue
             lean.add(without)
@@ -154,8 +154,8 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
     return found
 
 
-def queries_of_a_block(variant: Variant) -> int | None:
-    """How many of one head's queries a block of a forward variant has; ``None`` for a backward variant."""
+def queries_per_block(variant: Variant) -> int | None:
+    """The number of one head's queries in a block of a forward variant; ``None`` for a backward variant."""
     match variant:
         case cutlass_variants.ForwardVariant():
             return variant.block_q

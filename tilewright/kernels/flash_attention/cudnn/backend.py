@@ -1,4 +1,4 @@
-"""Flash attention by cuDNN, as JAX calls it: what it serves, and the way from our residuals to its own and back."""
+"""Flash attention by cuDNN, as JAX calls it: support reasons, and conversion of residuals and masks."""
 
 import dataclasses
 import math
@@ -33,22 +33,22 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
 MIN_VERSION = 91002
-"""cuDNN 9.10.2: the two releases before it are known to be wrong, and older ones serve less, each its own share."""
+"""cuDNN 9.10.2: the two previous releases are known to be wrong, and older ones support varying subsets."""
 
 MIN_VERSIONS = {(10, 3): 91100}
-"""On a compute capability that wants a later one, as JAX has it."""
+"""Later minimum versions for some compute capabilities, as in JAX."""
 
 MIN_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -float(1 << 15)}
-"""What stands for a bias of −∞, as in JAX: cuDNN subtracts it from itself in a row without any other."""
+"""Replacement for a bias of −∞, as in JAX: in a row with nothing else cuDNN would compute −∞ − (−∞)."""
 
 VECTOR = 8
-"""Elements of which a head has a whole number; others are padded with zeros."""
+"""Head dims are padded with zeros to a multiple of this."""
 
 WIDEST, WIDEST_HOPPER = 128, 256
-"""Head dims, elsewhere and on compute capability 9.x, where both directions take them."""
+"""Maximum head dims of both directions, in general and on compute capability 9.x."""
 
 PART_SCALES = (1024.0, 1.0, 2.0**-10)
-"""Of the columns that carry the gradient to lse, so that float16 holds what it may be: up to 6e7, down to 3e-11."""
+"""Scales of the columns that carry the gradient to lse, so that float16 can represent it: up to 6e7, down to 3e-11."""
 
 
 @stable_id(
@@ -57,7 +57,7 @@ PART_SCALES = (1024.0, 1.0, 2.0**-10)
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudnnForwardParams:
-    """Nothing: cuDNN chooses for itself."""
+    """Empty: cuDNN chooses its own configuration."""
 
 
 @stable_id(
@@ -66,9 +66,9 @@ class CudnnForwardParams:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudnnBackwardParams:
-    """Nothing: cuDNN chooses for itself.
+    """Empty: cuDNN chooses its own configuration.
 
-    Whether it repeats bit for bit is not up to a call but to ``XLA_FLAGS=--xla_gpu_deterministic_ops=true``.
+    Bitwise repeatability is not an option of a call: it needs ``XLA_FLAGS=--xla_gpu_deterministic_ops=true``.
     """
 
     deterministic: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class CudnnMask:
     """A mask in cuDNN's terms.
 
     Attributes:
-      window: the keys that a query sees, its own the last of them; None is all.
+      window: number of visible keys, ending with the query's own; None for all.
     """
 
     causal: bool
@@ -88,15 +88,15 @@ class CudnnMask:
 
     @classmethod
     def of(cls, mask: Mask | None, q_length: int, kv_length: int) -> "CudnnMask":
-        """The terms for a mask that ``reasons`` says nothing against."""
+        """Converts a mask to which ``reasons`` has no objection."""
         parts = MaskParts.of(mask)
         lowest, highest = parts.band.lowest, parts.band.highest
         return cls(highest < kv_length - 1, None if lowest <= 1 - q_length else 1 - lowest, parts)
 
     def reasons(self, q_length: int, kv_length: int) -> list[str]:
-        """What of the mask has no such terms."""
+        """Reasons why the mask cannot be expressed in these terms."""
         parts = self.parts
-        reasons = parts.beyond_bands_and_lengths()
+        reasons = parts.unsupported_terms()
         if parts.positions is not None:
             return reasons
         if self.causal and parts.band.highest != 0:
@@ -110,7 +110,7 @@ class CudnnMask:
         return reasons
 
     def lengths(self, batch: int, q_length: int, kv_length: int) -> tuple[Any, Any] | None:
-        """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
+        """The lengths of queries and of keys, int32 ``[batch]`` each, clipped to the arrays; None without lengths."""
         if not self.parts.lengths:
             return None
         queries = min_lengths([part.q_lengths for part in self.parts.lengths], batch, q_length)
@@ -118,7 +118,7 @@ class CudnnMask:
 
 
 def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
-    """The head dim that cuDNN gets, one for keys and values."""
+    """The head dim that cuDNN computes with, the same for keys and values."""
     values = problem.value_dim + (len(PART_SCALES) if carries_d_lse else 0)
     return math.ceil(max(problem.head_dim, values) / VECTOR) * VECTOR
 
@@ -126,7 +126,7 @@ def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
 class CudnnFlashAttention(
     Implementation[AttentionInputs, AttentionProblem, Results, CudnnForwardParams, CudnnBackwardParams]
 ):
-    """Serves float16 and bfloat16 with causal masks, windows, lengths and a bias, on compute capability 8.0 and up."""
+    """Supports float16 and bfloat16 with causal masks, windows, lengths and a bias, from compute capability 8.0 on."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = "cudnn"
@@ -149,10 +149,10 @@ class CudnnFlashAttention(
             reasons.append("a scale of 0 leaves no logit to be masked")
         if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
             return reasons
-        carried = direction == "backward" and problem.lse_wanted
-        dim, widest = computed_dim(problem, carried), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
+        carries_d_lse = direction == "backward" and problem.lse_wanted
+        dim, widest = computed_dim(problem, carries_d_lse), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
         if dim > widest:
-            more = f", {len(PART_SCALES)} of it for the gradient to lse" if carried else ""
+            more = f", {len(PART_SCALES)} of it for the gradient to lse" if carries_d_lse else ""
             reasons.append(f"a head has up to {widest} elements on {device.name}, got {dim} after padding{more}")
         mask = CudnnMask.of(problem.mask, problem.q_length, problem.kv_length)
         return reasons + mask.reasons(problem.q_length, problem.kv_length) + _bias_reasons(problem)
@@ -172,7 +172,7 @@ class CudnnFlashAttention(
         if inputs.is_empty:
             return empty_forward(inputs)
         call = _Call.of(with_positive_scale(inputs))
-        dim, bias = computed_dim(call.problem, False), call.bias(apart=False)
+        dim, bias = computed_dim(call.problem, False), call.bias(per_head=False)
         out, lse = call.run(jax_calls.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
         out = out[..., : call.problem.value_dim]
         return with_fully_masked_rows(out, lse, call.visible_rows())
@@ -187,7 +187,7 @@ class CudnnFlashAttention(
         """Gradients for query, key, value and bias, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        turned = inputs.options.softmax_scale < 0
+        negated = inputs.options.softmax_scale < 0
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
         out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
         lse, d_lse = results[1].astype(jnp.float32), cotangents[1]
@@ -195,15 +195,15 @@ class CudnnFlashAttention(
         out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
-            out, d_out = carrying(out, d_out, d_lse)
-        arrays = {**call.operands(dim), "bias": call.bias(apart=True), "lse": lse}
+            out, d_out = with_d_lse_columns(out, d_out, d_lse)
+        arrays = {**call.operands(dim), "bias": call.bias(per_head=True), "lse": lse}
         arrays |= {"out": pad_last_dim(out, dim), "d_out": pad_last_dim(d_out, dim)}
         d_query, d_key, d_value, *d_bias = call.run(jax_calls.backward, arrays)
         kv_lengths = None if call.lengths is None else call.lengths[1]
         d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, kv_lengths)
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
-            "query": (-d_query if turned else d_query)[..., :head_dim],
+            "query": (-d_query if negated else d_query)[..., :head_dim],
             "key": d_key[..., :head_dim],
             "value": d_value[..., :value_dim],
             "bias": call.bias_gradient(d_bias[0]) if d_bias else None,
@@ -212,11 +212,11 @@ class CudnnFlashAttention(
 
 
 def _version_reasons(capability: tuple[int, int]) -> list[str]:
-    version, least = jax_calls.cudnn_version(), MIN_VERSIONS.get(capability, MIN_VERSION)
+    version, min_version = jax_calls.cudnn_version(), MIN_VERSIONS.get(capability, MIN_VERSION)
     if version is None:
         return ["JAX finds no cuDNN here"]
-    if version < least:
-        return [f"needs cuDNN {_dotted(least)} or later, got {_dotted(version)}"]
+    if version < min_version:
+        return [f"needs cuDNN {_dotted(min_version)} or later, got {_dotted(version)}"]
     return []
 
 
@@ -235,15 +235,15 @@ def _bias_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def carrying(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tuple[Any, Any]:
-    """``out`` and ``d_out`` with columns more, by which cuDNN's sum of their products is less by ``d_lse``.
+def with_d_lse_columns(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tuple[Any, Any]:
+    """Appends columns to ``out`` and ``d_out`` by which cuDNN's rowsum(dO ∘ O) becomes delta − ``d_lse``.
 
-    That sum is the one place where the gradient to lse goes. The values have zeros there, so nothing else changes.
+    The gradient to lse only enters delta. The values have zeros in these columns, so nothing else changes.
     """
     info, dtype = jnp.finfo(out.dtype), out.dtype
     rest, columns = -d_lse.astype(jnp.float32), []
     for scale in PART_SCALES:
-        # A conversion there and back is no rounding for XLA, which may leave out both.
+        # XLA may drop a conversion there and back, so the rounding must be explicit.
         part = lax.reduce_precision(rest / scale, info.nexp, info.nmant)
         rest = rest - part * scale
         columns.append(by_row(part))
@@ -269,28 +269,28 @@ class _Call:
 
     @property
     def may_mask_rows(self) -> bool:
-        """Whether a query may see nothing: every other mask leaves it a key."""
+        """True if a query may be fully masked, which only lengths and a bias can do."""
         return self.lengths is not None or self.inputs.bias is not None
 
     def operands(self, dim: int) -> dict[str, Any]:
-        """What both directions take, but for the bias."""
+        """The operands of both directions, except the bias."""
         arrays = {name: pad_last_dim(getattr(self.inputs, name), dim) for name in ("query", "key", "value")}
         if self.lengths is not None:
-            # Nothing is what cuDNN was not always made for; the rows of such an element are set right later.
+            # Some cuDNN versions mishandle empty sequences: clamp lengths to at least 1 and mask the rows afterwards.
             arrays |= {name: jnp.maximum(x, 1) for name, x in zip(_LENGTHS, self.lengths, strict=True)}
         return arrays
 
-    def bias(self, apart: bool) -> Any:
-        """The bias over all queries and keys, and if ``apart`` over batch and heads too: cuDNN's sums are narrow."""
+    def bias(self, per_head: bool) -> Any:
+        """The bias over all queries and keys; ``per_head`` also over batch and heads, as its dBias sum is narrow."""
         bias = self.inputs.bias
         if bias is None:
             return None
-        least = jnp.asarray(MIN_LOGIT[self.problem.dtype], bias.dtype)
-        lead = self.problem.score_shape[:2] if apart else bias.shape[:2]
-        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), least, bias), (*lead, *self.problem.score_shape[2:]))
+        min_logit = jnp.asarray(MIN_LOGIT[self.problem.dtype], bias.dtype)
+        lead = self.problem.score_shape[:2] if per_head else bias.shape[:2]
+        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), min_logit, bias), (*lead, *self.problem.score_shape[2:]))
 
     def bias_gradient(self, d_bias: jax.Array) -> Any:
-        """What cuDNN computed, summed over what shares the bias; 0 for what is masked, which cuDNN may leave out."""
+        """Reduces cuDNN's gradient to the bias's shape; masked positions, which cuDNN may not write, are 0."""
         bias, (_, _, q_length, kv_length) = self.inputs.bias, self.problem.score_shape
         assert bias is not None
         if self.inputs.mask is not None:
@@ -298,14 +298,14 @@ class _Call:
         return bias_gradient(d_bias, bias)
 
     def visible_rows(self) -> Any:
-        """``[batch|1, heads|1, q_length]``: whether a query sees any key; None where each does."""
+        """``[batch|1, heads|1, q_length]``, True for queries with a visible key; None if every query has one."""
         _, _, q_length, kv_length = self.problem.score_shape
         if self.inputs.bias is not None:
             visible = self.inputs.bias > -jnp.inf
             if self.inputs.mask is not None:
                 visible = visible & self.inputs.mask.tile(0, q_length, 0, kv_length)
-            seen = jnp.any(visible, axis=-1)
-            return jnp.broadcast_to(seen, (*seen.shape[:2], q_length))
+            any_visible = jnp.any(visible, axis=-1)
+            return jnp.broadcast_to(any_visible, (*any_visible.shape[:2], q_length))
         if self.lengths is None:
             return None
         rows, (q_lengths, kv_lengths) = jnp.arange(q_length, dtype=jnp.int32), self.lengths
@@ -315,7 +315,7 @@ class _Call:
     def run(
         self, function: Callable[..., tuple[Any, ...]], arrays: dict[str, Any], shared: Sequence[str] = ()
     ) -> tuple[Any, ...]:
-        """``function`` of arrays that lead with the batch, of which those that are ``shared`` may have only one."""
+        """Calls ``function`` on arrays that lead with the batch; those in ``shared`` may lead with 1."""
         options = {
             "scale": float(self.inputs.options.softmax_scale), "causal": self.mask.causal, "window": self.mask.window,
         }  # fmt: skip

@@ -1,9 +1,9 @@
-"""The one place that knows how JAX calls cuDNN's attention.
+"""Calls cuDNN's attention through JAX's private functions; no other module depends on those.
 
 ``jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)`` rounds the log-sum-exp to the output's
-dtype and keeps its backward pass to itself, and its custom partitioning cannot be lowered behind a primitive of ours.
-So both directions go to what it calls in the end, which JAX does not promise to keep: where that takes other
-arguments than it did, importing this module is an ``ImportError`` that says so.
+dtype and does not expose its backward pass, and its custom partitioning cannot be lowered inside of our primitive. So
+both directions call the function underneath, whose interface JAX does not promise to keep: if its arguments have
+changed, importing this module raises an ``ImportError`` that says so.
 """
 
 import inspect
@@ -17,36 +17,36 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 FORWARD_OPERANDS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v",
 )  # fmt: skip
-"""Those that a call lacks are arrays without elements."""
+"""The operands; those that a call lacks are passed as arrays without elements."""
 
 OPERANDS = {
     "_dot_product_attention_fwd_p_wrapper": FORWARD_OPERANDS,
     "_dot_product_attention_bwd_p_wrapper": (*FORWARD_OPERANDS, "activation", "fwd_output", "grad_output"),
 }
-"""Of the primitives of both directions, whose ``impl`` is what runs on each device."""
+"""The operands of both directions' primitives, whose ``impl`` runs on each device."""
 
 PARAMETERS = (
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
     "score_mod",
 )  # fmt: skip
-"""All that a primitive is known to take besides; ``score_mod`` only since JAX 0.12."""
+"""All known parameters of a primitive besides the operands; ``score_mod`` exists only since JAX 0.12."""
 
 type Lengths = tuple[Any, Any] | None
 
 
 def known_parameters(module: ModuleType) -> dict[str, tuple[str, ...]]:
-    """What each primitive takes of ``PARAMETERS``.
+    """The ``PARAMETERS`` that each primitive takes.
 
     Raises:
-      ImportError: the module's functions are not what they were.
+      ImportError: the module's functions have changed.
     """
     found = {}
     try:
         _ = module.check_cudnn_version, module.cuda_versions, module.MaskType.PADDING_CAUSAL
         _ = module.AttentionLayout.BTNH
         for primitive in OPERANDS:
-            taken = inspect.signature(getattr(module, primitive).impl).parameters.values()
-            found[primitive] = tuple(each.name for each in taken if each.kind is not each.VAR_POSITIONAL)
+            parameters = inspect.signature(getattr(module, primitive).impl).parameters.values()
+            found[primitive] = tuple(each.name for each in parameters if each.kind is not each.VAR_POSITIONAL)
     except (AttributeError, TypeError, ValueError) as error:
         raise ImportError(f"this JAX calls cuDNN's attention in another way: {error}") from error
     for primitive, operands in OPERANDS.items():
@@ -61,7 +61,7 @@ _KNOWN = known_parameters(fused)
 
 
 def cudnn_version() -> int | None:
-    """Such as 91900 for 9.19.0; None where JAX finds no cuDNN."""
+    """The version, such as 91900 for 9.19.0; None if JAX finds no cuDNN."""
     return None if fused.cuda_versions is None else fused.check_cudnn_version()
 
 
@@ -79,9 +79,9 @@ def forward(
     """``(out, lse)``: ``[batch, length, heads, head_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
 
     Args:
-      lengths: of queries and of keys, int32 ``[batch]`` each; what cuDNN writes beyond them is its own.
-      causal: from the top left.
-      window: the keys that a query sees, its own the last of them; only where causal.
+      lengths: of queries and of keys, int32 ``[batch]`` each; cuDNN's output beyond them is unspecified.
+      causal: aligned top left.
+      window: number of visible keys, ending with the query's own; only with ``causal``.
     """
     given = {"query": query, "key": key, "value": value}
     return _call("_dot_product_attention_fwd_p_wrapper", given, bias, lengths, scale, causal, window)
@@ -92,7 +92,7 @@ def backward(
     out: jax.Array, lse: jax.Array, d_out: jax.Array,
     *, scale: float, causal: bool, window: int | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The gradients of query, key, value and, if there is one, of a bias, from what ``forward`` gave."""
+    """The gradients of query, key, value and of the bias if there is one, from the results of ``forward``."""
     given = {"query": query, "key": key, "value": value, "activation": lse, "fwd_output": out, "grad_output": d_out}
     return _call("_dot_product_attention_bwd_p_wrapper", given, bias, lengths, scale, causal, window)
 

@@ -1,4 +1,4 @@
-"""Flash attention by FlashAttention-4's kernels for Hopper: what they serve, and the way to their layouts and back."""
+"""Flash attention by FlashAttention-4's kernels for Hopper: support reasons, and conversion of layouts and masks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ from tilewright.ops.types import Device, Direction
 class Fa4FlashAttention(
     Implementation[AttentionInputs, AttentionProblem, Results, Fa4ForwardParams, Fa4BackwardParams]
 ):
-    """Serves float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
+    """Supports float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = "fa4"
@@ -79,7 +79,7 @@ class Fa4FlashAttention(
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[Fa4ForwardParams | Fa4BackwardParams]:
-        """The package's own choice, and tiles around it that fit."""
+        """The package's own choice, and nearby tiles that fit."""
         mask = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length)
         found: Iterator[Fa4ForwardParams | Fa4BackwardParams]
         found = forward_candidates(problem, mask) if direction == "forward" else backward_candidates(problem, mask)
@@ -123,7 +123,7 @@ class Fa4FlashAttention(
         """Gradients for query, key and value, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        turned = inputs.options.softmax_scale < 0
+        negated = inputs.options.softmax_scale < 0
         call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
         if call.is_fully_masked:
             return empty_backward(inputs, *results, *cotangents)
@@ -140,7 +140,7 @@ class Fa4FlashAttention(
         d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, call.lengths[1])
         head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
         return {
-            "query": (-d_query if turned else d_query)[..., :head_dim],
+            "query": (-d_query if negated else d_query)[..., :head_dim],
             "key": d_key[..., :head_dim],
             "value": d_value[..., :value_dim],
             "bias": None,
@@ -165,39 +165,40 @@ class _Call:
         return cls(inputs, problem, mask, mask.lengths(problem.batch, *sizes))
 
     def operands(self, direction: Direction) -> dict[str, Any]:
-        """What both directions take."""
+        """The operands of both directions."""
         head_dim, value_dim = computed_dims(self.problem, direction)
         arrays = {name: pad_last_dim(getattr(self.inputs, name), head_dim) for name in ("query", "key")}
         arrays["value"] = pad_last_dim(self.inputs.value, value_dim)
-        if not self.mask.is_band:  # which is counted from the ends of the whole arrays
+        if not self.mask.is_band:  # a band is aligned at the ends of the whole arrays
             lengths = zip(("q_lengths", "kv_lengths"), self.lengths, strict=True)
-            # A sequence without any query or key is not left to the kernels: its rows are set right later.
+            # Clamp lengths to at least 1, since the kernels are not relied on for empty sequences; their rows are
+            # masked later.
             arrays |= {name: None if x is None else jnp.maximum(x, 1) for name, x in lengths}
         return arrays
 
     def visible_keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last key that the band shows to each query; the last is before the first for none."""
+        """The first and last key of the band for each query; last < first if there is none."""
         band, rows = self.mask.parts.band, np.arange(self.problem.q_length)
         return np.maximum(rows + band.lowest, 0), np.minimum(rows + band.highest, self.problem.kv_length - 1)
 
     @property
     def is_fully_masked(self) -> bool:
-        """Whether no query sees any key, whatever the lengths are."""
+        """True if no query has a visible key, whatever the lengths are."""
         first, last = self.visible_keys()
         return bool((first > last).all())
 
     def visible_rows(self) -> Any:
-        """``[batch|1, 1, q_length]``: whether a query sees any key; None where each does."""
+        """``[batch|1, 1, q_length]``, True for queries with a visible key; None if every query has one."""
         q_length, kv_length = self.problem.q_length, self.problem.kv_length
         (first, last), (q_lengths, kv_lengths) = self.visible_keys(), self.lengths
         if q_lengths is None and kv_lengths is None:
             return None if (first <= last).all() else jnp.asarray(first <= last)[None, None, :]
-        seen = jnp.asarray(first <= last)[None]
+        visible = jnp.asarray(first <= last)[None]
         if kv_lengths is not None:
-            seen = seen & (jnp.asarray(np.minimum(first, kv_length), jnp.int32) < kv_lengths[:, None])
+            visible = visible & (jnp.asarray(np.minimum(first, kv_length), jnp.int32) < kv_lengths[:, None])
         if q_lengths is not None:
-            seen = seen & (jnp.arange(q_length, dtype=jnp.int32) < q_lengths[:, None])
-        return seen[:, None, :]
+            visible = visible & (jnp.arange(q_length, dtype=jnp.int32) < q_lengths[:, None])
+        return visible[:, None, :]
 
     def run(
         self,
@@ -205,7 +206,7 @@ class _Call:
         arrays: dict[str, Any],
         params: Fa4ForwardParams | Fa4BackwardParams,
     ) -> tuple[Any, ...]:
-        """``function`` of arrays that lead with the batch."""
+        """Calls ``function`` on arrays that lead with the batch."""
         options = self.inputs.options
         soft_cap = None if options.logits_soft_cap is None else float(options.logits_soft_cap)
         scores = cute.Scores(float(options.softmax_scale), soft_cap, self.mask.left, self.mask.right)

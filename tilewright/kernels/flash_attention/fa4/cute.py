@@ -1,7 +1,7 @@
-"""The one place that knows FlashAttention-4's kernels for Hopper, and how JAX launches what the CuTe DSL compiles.
+"""Launches FlashAttention-4's kernels for Hopper from JAX, through the CuTe DSL; the only module that knows both.
 
-Package ``flash-attn-4``, called through ``cutlass.jax`` of ``nvidia-cutlass-dsl``. Both are looked for only when a call
-could run on such a GPU, and both may be absent.
+The packages are ``flash-attn-4`` and ``nvidia-cutlass-dsl`` with its ``cutlass.jax``. They are looked for only when a
+call could run on such a GPU, and either may be missing.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import numpy as np
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
 
 MIN_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
-"""The first that were tried: from one beta to the next the kernels take other arguments."""
+"""Minimum versions, the first that were tested: the kernels' arguments change from one beta to the next."""
 
 KERNELS = {
     "forward": ("flash_fwd_sm90", "FlashAttentionForwardSm90"),
@@ -31,13 +31,13 @@ KERNELS = {
     "backward": ("flash_bwd_sm90", "FlashAttentionBackwardSm90"),
     "postprocess": ("flash_bwd_postprocess", "FlashAttentionBackwardPostprocess"),
 }
-"""Module of ``flash_attn.cute`` and class."""
+"""Module of ``flash_attn.cute``, and class."""
 
 _HOLLOW = ("flash_attn.cute", "quack", "quack.dsl")
-"""Packages whose ``__init__`` imports what is of PyTorch, beside modules that do not need it."""
+"""Packages whose ``__init__`` imports PyTorch, although some of their modules do not need it."""
 
 _PATCHES = ("quack.dsl.cute_tensor_indexing", "quack.dsl.cute_tensor", "quack.dsl.mixed_constexpr_if")
-"""What ``quack.dsl`` imports for the DSL's sake."""
+"""Modules that ``quack.dsl`` imports to patch the DSL."""
 
 _TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor")
 
@@ -46,21 +46,21 @@ type Lengths = tuple[jax.Array | None, jax.Array | None]
 
 @functools.cache
 def missing_packages() -> tuple[str, ...]:
-    """Why the packages cannot be used, as far as their versions say."""
+    """Reasons why the packages cannot be used, by their versions."""
     reasons = []
-    for name, least in MIN_VERSIONS.items():
+    for name, min_version in MIN_VERSIONS.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            reasons.append(f"needs the package {name} {least} or later (extra fa4), which is not installed")
+            reasons.append(f"needs the package {name} {min_version} or later (extra fa4), which is not installed")
             continue
-        if _version_key(version) < _version_key(least):
-            reasons.append(f"needs {name} {least} or later, got {version}")
+        if _version_key(version) < _version_key(min_version):
+            reasons.append(f"needs {name} {min_version} or later, got {version}")
     return tuple(reasons)
 
 
 def _version_key(version: str) -> tuple[int, ...]:
-    """Orders releases, and pre-releases ``aN``, ``bN`` and ``rcN`` before the release that they lead to."""
+    """A sort key of versions: pre-releases ``aN``, ``bN`` and ``rcN`` come before their release."""
     key: list[int] = []
     for part in version.partition("+")[0].split("."):
         digits = len(part) - len(part.lstrip("0123456789"))
@@ -74,19 +74,19 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 
 def package_reasons() -> list[str]:
-    """Why the packages cannot be used here, as far as that is known without loading them.
+    """Reasons why the packages cannot be used, as far as they are known without loading them.
 
-    Every call on a Hopper GPU is asked for reasons, and loading takes seconds, or a quarter of a minute with PyTorch.
+    Every call on a Hopper GPU needs these reasons, and loading takes seconds, or a quarter of a minute with PyTorch.
     """
     return [*missing_packages()] or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
 
 
 _LOAD_ERRORS: list[str] = []
-"""What went wrong when they were loaded for a call."""
+"""Errors that occurred when the packages were loaded for a call."""
 
 
 type CuteTensor = Any
-"""A tensor of the CuTe DSL, of a package that need not be installed; None in the place of an absent one."""
+"""A tensor of the CuTe DSL, whose package may not be installed; None for an absent one."""
 
 type Stream = Any
 """A CUDA stream of the same package."""
@@ -94,7 +94,7 @@ type Stream = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What is called of the packages: the kernels' classes, the two changes of scores, dtypes, and the bridge."""
+    """The objects used from the packages: kernel classes, score modifiers, dtypes, and the bridge to JAX."""
 
     classes: Mapping[str, Callable[..., Any]]
     utils: Any
@@ -105,18 +105,18 @@ class _Kernels:
 
 
 def kernels() -> _Kernels:
-    """The kernels, loaded.
+    """Loads the kernels.
 
     Raises:
-      ImportError: what is installed cannot be imported or is not what it was; from then on that is a reason.
+      ImportError: the packages cannot be imported or have changed; recorded as a reason from then on.
     """
     try:
         return _loaded()
-    except Exception as error:  # an import of these packages runs code of theirs, which may fail in any way
-        said = f"{type(error).__name__}: {error}"
-        if said not in _LOAD_ERRORS:
-            _LOAD_ERRORS.append(said)
-        raise ImportError(f"FlashAttention-4 cannot be loaded: {said}") from error
+    except Exception as error:  # importing these packages runs their code, which may fail in any way
+        message = f"{type(error).__name__}: {error}"
+        if message not in _LOAD_ERRORS:
+            _LOAD_ERRORS.append(message)
+        raise ImportError(f"FlashAttention-4 cannot be loaded: {message}") from error
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _torch_can_be_imported() -> bool:
 
 
 class _StandIn(types.ModuleType):
-    """A module whose every attribute is a class of its own: enough for annotations and keys of tables."""
+    """A module whose every attribute is a distinct class: enough for annotations and keys of tables."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,11 +155,11 @@ class _StandIn(types.ModuleType):
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """While the kernels' modules are imported where there is no PyTorch, which only the functions around them use.
+    """Context for importing the kernels' modules without PyTorch, which only the functions around the kernels use.
 
-    Their packages stay without what ``__init__`` would have imported: without PyTorch that could not be anyway.
+    Their packages remain without the names that ``__init__`` would import, which is impossible without PyTorch.
     """
-    importlib.import_module("tvm_ffi")  # which would take the stand-in for PyTorch and patch it
+    importlib.import_module("tvm_ffi")  # imported first: it would take the stand-in for PyTorch and patch it
     before = {name: sys.modules.pop(name) for name in _TORCH if name in sys.modules}
     stand_ins = {name: _StandIn(name) for name in _TORCH}
     for stand_in in stand_ins.values():
@@ -169,7 +169,7 @@ def _without_torch() -> Iterator[None]:
         for name in hollow:
             parent, _, last = name.rpartition(".")
             module = types.ModuleType(name)
-            module.__path__ = _places(name)
+            module.__path__ = _package_folders(name)
             module.__spec__ = ModuleSpec(name, None, is_package=True)
             module.__spec__.submodule_search_locations = module.__path__
             sys.modules[name] = module
@@ -189,8 +189,8 @@ def _without_torch() -> Iterator[None]:
         sys.modules.update(before)
 
 
-def _places(package: str) -> list[str]:
-    """The folders of a package, found without running its ``__init__``; a parent's must be importable."""
+def _package_folders(package: str) -> list[str]:
+    """The folders of a package, found without running its ``__init__``; the parent package must be importable."""
     parent, _, last = package.rpartition(".")
     where = importlib.import_module(parent).__path__ if parent else None
     for finder in sys.meta_path:
@@ -203,11 +203,11 @@ def _places(package: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """What is done to scores, compiled into the kernels.
+    """Modifications of scores, compiled into the kernels.
 
     Attributes:
-      left: of a query's own key, counted from the end of both sequences, how many keys before it are seen; None is all.
-      right: how many after it; negative where it ends before it.
+      left: number of visible keys before the query's own, with both sequences aligned at their ends; None for all.
+      right: number of visible keys after it; negative if the last one is before it.
     """
 
     scale: float
@@ -225,7 +225,7 @@ class Scores:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """As the kernels take it beside ``local``."""
+        """The window in the form that the kernels take beside ``local``."""
         return (self.left, self.right) if self.local else (None, None)
 
 
@@ -241,8 +241,8 @@ def forward(
     """``(out, lse)``: ``[batch, length, heads, value_dim]``, and the natural log-sum-exp ``[batch, heads, length]``.
 
     Args:
-      lengths: of queries and of keys, int32 ``[batch]`` each, or None; what is written beyond them is not defined.
-      params: without any None.
+      lengths: of queries and of keys, int32 ``[batch]`` each, or None; results beyond them are unspecified.
+      params: without None.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
@@ -259,7 +259,7 @@ def backward(
     d_out: jax.Array, d_lse: jax.Array | None = None,
     *, lengths: Lengths, scores: Scores, params: Fa4BackwardParams,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The gradients of query, key and value; where several heads share a key, value has its head dim."""
+    """The gradients of query, key and value; with grouped heads, value must have key's head dim."""
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
     dtype, groups = query.dtype, heads // kv_heads
@@ -269,8 +269,8 @@ def backward(
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
     settings = (dtype.name, head_dim, value_dim, groups, scores, params)
     per_row = float32((batch, heads, q_rows))
-    sums = [per_row, per_row, float32((batch, heads, q_rows * head_dim))]
-    delta, exponent, d_query = _call("preprocess", settings, (out, d_out, lse, lengths[0], d_lse), sums)
+    row_shapes = [per_row, per_row, float32((batch, heads, q_rows * head_dim))]
+    delta, exponent, d_query = _call("preprocess", settings, (out, d_out, lse, lengths[0], d_lse), row_shapes)
     operands = (query, key, value, d_out, exponent, delta, *lengths)
     if groups == 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
@@ -284,25 +284,25 @@ def backward(
 
 
 def _converted(
-    sums: jax.Array, like: jax.Array, lengths: jax.Array | None, name: str, settings: tuple[Any, ...]
+    accumulator: jax.Array, like: jax.Array, lengths: jax.Array | None, name: str, settings: tuple[Any, ...]
 ) -> Any:
-    """Sums of the tiles of a gradient as the gradient."""
+    """Converts a gradient's accumulator, laid out by tiles, to the gradient."""
     shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    return _call("postprocess", (*settings, name), (sums, lengths), [shape])[0]
+    return _call("postprocess", (*settings, name), (accumulator, lengths), [shape])[0]
 
 
 def _call(
     name: str, settings: tuple[Any, ...], operands: tuple[Any, ...], shapes: list[Any], in_place: int = 0
 ) -> list[Any]:
-    """The results of one kernel: first the last operands, as many as are changed in place, then those of ``shapes``."""
-    changed = range(len(operands) - in_place, len(operands))
-    results = [*(jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in changed), *shapes]
+    """Runs one kernel; returns the last ``in_place`` operands, which it updates, then results like ``shapes``."""
+    updated = range(len(operands) - in_place, len(operands))
+    results = [*(jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated), *shapes]
     loaded = kernels()
     launch = _LAUNCHES[name](loaded, *settings)
     call = loaded.call(
         launch,
         output_shape_dtype=tuple(results),
-        input_output_aliases={i: n for n, i in enumerate(changed)},
+        input_output_aliases={i: n for n, i in enumerate(updated)},
         compile_key=("tilewright fa4", name, settings, loaded.versions),
     )
     return list(call(*operands))
@@ -437,7 +437,7 @@ def _postprocess_launch(
 
 
 def _multiple(params: Fa4BackwardParams) -> int:
-    """Of which the head dim of sums is."""
+    """The head dim of accumulators is a multiple of this."""
     return 64 if params.swap_d_key else 32
 
 

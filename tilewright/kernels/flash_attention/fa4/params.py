@@ -1,4 +1,4 @@
-"""How FlashAttention-4's kernels are tiled: params, what the package picks itself, and what does not fit."""
+"""Params of FlashAttention-4's kernels, the package's own choice of them, and their limits."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from tilewright.ops.utils.stable_ids import stable_id
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 WIDEST = 256
-"""Elements of a head."""
+"""Maximum head dim."""
 
 REGISTERS = {1: 256, 2: 240, 3: 160}
-"""Of a thread, by the warpgroups that compute."""
+"""Registers of a thread, by the number of consumer warpgroups."""
 
 
 class _Tunables:
-    """What both directions' params have in common: None is what the package itself picks for a call."""
+    """The base of both directions' params: None is the package's own choice for a call."""
 
     __slots__ = ()
 
     def completed(self, defaults: Self) -> Self:
-        """With the defaults in place of every None."""
+        """The params with the defaults in place of every None."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = {field.name: getattr(self, field.name) for field in fields}
         return dataclasses.replace(defaults, **{name: x for name, x in given.items() if x is not None})  # type: ignore[type-var]
@@ -50,15 +50,15 @@ def _check_counts(params: object, names: Sequence[str]) -> None:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fa4ForwardParams(_Tunables):
-    """How the forward pass is tiled; None is what FlashAttention-4 itself picks for a call.
+    """Tiling of the forward pass; None is FlashAttention-4's own choice for a call.
 
     Attributes:
-      block_q: query rows per tile, 64 for each warpgroup that computes.
+      block_q: query rows per tile, 64 for each consumer warpgroup.
       block_k: keys per tile.
       num_stages: tiles of keys and of values in shared memory.
-      overlap: whether a warpgroup's softmax runs beside its products.
-      weights_in_registers: whether probabilities stay there between the two products.
-      pack_groups: whether the query heads that share a key share a tile.
+      overlap: overlap a warpgroup's softmax with its matmuls.
+      weights_in_registers: keep P in registers between the two matmuls.
+      pack_groups: put the query heads that share a key head into one tile.
     """
 
     block_q: int | None = None
@@ -78,24 +78,24 @@ class Fa4ForwardParams(_Tunables):
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fa4BackwardParams(_Tunables):
-    """How the backward pass is tiled; None is what FlashAttention-4 itself picks for a call.
+    """Tiling of the backward pass; None is FlashAttention-4's own choice for a call.
 
-    It adds the gradient of the queries, and of keys that query heads share, in no fixed order.
+    It accumulates dQ, and dK and dV of shared key heads, in no fixed order.
 
     Attributes:
       block_q: query rows per tile.
       block_k: keys per tile.
-      query_stages: tiles of queries in shared memory.
-      d_out_stages: tiles of the gradient of the output; 1 or as many as of queries.
-      score_stages: tiles of probabilities and of their gradient; 1 or as many as of queries.
-      swap_scores: whether the product of keys and queries is computed instead of that of queries and keys.
-      swap_d_key: whether gradients of keys and values are computed with the head dim first.
-      swap_d_query: whether the gradient of queries is.
-      score_groups_q: among how many warpgroups the rows of a tile of scores are divided; its columns among the rest.
-      d_key_groups_k: the same of the keys of the gradients of keys and values.
-      d_query_groups_q: the same of the rows of the gradient of queries.
-      groups: warpgroups that compute.
-      one_d_query_group: whether one of them computes the gradient of queries alone.
+      query_stages: tiles of Q in shared memory.
+      d_out_stages: tiles of dO; 1 or ``query_stages``.
+      score_stages: tiles of P and dS; 1 or ``query_stages``.
+      swap_scores: compute Sᵀ = KQᵀ instead of S = QKᵀ.
+      swap_d_key: compute dKᵀ and dVᵀ.
+      swap_d_query: compute dQᵀ.
+      score_groups_q: number of warpgroups that divide the rows of S; the others divide its columns.
+      d_key_groups_k: number of warpgroups that divide the keys of dK and dV.
+      d_query_groups_q: number of warpgroups that divide the rows of dQ.
+      groups: number of consumer warpgroups.
+      one_d_query_group: compute dQ by a single warpgroup.
     """
 
     deterministic: ClassVar[bool] = False
@@ -121,11 +121,11 @@ class Fa4BackwardParams(_Tunables):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fa4Mask:
-    """A mask in FlashAttention-4's terms, which counts a window from the end of both sequences.
+    """A mask in FlashAttention-4's terms, with windows aligned at the ends of both sequences.
 
     Attributes:
-      left: keys before the query's own that it sees; None is all.
-      right: keys after it; negative where the last one is before it.
+      left: number of visible keys before the query's own; None for all.
+      right: number of visible keys after it; negative if the last one is before it.
     """
 
     left: int | None
@@ -134,9 +134,9 @@ class Fa4Mask:
 
     @classmethod
     def of(cls, mask: Mask | None, q_length: int, kv_length: int) -> "Fa4Mask":
-        """The terms for a mask that ``reasons`` says nothing against."""
+        """Converts a mask to which ``reasons`` has no objection."""
         parts, more_keys = MaskParts.of(mask), kv_length - q_length
-        # Past these bounds nothing changes, and the kernels' sums of indices stay small.
+        # Clamping to these bounds changes nothing, and keeps the kernels' sums of indices small.
         lowest, highest = min(parts.band.lowest, kv_length), max(parts.band.highest, -q_length)
         return cls(
             None if lowest <= 1 - q_length else more_keys - lowest,
@@ -146,13 +146,13 @@ class Fa4Mask:
 
     @property
     def is_band(self) -> bool:
-        """Whether a query's index says anything of the keys that it sees."""
+        """True if the visible keys depend on the query's index."""
         return self.left is not None or self.right is not None
 
     def reasons(self) -> list[str]:
-        """What of the mask has no such terms."""
+        """Reasons why the mask cannot be expressed in these terms."""
         parts = self.parts
-        reasons = parts.beyond_bands_and_lengths()
+        reasons = parts.unsupported_terms()
         if self.is_band and parts.positions is None and any(part.kv_lengths is not None for part in parts.lengths):
             reasons.append(
                 "counts causality and windows from the end of each sequence's keys, so it has none beside lengths of "
@@ -161,7 +161,7 @@ class Fa4Mask:
         return reasons
 
     def lengths(self, batch: int, q_length: int, kv_length: int) -> tuple[Any | None, Any | None]:
-        """Of queries and of keys, int32 ``[batch]`` each, none beyond its array; None if all are whole."""
+        """The lengths of queries and of keys, int32 ``[batch]`` each, clipped to the arrays; None without lengths."""
         given = self.parts.lengths
         queries = [part.q_lengths for part in given if part.q_lengths is not None]
         keys = [part.kv_lengths for part in given if part.kv_lengths is not None]
@@ -172,16 +172,16 @@ class Fa4Mask:
 
 
 def computed_dims(problem: AttentionProblem, direction: Direction) -> tuple[int, int]:
-    """The head dims of keys and of values that the kernels get; the rest of a head is zeros.
+    """The head dims of keys and of values that the kernels compute with, padded with zeros.
 
-    Sums of gradients are of tiles of 32 columns, above 128 of 64, where the kernels' own rounding does not agree with
-    itself for other head dims.
+    Accumulators of gradients have tiles of 32 columns, above 128 of 64; for other head dims the kernels' own rounding
+    is inconsistent.
     """
     widest = max(problem.head_dim, problem.value_dim)
     multiple = 8 if direction == "forward" else 32 if widest <= 128 else 64
     head_dim, value_dim = (-(-dim // multiple) * multiple for dim in (problem.head_dim, problem.value_dim))
     if 128 < head_dim <= 192 and value_dim <= 128 and (direction == "forward" or problem.groups == 1):
-        return head_dim, 128  # the one pair of different head dims that there are tiles for
+        return head_dim, 128  # the only pair of different head dims with tiles
     return (max(head_dim, value_dim),) * 2
 
 
@@ -220,16 +220,16 @@ def backward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4BackwardPa
 
 
 def forward_shared_bytes(params: Any, head_dim: int, value_dim: int) -> int:
-    """Of the tiles of a block in shared memory."""
+    """Bytes of a block's tiles in shared memory."""
     head_dim, value_dim = (-(-dim // 16) * 16 for dim in (head_dim, value_dim))
-    weights = 0 if params.weights_in_registers else params.block_q * params.block_k
-    # The output takes the queries' place.
+    p_elements = 0 if params.weights_in_registers else params.block_q * params.block_k
+    # The output overwrites the queries.
     queries = params.block_q * max(head_dim, value_dim)
-    return 2 * (queries + params.num_stages * params.block_k * (head_dim + value_dim) + weights)
+    return 2 * (queries + params.num_stages * params.block_k * (head_dim + value_dim) + p_elements)
 
 
 def forward_params_reasons(params: Any, head_dim: int, value_dim: int) -> list[str]:
-    """Why complete params cannot serve these head dims."""
+    """Reasons why complete params cannot serve these head dims."""
     reasons = []
     if params.block_q not in (64, 128, 192):
         reasons.append(f"tiles have 64, 128 or 192 queries, got {params.block_q=}")
@@ -240,8 +240,8 @@ def forward_params_reasons(params: Any, head_dim: int, value_dim: int) -> list[s
         reasons.append(f"tiles need {needed} bytes of shared memory of {SHARED_BYTES}, got {params=}")
     if reasons:
         return reasons
-    weights = 4 if params.weights_in_registers else 0
-    registers = (params.block_k * (8 + weights) // 8 + value_dim) // 2
+    p_bytes = 4 if params.weights_in_registers else 0
+    registers = (params.block_k * (8 + p_bytes) // 8 + value_dim) // 2
     limit = REGISTERS[params.block_q // 64] - 32
     if registers > limit:
         reasons.append(f"a thread's tiles need {registers} registers of {limit}, got {params=}")
@@ -249,7 +249,7 @@ def forward_params_reasons(params: Any, head_dim: int, value_dim: int) -> list[s
 
 
 def backward_params_reasons(params: Any, head_dim: int, value_dim: int, grouped: bool) -> list[str]:
-    """Why complete params cannot serve these head dims."""
+    """Reasons why complete params cannot serve these head dims."""
     reasons, queries, groups = [], params.query_stages, params.groups
     if not {params.d_out_stages, params.score_stages} <= {1, queries}:
         reasons.append(f"stages are 1 or as many as of queries, got {params=}")
@@ -282,9 +282,9 @@ def forward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4
     if problem.groups > 1:
         yield dataclasses.replace(first, pack_groups=False)
     rows = problem.q_length * (problem.groups if problem.groups > 1 else 1)
-    # Each is compiled for seconds, so only those next to the package's own.
-    own = first.block_k or 128
-    near = sorted((128, 176, 144, 112, 96, 80, 64), key=lambda block_k: abs(block_k - own))[:3]
+    # Compiling each takes seconds, so only sizes near the package's own.
+    own_block_k = first.block_k or 128
+    near = sorted((128, 176, 144, 112, 96, 80, 64), key=lambda block_k: abs(block_k - own_block_k))[:3]
     for block_q in (192, 128, 64) if rows <= 64 else (192, 128):
         for block_k in near:
             yield dataclasses.replace(first, block_q=block_q, block_k=block_k)
@@ -299,6 +299,6 @@ def backward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa
         yield dataclasses.replace(first, block_q=64, d_query_groups_q=1)
         yield dataclasses.replace(first, block_q=64, d_query_groups_q=1, one_d_query_group=True)
     elif head_dim <= 128:
-        for one in (False, True):
-            yield dataclasses.replace(first, block_q=64, swap_d_query=False, one_d_query_group=one)
+        for one_group in (False, True):
+            yield dataclasses.replace(first, block_q=64, swap_d_query=False, one_d_query_group=one_group)
         yield dataclasses.replace(first, block_q=80, swap_d_query=True, one_d_query_group=False)

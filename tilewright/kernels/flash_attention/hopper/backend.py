@@ -14,13 +14,14 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
-    EarlyConversions,
+    ConvertedRows,
+    OverlappedConversion,
     convert_kernel,
-    d_query_shape,
+    dq_accumulator_shape,
 )
-from tilewright.kernels.flash_attention.hopper.delta import row_sums_kernel
+from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_kernel
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
@@ -57,16 +58,16 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that kernels are built for; others are padded to the next."""
 
 CACHED_QUERIES = 16 << 20
-"""Bytes of queries, their output gradients and the sums of dQ that the backward pass works on at a time."""
+"""Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
 
 FUSED_LENGTH = 2048
-"""Keys from which on it pays to add dQ up in global memory: the sums are cleared, read and converted once."""
+"""Key length from which adding dQ up in global memory pays: the accumulator is cleared, read and converted once."""
 
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
-SEPARATE_BYTES = 256 << 20
-"""Bytes of a bias's gradient kept apart for each batch element and head up to which they may be the first choice."""
+UNREDUCED_BYTES = 256 << 20
+"""Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
 
 def padded_dim(dim: int) -> int:
@@ -90,7 +91,11 @@ def plan_of(
     dtype: DTypeLike,
     bias_gradient: BiasGradient | None = None,
 ) -> Plan:
-    """What params take of a block, at padded head dims; ``ValueError`` if they do not fit these or the device."""
+    """The shared memory and rings of a CTA with these params, at padded head dims.
+
+    Raises:
+      ValueError: the params do not fit the head dims or the device.
+    """
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
@@ -119,7 +124,7 @@ def bias_gradient_of(
     scores: tuple[int, int, int, int],
     params: HopperForwardParams | BackwardParams,
 ) -> BiasGradient | None:
-    """What the backward pass does with the gradient of a bias, an array or its shape; None for the forward pass."""
+    """The layout of the gradient of a bias, which is an array or its shape; None in the forward pass."""
     if bias is None or not isinstance(params, BackwardParams):
         return None
     return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
@@ -308,53 +313,55 @@ class PallasGpuFlashAttention(
         d_lse, exponent = masked_rows_zeroed(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
-        # Short of the row sums, which the first kernel subtracts.
+        # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
         call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params)
         d_query: Any = None
-        sums_ref: Any = None
+        accumulator: Any = None
         if params.deterministic:
             d_query = _query_gradient(call, inputs.mask)
         else:
-            shape = d_query_shape(params.block_q, batch, heads, q_length, dims[0])
-            zeros, counters = row_sums_kernel(out, d_out, statistics, shape)
-            sums_ref = jax.new_ref(zeros)
+            shape = dq_accumulator_shape(params.block_q, batch, heads, q_length, dims[0])
+            zeros, counters = delta_kernel(out, d_out, statistics, shape)
+            accumulator = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
         queue = row_steps(schedule) * group
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
-        # Only unlike rows of tiles gain by being sorted over several heads; a group's heads are walked one by one.
+        # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
         at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
         order = program_order(queue, batch * kv_heads, at_once)
         bias_ref: Any = None
         if bias_gradient is not None:
             bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
-        early: Any = None
+        conversion: OverlappedConversion | None = None
         kernel: Any
         if isinstance(params, HopperBackwardParams):
             lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
-            if isinstance(plan, BackwardPlan) and plan.converts and q_padded == kv_padded:
-                early = EarlyConversions.plan(lists, queue, q_length // params.block_k)
-            kernel = functools.partial(
-                key_value_kernel, lists=lists, early=early, counters=None if early is None else jax.new_ref(counters)
-            )
+            if isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and q_padded == kv_padded:
+                conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
+            counters_ref = None if conversion is None else jax.new_ref(counters)
+            kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
         else:
             kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
-        d_key, d_value, *converted = kernel(
-            call, schedule, tables, d_query=sums_ref, d_bias=bias_ref, bias_gradient=bias_gradient
+        found: KeyValueResults[Any] = kernel(
+            call, schedule, tables, dq_accumulator=accumulator, d_bias=bias_ref, bias_gradient=bias_gradient
         )
-        if sums_ref is not None:
+        if accumulator is not None:
+            converted = None
+            if conversion is not None and found.conversion is not None:
+                converted = ConvertedRows(conversion, *found.conversion)
             d_query = convert_kernel(
-                jax.freeze(sums_ref), query.shape, query.dtype, None if early is None else (early, *converted),
+                jax.freeze(accumulator), query.shape, query.dtype, converted,
                 block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
             )  # fmt: skip
-        delta = -jax.freeze(statistics)[:, :, 1, :q_length]
+        delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[:, :q_length, :, :head_dim],
-            "key": d_key[:, :kv_length, :, :head_dim],
-            "value": d_value[:, :kv_length, :, :value_dim],
+            "key": found.d_key[:, :kv_length, :, :head_dim],
+            "value": found.d_value[:, :kv_length, :, :value_dim],
             "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }
@@ -392,8 +399,8 @@ def _tiles(length: int, block: int, matrices: int) -> int:
 
 
 def _adds_bias(problem: AttentionProblem) -> bool:
-    """Whether gradients of a bias, one for each batch element and head that share it, are too many to be kept."""
+    """True if the gradient of a shared bias, one per batch element and head, is too large to be kept unreduced."""
     if problem.bias is None:
         return False
-    apart = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
-    return apart.shared and apart.bytes > SEPARATE_BYTES
+    unreduced = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
+    return unreduced.shared and unreduced.bytes > UNREDUCED_BYTES

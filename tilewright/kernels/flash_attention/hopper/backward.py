@@ -1,17 +1,48 @@
-"""The backward pass on Hopper up to head_dim 128: dK and dV of a tile of keys in registers, dQ added up in global
-memory or by a kernel of its own.
+"""The backward pass on Hopper up to head_dim 128: dK, dV and dQ in one kernel, or dQ by ``backward_query``.
 
-``key_value_kernel`` works on tiles of 128 keys, 64 for each of two warpgroups, and walks the queries that see them.
-Scores are computed transposed, so that probabilities and their gradients are already the register operands of the
-products for dV and dK. Only dS goes through shared memory, to a third warpgroup, which computes dQ without holding up
-the others; its parts are added in float32 by TMA reductions, in the order in which programs finish. Without those
-(``deterministic``) ``query_kernel`` computes dQ in a fixed order.
+A work item is a tile of 128 keys of a key head. A CTA (a Pallas program) is persistent and has two consumer
+warpgroups, which own 64 keys of dK and dV each, a producer warpgroup, and a dQ warpgroup (``backward_dq``). A step is a
+tile of ``block_q`` queries that attend to the keys, of one of the query heads that share them.
+
+S and dP are computed transposed, ``[keys, queries]``, so that P and dS are register operands of the MMAs for dV and dK.
+Only dS goes through shared memory, to the dQ warpgroup, which computes dQ without delaying the consumers and adds it by
+TMA reductions in float32, in the order in which CTAs finish. Without it (``deterministic``) ``query_kernel`` computes
+dQ in a fixed order.
+
+======  ====================================================  ============================  ============================
+symbol  meaning                                               shape                         where it lives
+======  ====================================================  ============================  ============================
+K, V    keys and values of a work item                        [128, ·_dim]                  shared, ``k``, ``v``
+Q, dO   queries and gradient of the output, of a step         [block_q, ·_dim]              shared, ``q``, ``d_out``
+lse     log-sum-exp of the rows; −lse starts S                [block_q] float32             shared, ``statistics``
+delta   rowsum(dO ∘ O) − d_lse; −delta starts dP              [block_q] float32             shared, ``statistics``
+S       KQᵀ − lse, in the unit of ``options.multiplier``      [64, block_q] float32         registers, accumulator
+P       exp2(multiplier · S), 0 where masked                  [64, block_q]                 registers, operand A of dV
+dP      VdOᵀ − delta                                          [64, 64] float32              registers, accumulator
+dS      P ∘ dP, for 64 queries at a time                      [64, 64]                      registers, operand A of dK;
+                                                                                            shared, ``ds``
+dV      sum of P·dO over the steps                            [64, value_dim] float32       registers, accumulator
+dK      sum of dS·Q over the steps                            [64, head_dim] float32        registers, accumulator
+dQ      dSᵀ·K of a step                                       [64, ≤ 64] float32            registers, accumulator;
+                                                                                            shared, ``dq``
+        its sum, the dQ accumulator                           ``dq_accumulator_shape``      global
+======  ====================================================  ============================  ============================
+
+Step i, with ``block_q`` 64; time runs to the right, and what stands below each other overlaps::
+
+    producer        Q(i+1) lse dO(i+1)  (as far ahead as the rings have stages)
+    consumer, MMA   ... S(i)         dP(i) dV(i)          dK(i) S(i+1)            dP(i+1) dV(i+1)  ...
+    consumer, ALU           P(i)           dS(i)          dS(i) -> ds     P(i+1)         dS(i+1)
+    dQ warpgroup    ... add dQ(i-2)     dQ(i-1) -> dq, add dQ(i-1)     dQ(i) -> dq, add dQ(i)  ...
+
+dS waits for dP alone, so it is computed beside the MMA for dV. Where registers do not suffice for S of the next step
+beside dK (``KeyValueContext.overlaps_next_s``), S is computed at the beginning of its step, with nothing beside it.
+With a bias or a soft cap −lse is added behind them instead; with dropout, −delta behind its scale.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,20 +50,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
-from tilewright.kernels.flash_attention.hopper.d_query import (
-    COUNTER,
-    EARLY_TILES,
-    PIECE,
-    ROW,
-    STRIP,
-    EarlyConversions,
-    store_strips,
-    sums_of,
+from tilewright.kernels.flash_attention.hopper.backward_context import (
+    ConversionOperands,
+    KeyValueContext,
+    KeyValueOperands,
+    QueryStep,
+    over_query_steps,
 )
+from tilewright.kernels.flash_attention.hopper.backward_dq import accumulate_dq_of_item
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
+from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
+from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
+from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
@@ -42,11 +74,10 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
-from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
-from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
-from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.schedule import operands_of, run_warpgroup
+from tilewright.kernels.hopper.tiles import ROWS, column_layout, opaque_zero, store_unoptimised
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def key_value_kernel(
@@ -55,326 +86,327 @@ def key_value_kernel(
     tables: Tables | tuple[()],
     *,
     lists: tuple[np.ndarray, np.ndarray],
-    d_query: jax.Ref | None,
+    dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
-    early: EarlyConversions | None = None,
+    conversion: OverlappedConversion | None = None,
     counters: jax.Ref | None = None,
-) -> tuple[Any, ...]:
-    """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None.
-
-    With ``early`` also dQ itself, and for each work item whether its rows of it are there, int32.
+) -> KeyValueResults[jax.Array]:
+    """Computes dK and dV, adds to ``dq_accumulator``, and converts as much of it as ``conversion`` plans.
 
     Args:
-      counters: with ``early``, a reference to float32 zeros, ``[batch, heads, *COUNTER]``.
-      d_bias: a reference to zeros as ``bias_gradient`` wants them. If ``added``, results have whole tiles of keys.
       lists: of ``program_lists``, over tiles of keys.
+      dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
+      d_bias: a reference to zeros, the array of ``bias_gradient``.
+      counters: with ``conversion``, a reference to float32 zeros, ``[batch, kv_heads, *COUNTER_SHAPE]``.
     """
-    query, _, value, _ = call.operands
-    params, options, arrays = call.params, call.options, transposed(call.arrays)
-    batch, _, heads, head_dim = query.shape
-    kv_length, kv_heads, value_dim = value.shape[1:]
-    group = heads // kv_heads
-    dtype, block_q, block_k = query.dtype, params.block_q, params.block_k
-    plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
-    kv_tiles = schedule.extent.row_tiles
-    fused = d_query is not None
-    shape, part = (ROWS, block_q), (ROWS, ROWS)
-    of_columns = tile_layout().reduce(0)
-    rows_of_step = block_q * head_dim // ROW
-    ahead = plan.ahead and options.plain and not options.dropout_prob  # what else is done to scores takes registers
-    tasks = None if early is None else (jnp.asarray(early.items), counters)
-    operands = (*call.operands, call.statistics, d_query, d_bias, operands_of(lists), tasks, tables, arrays)
-    leaves, structure = jax.tree.flatten(operands)
-    rings = plan.rings if early is None else (*plan.rings, plan.count)
-    rows = kv_tiles * block_k if bias_gradient is not None and bias_gradient.added else kv_length
-    out_type = [jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in (head_dim, value_dim)]
-    if early is not None:
-        out_type += [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lists[1].shape, jnp.int32)]
+    batch, _, heads, head_dim = call.query.shape
+    kv_length, kv_heads, value_dim = call.value.shape[1:]
+    dtype, options = call.query.dtype, call.options
+    plan = BackwardPlan(call.params, head_dim, value_dim, dtype, bias_gradient)
+    operands: KeyValueOperands[object] = KeyValueOperands(
+        *call.operands, call.statistics, dq_accumulator, d_bias, operands_of(lists),
+        None if conversion is None else ConversionOperands(jnp.asarray(conversion.items), counters),
+        tables, transposed(call.arrays),
+    )  # fmt: skip
+    # Gradients in registers are stored as whole tiles; TMA stores stop at the end of the array.
+    added = bias_gradient is not None and bias_gradient.added
+    rows = schedule.extent.row_tiles * call.params.block_k if added else kv_length
+    d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in (head_dim, value_dim))
+    results = KeyValueResults(d_key, d_value)
+    if conversion is not None:
+        d_query = jax.ShapeDtypeStruct(call.query.shape, dtype)
+        done = jax.ShapeDtypeStruct(lists[1].shape, jnp.int32)
+        results = KeyValueResults(d_key, d_value, ConversionResults(d_query, done))
 
-    def body(*refs: Ref) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, list_refs, task_refs, table_refs, array_refs = (
-            jax.tree.unflatten(structure, refs[: len(leaves)])
-        )
-        scratch = refs[len(leaves) + len(out_type) :]
-        dk_ref, dv_ref, *converted_refs = refs[len(leaves) : len(leaves) + len(out_type)]
-        bound, others = bind_rings(rings, scratch)
-        k_ring, v_ring, q_ring, do_ring, stat_ring, *optional = bound
-        some: list[Any] = [*optional, None, None]  # not all kernels have these
-        ds_ring, count_ring = some[:2]
-        outputs = others[: len(plan.outputs)]
-        staging, bias_staging = scratch[-1], None if outputs else scratch[-2]
-        warpgroup = lax.axis_index("warpgroup")
+    def body(
+        operands: KeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: KeyValueScratch[Ring, Ref]
+    ) -> None:
+        warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
+        ctx = KeyValueContext(plan, options, schedule, kv_heads, group, operands, results, scratch, warpgroup)
+        run = functools.partial(run_warpgroup, operands.item_lists)
+        registers, has_dq = plan.registers, plan.has_dq_warpgroup
+        consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, registers.consumer, "increase"))
+        if has_dq:
+            add_dq = functools.partial(accumulate_dq_of_item, ctx)
+            pl.when(warpgroup == CONSUMERS)(functools.partial(run, add_dq, registers.dq, "decrease"))
+        pl.when(warpgroup == CONSUMERS + has_dq)(functools.partial(run, load, registers.producer, "decrease"))
 
-        def over_steps(item: Scalar, first: Scalar, one: Callable[..., Any], carry: Any = None) -> Any:
-            """Calls ``carry = one(step, head, q_tile, masked, more, carry)`` for every query tile of every head."""
-            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
+    num_ctas, warpgroups = len(lists[0]) - 1, CONSUMERS + 1 + plan.has_dq_warpgroup
+    scratch = plan.scratch(conversion is not None)
+    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=warpgroups)
 
-            def of_head(member: Scalar, state: Any) -> Any:
-                first, carry = state
-                head = kv_head * group + member
-                steps = schedule.steps(table_refs, b, head, kv_tile)
 
-                def visit(number: Scalar, carry: Any) -> Any:
-                    more = number + 1 < steps.total
-                    more = more if group == 1 else more | (member + 1 < group)
-                    return one(first + number, head, steps.tile(number), number < steps.masked, more, carry)
+# Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.
 
-                carry = lax.fori_loop(0, steps.total, visit, carry)
-                return first + steps.total, carry
 
-            state = first, carry
-            return (of_head(0, state) if group == 1 else lax.fori_loop(0, group, of_head, state))[0]
+def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
+    """Producer: loads K and V of a work item, and Q, dO and the statistics of its steps."""
+    b, kv_head, kv_tile = ctx.decode(item)
+    kv_rows = pl.ds(kv_tile * ctx.block_k, ctx.block_k)
+    refs, rings = ctx.operands, ctx.scratch
 
-        def gradients(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
-            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
-            own = pl.ds(warpgroup * ROWS, ROWS)
-            kv_start = kv_tile * block_k + warpgroup * ROWS
+    def load_step(step: QueryStep, _: None) -> None:
+        rows = pl.ds(step.q_tile * ctx.block_q, ctx.block_q)
+        rings.statistics.load_from_dram(step.index, refs.statistics.at[b, step.head, :, rows])
+        rings.q.load_from_dram(step.index, refs.query.at[b, rows, step.head])
+        rings.d_out.load_from_dram(step.index, refs.d_out.at[b, rows, step.head])
 
-            def accumulate(dk: Ref, dv: Ref) -> tuple[Any, Any, Any]:
-                k_ring.load_from_shared(item_index)
-                v_ring.load_from_shared(item_index)
+    rings.k.load_from_dram(item_index, refs.key.at[b, kv_rows, kv_head])
+    rings.v.load_from_dram(item_index, refs.value.at[b, kv_rows, kv_head])
+    return over_query_steps(ctx, item, first, load_step, None)
 
-                def statistic(step: Scalar, row: int, begin: int, size: int) -> Any:
-                    values = plgpu.load(
-                        stat_ring.smem.at[stat_ring.slot(step), row, pl.ds(begin, size)], layout=of_columns
-                    )
-                    return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
-                def operand(ring: Ring, step: Scalar) -> Any:
-                    return ring.smem.at[opaque_zero(step + item), own]
+def consume_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
+    """Consumer: computes dK and dV of its 64 keys of a work item, and stores them."""
+    b, kv_head, kv_tile = ctx.decode(item)
+    own_rows = pl.ds(ctx.warpgroup * ROWS, ROWS)
+    kv_start = kv_tile * ctx.block_k + ctx.warpgroup * ROWS
+    tile = KeyTile(ctx, item_index, item, b, kv_head, kv_start, own_rows)
+    dk, dv, after = pl.run_scoped(
+        functools.partial(accumulate_dk_dv, tile, first),
+        plgpu.ACC((ROWS, ctx.plan.head_dim), jnp.float32),
+        plgpu.ACC((ROWS, ctx.plan.value_dim), jnp.float32),
+    )
+    store_dk_dv(tile, dk, dv)
+    return after
 
-                def wait_for_queries(step: Scalar) -> None:
-                    stat_ring.load_from_shared(step)
-                    q_ring.load_from_shared(step)
 
-                def prepare_scores(scores: Ref, step: Scalar) -> None:
-                    if options.plain:
-                        scores[...] = statistic(step, 0, 0, block_q)
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyTile:
+    """The 64 keys of a work item that a consumer owns.
 
-                def issue_scores(scores: Ref, step: Scalar) -> None:
-                    plgpu.wgmma(scores, operand(k_ring, step), q_ring.get_mma_tile(step, transposed=True))
+    Attributes:
+      kv_start: its first key.
+      own_rows: its rows of the item's tiles of K and V.
+    """
 
-                def scores_alone(scores: Ref, step: Scalar) -> Any:
-                    wait_for_queries(step)
-                    prepare_scores(scores, step)
-                    issue_scores(scores, step)
-                    return plgpu.wgmma_accumulator_load(scores, wait_n=0)
+    ctx: KeyValueContext
+    item_index: Scalar
+    item: Scalar
+    batch: Scalar
+    kv_head: Scalar
+    kv_start: Scalar
+    own_rows: pl.Slice
 
-                def one(
-                    step: Scalar,
-                    head: Scalar,
-                    q_tile: Scalar,
-                    masked: Condition,
-                    more: Condition,
-                    logits: jax.Array | None,
-                ) -> Any:
-                    zero = opaque_zero(step + item)
-                    place = TileCoord(b, head, q_tile * block_q, kv_start, shape, 1)
-                    queries, d_outs = q_ring.get_mma_tile(step), do_ring.get_mma_tile(step)
+    def operand(self, ring: Ring, step: Scalar) -> Ref:
+        """This consumer's rows of K or V, as an operand of an MMA of a step."""
+        # An opaque zero of the step: else the compiler hoists wgmma's descriptors out of the loop, and spills.
+        return ring.smem.at[opaque_zero(step + self.item), self.own_rows]
 
-                    def probabilities(logits: jax.Array) -> tuple[Any, Any, Any]:
-                        """What d_out, dP and delta are multiplied by: P, but for dropout and soft cap."""
-                        tanh = None
-                        if not options.plain:
-                            logits, tanh = biased_and_capped(logits, options, array_refs, place)
-                            logits = logits + statistic(step, 0, 0, block_q)
 
-                        def exponentials(logits: jax.Array, hidden: bool) -> Any:
-                            logits = logits * options.multiplier
-                            if hidden:
-                                logits = jnp.where(visible(options, array_refs, place), logits, -jnp.inf)
-                            return jnp.exp2(logits)
+def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[jax.Array, jax.Array, Scalar]:
+    """Sums dK and dV over the steps of an item; returns them, dK without the scale, and the index of the next step."""
+    ctx = tile.ctx
+    ctx.scratch.k.load_from_shared(tile.item_index)
+    ctx.scratch.v.load_from_shared(tile.item_index)
+    s = None
+    if ctx.overlaps_next_s:
+        s = pl.run_scoped(functools.partial(compute_s, tile, first), plgpu.ACC(ctx.s_shape, jnp.float32))
 
-                        # A branch that is never taken where nothing is masked: without one ptxas puts the exponentials
-                        # off until after the next product has its registers, which then are too few.
-                        p = lax.cond(
-                            masked if schedule.may_mask else zero != 0,
-                            functools.partial(exponentials, hidden=True) if schedule.may_mask else (lambda x: x * 0.0),
-                            functools.partial(exponentials, hidden=False),
-                            logits,
-                        )
+    def one(step: QueryStep, s: jax.Array | None) -> jax.Array | None:
+        return consume_step(tile, step, s, dk, dv)
 
-                        def rounded(weight: jax.Array) -> Any:
-                            # Before the next product is on its way: an operand made meanwhile would serialise it.
-                            return lax.optimization_barrier(weight.astype(dtype))
+    after = over_query_steps(ctx, tile.item, first, one, s)
+    ctx.scratch.k.release(tile.item_index)
+    ctx.scratch.v.release(tile.item_index)
+    return dk[...], dv[...], after
 
-                        slopes = p if tanh is None else p * (1 - tanh * tanh)
-                        if not options.dropout_prob:
-                            for_d_out = rounded(p)
-                            for_dp = for_d_out if tanh is None else rounded(slopes)
-                            return for_d_out, for_dp, for_dp
-                        keep, weight = kept(options, array_refs, place), 1 / (1 - options.dropout_prob)
-                        for_d_out = rounded(jnp.where(keep, p * weight, 0.0))
-                        for_dp = for_d_out if tanh is None else rounded(jnp.where(keep, slopes * weight, 0.0))
-                        return for_d_out, for_dp, rounded(slopes)
 
-                    if not ahead:
-                        logits = pl.run_scoped(
-                            functools.partial(scores_alone, step=step), plgpu.ACC(shape, jnp.float32)
-                        )
-                    assert logits is not None
-                    weights = probabilities(logits)
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTiles:
+    """The tiles of a step that a consumer works on."""
 
-                    def d_scores(d_probabilities: Ref, begin: int) -> Any:
-                        columns = pl.ds(begin, ROWS)
-                        for_d_out, for_dp, for_delta = (
-                            one if block_q == ROWS else one[:, begin : begin + ROWS] for one in weights
-                        )
-                        if not options.dropout_prob:
-                            d_probabilities[...] = statistic(step, 1, begin, ROWS)
-                        plgpu.wgmma(d_probabilities, operand(v_ring, step), d_outs.at[columns].T)
-                        plgpu.wgmma(dv, for_d_out, d_outs.at[columns])
-                        dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=1)
-                        ds = for_dp.astype(jnp.float32) * dp
-                        if options.dropout_prob:
-                            ds = ds + for_delta.astype(jnp.float32) * statistic(step, 1, begin, ROWS)
-                        plgpu.wgmma_wait(0)
-                        if bias_gradient is not None:
-                            part_place = dataclasses.replace(place, q_start=place.q_start + begin)
-                            own_staging = None if bias_staging is None else bias_staging.at[warpgroup]
-                            bias_gradient.store(d_bias_ref, own_staging, ds, part_place)
-                        return ds.astype(dtype)
+    keys: KeyTile
+    step: QueryStep
+    coord: TileCoord  # of S
+    zero: Scalar  # unknown to the compiler
+    q: Ref
+    d_out: Ref
 
-                    do_ring.load_from_shared(step)
-                    # In parts of 64 queries: as many registers fewer as the tile has more.
-                    parts = [
-                        (begin, pl.run_scoped(functools.partial(d_scores, begin=begin), plgpu.ACC(part, jnp.float32)))
-                        for begin in range(0, block_q, ROWS)
-                    ]
-                    do_ring.release(step)
+    @property
+    def ctx(self) -> KeyValueContext:
+        return self.keys.ctx
 
-                    def finish(scores: Ref | None = None) -> Any:
-                        if scores is not None:  # after the last step of an item the scores are of a stale tile
-                            pl.when(more)(functools.partial(wait_for_queries, step + 1))
-                            prepare_scores(scores, step + 1)
-                        for begin, ds in parts:
-                            plgpu.wgmma(dk, ds, queries.at[pl.ds(begin, ROWS)])
-                        if scores is not None:
-                            issue_scores(scores, step + 1)
-                        if fused:
-                            ds_ring.copy_to_shared(step, [ds for _, ds in parts], rows=own)
-                        else:
-                            plgpu.commit_smem()
-                        # Behind a fence: statistics were read by threads, and TMA writes the slot by another way.
-                        stat_ring.release(step)
-                        plgpu.wgmma_wait(int(ahead))
-                        q_ring.release(step)
-                        return plgpu.wgmma_accumulator_load(scores, wait_n=0) if ahead else None
 
-                    return pl.run_scoped(finish, plgpu.ACC(shape, jnp.float32)) if ahead else finish()
+def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, dv: Ref) -> jax.Array | None:
+    """Adds a step's dV = P·dO and dK = dS·Q, and hands dS to the dQ warpgroup.
 
-                scores = None
-                if ahead:
-                    scores = pl.run_scoped(functools.partial(scores_alone, step=first), plgpu.ACC(shape, jnp.float32))
-                last = over_steps(item, first, one, scores)
-                k_ring.release(item_index)
-                v_ring.release(item_index)
-                return dk[...], dv[...], last
+    Args:
+      s: S of this step if it has been computed beside dK of the step before, else None.
 
-            dk, dv, last = pl.run_scoped(
-                accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32), plgpu.ACC((ROWS, value_dim), jnp.float32)
-            )
-            rows = pl.ds(kv_start, ROWS)
-            if not outputs:
-                store_unoptimised(dv_ref.at[b, rows, kv_head], dv.astype(dtype))
-                store_unoptimised(dk_ref.at[b, rows, kv_head], (dk * options.scale).astype(dtype))
-                return last
-            for output, gradient, target in ((outputs[0], dv, dv_ref), (outputs[-1], dk * options.scale, dk_ref)):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                output.at[warpgroup][...] = gradient.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(output.at[warpgroup], target.at[b, rows, kv_head])
-            return last
+    Returns:
+      S of the next step, or None.
+    """
+    ctx, rings = tile.ctx, tile.ctx.scratch
+    zero = opaque_zero(step.index + tile.item)
+    coord = TileCoord(tile.batch, step.head, step.q_tile * ctx.block_q, tile.kv_start, ctx.s_shape, 1)
+    q, d_out = rings.q.get_mma_tile(step.index), rings.d_out.get_mma_tile(step.index)
+    tiles = StepTiles(tile, step, coord, zero, q, d_out)
+    if s is None:
+        s = pl.run_scoped(functools.partial(compute_s, tile, step.index), plgpu.ACC(ctx.s_shape, jnp.float32))
+    p = softmax_tile(tiles, s)
+    rings.d_out.load_from_shared(step.index)
+    # dP and dS in sub-tiles of 64 queries: those of 128 queries would spill.
+    ds = [
+        pl.run_scoped(functools.partial(compute_ds, tiles, p, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32))
+        for begin in range(0, ctx.block_q, ROWS)
+    ]
+    rings.d_out.release(step.index)
+    finish = functools.partial(accumulate_dk, tiles, ds, dk)
+    return pl.run_scoped(finish, plgpu.ACC(ctx.s_shape, jnp.float32)) if ctx.overlaps_next_s else finish(None)
 
-        def convert(item: Scalar, number: Scalar) -> None:
-            """One piece of the rows of dQ that an item stands for."""
-            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
-            pieces, steps = jnp.int32(head_dim // PIECE), jnp.int32(EARLY_TILES)
-            step, piece = lax.div(number, pieces), lax.rem(number, pieces)
-            head, rows = kv_head * group + lax.div(step, steps), kv_tile * EARLY_TILES + lax.rem(step, steps)
-            target = converted_refs[0].at[b, pl.ds(rows * ROWS, ROWS), head, pl.ds(piece * PIECE, PIECE)]
-            sums = sums_of(dq_ref, b, head, rows, block_q, head_dim, piece)
-            store_unoptimised(target, (sums * options.scale).astype(dtype))
 
-        def d_queries(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
-            b, kv_head, _ = decode_tile_index(item, kv_tiles, kv_heads)
-            pieces: Any = 0
-            if early is not None:
-                task = task_refs[0][list_refs[0][lax.axis_index("program")] + item_index]
-                asked = jnp.where(task < 0, item, task)  # an item that is worked on is not complete
-                other, other_head, _ = decode_tile_index(asked, kv_tiles, kv_heads)
-                # Through shared memory: all threads must see one value, whatever other programs add meanwhile.
-                count_ring.load_from_dram(item_index, task_refs[1].at[other, other_head, 0, pl.ds(0, ROW // 2)])
-            k_ring.load_from_shared(item_index)
-            if early is not None:
-                count_ring.load_from_shared(item_index)
-                complete = count_ring.smem[0, 0] == kv_tiles
-                count_ring.release(item_index)
-                converted_refs[1][asked] = complete.astype(jnp.int32)
-                pieces = jnp.where(complete, group * EARLY_TILES * (head_dim // PIECE), 0)
+# S.
 
-            def one(step: Scalar, head: Scalar, q_tile: Scalar, masked: Condition, more: Condition, _: None) -> None:
-                zero = opaque_zero(step + item)
-                ds_ring.load_from_shared(step)
-                for index, (row, column, columns) in enumerate(plan.d_query_parts):
 
-                    def product(dq: Ref, row: int = row, column: int = column, columns: int = columns) -> Any:
-                        keys = k_ring.smem.at[zero, :, pl.ds(column, columns)]
-                        plgpu.wgmma(dq, ds_ring.get_mma_tile(step).at[:, pl.ds(row, ROWS)].T, keys)
-                        return dq[...]
+def load_statistic(ctx: KeyValueContext, step: Scalar, row: int, begin: int, size: int) -> jax.Array:
+    """Loads −lse or −delta of ``size`` of the step's queries, as a tile ``[64, size]``."""
+    ring = ctx.scratch.statistics
+    values = plgpu.load(ring.smem.at[ring.slot(step), row, pl.ds(begin, size)], layout=column_layout())
+    return lax.broadcast_in_dim(values, (ROWS, size), [1])
 
-                    part = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
-                    if index == len(plan.d_query_parts) - 1:
-                        ds_ring.release(step)
-                    if index == 0:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    store_strips(staging.at[pl.ds(column // STRIP, columns // STRIP), pl.ds(row, ROWS)], part)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staging.reshape(rows_of_step, ROW),
-                    dq_ref.at[b, head, pl.ds(q_tile * rows_of_step, rows_of_step)],
-                    reduction_op="add",
-                )
-                if early is not None:
-                    pl.when(step - first < pieces)(lambda: convert(asked, step - first))
 
-            last = over_steps(item, first, one)
-            k_ring.release(item_index)
-            if early is not None:
-                lax.fori_loop(last - first, pieces, lambda number, _: convert(asked, number), None)
-                plgpu.wait_smem_to_gmem(0)  # the sums, not only what they are read from: now they may be counted
-                ones = staging.at[0, pl.ds(0, ROWS)]
-                ones[...] = plgpu.layout_cast(jnp.ones((ROWS, STRIP), jnp.float32), tile_layout())
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(ones.reshape(COUNTER), task_refs[1].at[b, kv_head], reduction_op="add")
-            return last
+def wait_queries(ctx: KeyValueContext, step: Scalar) -> None:
+    """Waits for the statistics and Q of a step."""
+    ctx.scratch.statistics.load_from_shared(step)
+    ctx.scratch.q.load_from_shared(step)
 
-        def load(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
-            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
-            rows = pl.ds(kv_tile * block_k, block_k)
 
-            def one(step: Scalar, head: Scalar, q_tile: Scalar, masked: Condition, more: Condition, _: None) -> None:
-                rows = pl.ds(q_tile * block_q, block_q)
-                stat_ring.load_from_dram(step, stat_ref.at[b, head, :, rows])
-                q_ring.load_from_dram(step, q_ref.at[b, rows, head])
-                do_ring.load_from_dram(step, do_ref.at[b, rows, head])
+def initialize_s(ctx: KeyValueContext, step: Scalar, s: Ref) -> None:
+    """Starts the accumulator from −lse, so that its subtraction costs nothing."""
+    if ctx.options.plain:
+        s[...] = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
 
-            k_ring.load_from_dram(item_index, k_ref.at[b, rows, kv_head])
-            v_ring.load_from_dram(item_index, v_ref.at[b, rows, kv_head])
-            return over_steps(item, first, one)
 
-        run = functools.partial(run_warpgroup, list_refs)
-        pl.when(warpgroup < CONSUMERS)(functools.partial(run, gradients, plan.registers[0], "increase"))
-        if fused:
-            pl.when(warpgroup == CONSUMERS)(functools.partial(run, d_queries, plan.registers[1], "decrease"))
-        pl.when(warpgroup == CONSUMERS + fused)(functools.partial(run, load, plan.registers[-1], "decrease"))
+def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
+    """Issues the MMA S += KQᵀ."""
+    k = tile.operand(tile.ctx.scratch.k, step)
+    plgpu.wgmma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
 
-    scratch = ring_scratch(rings)
-    scratch += [output.scratch(CONSUMERS) for output in plan.outputs]
-    if bias_gradient is not None and bias_gradient.added:
-        scratch.append(bias_gradient.staging(CONSUMERS))
-    if fused:
-        scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
-    kernel = warpgroup_kernel(body, tuple(out_type), scratch, len(lists[0]) - 1, CONSUMERS + 1 + fused)
-    return kernel(*leaves)
+
+def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
+    """Computes S of a step, with no other MMA in flight."""
+    wait_queries(tile.ctx, step)
+    initialize_s(tile.ctx, step, s)
+    issue_s(tile, step, s)
+    return plgpu.wgmma_accumulator_load(s, wait_n=0)
+
+
+# P and dS.
+
+
+class ProbabilityTiles(NamedTuple):
+    """P as a factor of three products, which differ by dropout and the derivative of the soft cap.
+
+    Attributes:
+      dv: operand of dV = ``dv``·dO.
+      dp, delta: factors of dS = ``dp`` ∘ dP − ``delta`` ∘ delta.
+    """
+
+    dv: jax.Array
+    dp: jax.Array
+    delta: jax.Array
+
+
+def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
+    """Computes P from S."""
+    ctx, step, coord = tiles.ctx, tiles.step, tiles.coord
+    options, arrays, may_mask = ctx.options, ctx.operands.arrays, ctx.schedule.may_mask
+    tanh = None
+    if not options.plain:
+        s, tanh = biased_and_capped(s, options, arrays, coord)
+        s = s + load_statistic(ctx, step.index, MINUS_LSE, 0, ctx.block_q)
+
+    def exponentials(s: jax.Array, masked: bool) -> jax.Array:
+        s = s * options.multiplier
+        if masked:
+            s = jnp.where(visible(options, arrays, coord), s, -jnp.inf)
+        return jnp.exp2(s)
+
+    # Where nothing is masked the branch is never taken. Without one ptxas moves the exponentials behind the next MMA,
+    # whose accumulator then leaves them too few registers.
+    p = lax.cond(
+        step.masked if may_mask else tiles.zero != 0,
+        functools.partial(exponentials, masked=True) if may_mask else (lambda x: x * 0.0),
+        functools.partial(exponentials, masked=False),
+        s,
+    )
+
+    def rounded(factor: jax.Array) -> jax.Array:
+        # Before the next MMA is issued: ptxas serialises wgmma if a register operand is written while one is in flight.
+        return lax.optimization_barrier(factor.astype(ctx.plan.dtype))
+
+    p_slope = p if tanh is None else p * (1 - tanh * tanh)
+    if not options.dropout_prob:
+        p_dv = rounded(p)
+        p_ds = p_dv if tanh is None else rounded(p_slope)
+        return ProbabilityTiles(p_dv, p_ds, p_ds)
+    keep, rescale = kept(options, arrays, coord), 1 / (1 - options.dropout_prob)
+    p_dv = rounded(jnp.where(keep, p * rescale, 0.0))
+    p_dp = p_dv if tanh is None else rounded(jnp.where(keep, p_slope * rescale, 0.0))
+    return ProbabilityTiles(p_dv, p_dp, rounded(p_slope))
+
+
+def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: Ref) -> jax.Array:
+    """Computes dS of 64 queries, ``begin`` and following, and adds their part of dV beside it."""
+    ctx, step, d_out = tiles.ctx, tiles.step, tiles.d_out
+    columns = pl.ds(begin, ROWS)
+    if ctx.block_q != ROWS:
+        p = ProbabilityTiles(*(each[:, begin : begin + ROWS] for each in p))
+    if not ctx.options.dropout_prob:
+        dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    plgpu.wgmma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
+    plgpu.wgmma(dv, p.dv, d_out.at[columns])
+    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+    ds = p.dp.astype(jnp.float32) * dp_tile
+    if ctx.options.dropout_prob:
+        ds = ds + p.delta.astype(jnp.float32) * load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    plgpu.wgmma_wait(0)
+    if ctx.bias_gradient is not None:
+        d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
+        assert d_bias is not None
+        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
+        ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
+    return ds.astype(ctx.plan.dtype)
+
+
+def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | None) -> jax.Array | None:
+    """Adds dK = dS·Q; stores dS to shared memory and, with an accumulator for it, computes the next S beside it."""
+    ctx, rings, step = tiles.ctx, tiles.ctx.scratch, tiles.step
+    if next_s is not None:
+        # Behind the last step of an item nothing is loaded: S is then computed from a stale tile, and not used.
+        pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
+        initialize_s(ctx, step.index + 1, next_s)
+    for sub_tile, ds_tile in enumerate(ds):
+        plgpu.wgmma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
+    if next_s is not None:
+        issue_s(tiles.keys, step.index + 1, next_s)
+    if rings.ds is not None:
+        rings.ds.copy_to_shared(step.index, ds, rows=tiles.keys.own_rows)
+    else:
+        plgpu.commit_smem()
+    # Only behind an async-proxy fence, which both branches have: threads have read the statistics, and TMA writes the
+    # slot next, through the async proxy.
+    rings.statistics.release(step.index)
+    plgpu.wgmma_wait(int(ctx.overlaps_next_s))
+    rings.q.release(step.index)
+    return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)
+
+
+def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
+    """Stores the gradients of a consumer's keys, by TMA where there are buffers."""
+    ctx, scratch, results = tile.ctx, tile.ctx.scratch, tile.ctx.results
+    rows, dtype = pl.ds(tile.kv_start, ROWS), ctx.plan.dtype
+    if scratch.dv is None:
+        store_unoptimised(results.d_value.at[tile.batch, rows, tile.kv_head], dv.astype(dtype))
+        store_unoptimised(results.d_key.at[tile.batch, rows, tile.kv_head], (dk * ctx.options.scale).astype(dtype))
+        return
+    dk = dk * ctx.options.scale
+    dk_buffer = scratch.dv if scratch.dk is None else scratch.dk
+    for buffer, gradient, target in ((scratch.dv, dv, results.d_value), (dk_buffer, dk, results.d_key)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
+        buffer.at[ctx.warpgroup][...] = gradient.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer.at[ctx.warpgroup], target.at[tile.batch, rows, tile.kv_head])

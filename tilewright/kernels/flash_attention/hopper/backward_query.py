@@ -1,7 +1,37 @@
-"""The gradient of queries on Hopper up to head_dim 128 by a kernel of its own, in a fixed order."""
+"""dQ on Hopper up to head_dim 128 by a kernel of its own, in a fixed order: the deterministic backward pass.
 
+A work item is a tile of 128 queries of a head; a step is a KV iteration, ``block_k`` keys. A CTA is persistent and has
+two consumer warpgroups, which own 64 queries each, and a producer. The kernel also computes delta where dO is at hand,
+and stores it for the kernel for dK and dV, which runs afterwards.
+
+======  =============================================  ========================  ======================================
+symbol  meaning                                        shape                     where it lives
+======  =============================================  ========================  ======================================
+Q, dO   queries and gradient of the output             [128, ·_dim]              shared, ``q``, ``d_out``
+O       output, for delta                              [128, value_dim]          shared, stages of ``v``
+lse     log-sum-exp of the rows, negated               [64] float32              shared, ``statistics``; registers
+delta   rowsum(dO ∘ O) − d_lse, negated                [64] float32              registers, global ``statistics``
+K, V    keys and values of a step                      [block_k, ·_dim]          shared, ``k``, ``v``
+S       QKᵀ                                            [64, block_k] float32     registers, accumulator
+P       exp2(multiplier · (S − lse)), 0 where masked   [64, block_k] float32     registers
+dP      dO·Vᵀ                                          [64, block_k] float32     registers, accumulator
+dS      P ∘ (dP − delta)                               [64, block_k]             registers, operand A of dQ
+dQ      sum of dS·K over the steps                     [64, head_dim] float32    registers, accumulator; shared, ``dq``
+======  =============================================  ========================  ======================================
+
+An item of T steps; time runs to the right, and what stands below each other overlaps::
+
+    producer        O lse dO Q    K0 V0 K1 V1 ...  (as far ahead as the rings have stages)
+    consumer, MMA                 S0 dP0         dQ0    S1 dP1         dQ1  ...
+    consumer, ALU   delta              P0   dS0              P1   dS1          dQ -> dq, TMA store
+
+P is computed beside the MMA for dP. The two consumers are not synchronised, so MMAs of one run beside the exponentials
+of the other.
+"""
+
+import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,23 +40,91 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall
-from tilewright.kernels.flash_attention.hopper.delta import completed, sums_of_products
+from tilewright.kernels.flash_attention.hopper.delta import (
+    MINUS_DELTA,
+    MINUS_LSE,
+    minus_delta_of,
+    rowsum_of_products,
+)
+from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import QueryPlan
-from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
+from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
+    ScoreArrays,
+    ScoreOptions,
     TileCoord,
     biased_and_capped,
     kept,
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
-from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, row_layout, store_unoptimised
 from tilewright.kernels.hopper.types import Ref, Scalar
+
+NUM_STAGES = 2  # of the rings of K and V
+
+
+class QueryOperands[Operand](NamedTuple):
+    """Operands of the kernel, as arrays or references.
+
+    Attributes:
+      statistics: as in ``BackwardCall``, with d_lse in the second row.
+      item_lists: ``program_lists`` over tiles of 128 queries.
+      tables: of the tile schedule.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    d_out: Operand
+    out: Operand
+    statistics: Operand
+    item_lists: tuple[Operand, Operand]
+    tables: tuple[Operand, ...]
+    arrays: ScoreArrays
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryContext:
+    """All that the roles of the kernel share.
+
+    Attributes:
+      group: query heads of a key head.
+      d_query: the result.
+      warpgroup: index of the calling warpgroup; those of the consumers come first.
+    """
+
+    plan: QueryPlan
+    options: ScoreOptions
+    schedule: TileSchedule
+    heads: int
+    group: int
+    operands: QueryOperands[Ref]
+    d_query: Ref
+    scratch: QueryScratch[Ring, Ref]
+    warpgroup: Scalar
+
+    @property
+    def s_shape(self) -> tuple[int, int]:
+        """Shape of a consumer's tile of S, ``[queries, keys]``."""
+        return ROWS, self.plan.block_k
+
+    def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array, Steps]:
+        """Batch element, head, tile of queries and steps of a work item."""
+        b, h, q_tile = decode_tile_index(item, self.schedule.extent.row_tiles, self.heads)
+        return b, h, q_tile, self.schedule.steps(self.operands.tables, b, h, q_tile)
+
+    def v_ring_step(self, item_index: Scalar, first: Scalar, number: Scalar) -> Scalar:
+        """Index of a load in the ring of V: before it ``item_index`` items loaded O, and their steps ``first`` tiles.
+
+        Args:
+          number: of the load among those of O, or, with the index of the next item, the step within this one.
+        """
+        return first + item_index * self.plan.out_steps + number
 
 
 def query_kernel(
@@ -36,142 +134,181 @@ def query_kernel(
     *,
     lists: tuple[np.ndarray, np.ndarray],
     block_k: int,
-) -> Any:
-    """``d_query`` by a schedule over the keys, in a fixed order; ``lists`` over tiles of 128 queries."""
-    query, _, value, _ = call.operands
+) -> jax.Array:
+    """Computes dQ, and completes ``call.statistics``; ``lists`` are over tiles of 128 queries."""
+    heads, head_dim = call.query.shape[2:]
+    kv_heads, value_dim = call.value.shape[2:]
+    plan = QueryPlan(block_k, NUM_STAGES, head_dim, value_dim, call.query.dtype)
     options = call.options
-    batch, q_length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
-    group = heads // kv_heads
-    dtype, block_q = query.dtype, CONSUMERS * ROWS
-    plan = QueryPlan(block_k, 2, head_dim, value_dim, dtype)
-    q_tiles = schedule.extent.row_tiles
-    shape = (ROWS, block_k)
-    operands = (*call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays)
-    leaves, structure = jax.tree.flatten(operands)
+    operands = QueryOperands[object](*call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays)
 
-    def body(*refs: Ref) -> None:
-        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, list_refs, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
-        )
-        dq_ref, *scratch = refs[len(leaves) :]
-        (q_ring, do_ring, stat_ring, k_ring, v_ring), (outputs,) = bind_rings(plan.rings, scratch)
-        warpgroup = lax.axis_index("warpgroup")
+    def body(operands: QueryOperands[Ref], d_query: Ref, scratch: QueryScratch[Ring, Ref]) -> None:
+        warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
+        ctx = QueryContext(plan, options, schedule, heads, group, operands, d_query, scratch, warpgroup)
+        run = functools.partial(run_warpgroup, operands.item_lists)
+        consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
+        consumer, producer = REGISTERS[CONSUMERS]
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, consumer, "increase"))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, producer, "decrease"))
 
-        def out_step(item_index: Scalar, first: Scalar, number: Scalar) -> Any:
-            """Where a load is in the ring of the values, which has brought ``first`` tiles of these."""
-            return first + item_index * plan.out_steps + number
+    out_type = jax.ShapeDtypeStruct(call.query.shape, call.query.dtype)
+    return run_kernel(body, operands, out_type, plan.scratch(), num_ctas=len(lists[0]) - 1, warpgroups=CONSUMERS + 1)
 
-        def gradients(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
-            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            steps = schedule.steps(table_refs, b, h, q_tile)
-            own = pl.ds(warpgroup * ROWS, ROWS)
-            q_start = q_tile * block_q + warpgroup * ROWS
 
-            def complete(shift: jax.Array, d_lse: jax.Array) -> Any:
-                """The second statistic of this warpgroup's rows, which is stored for the kernel for dK and dV."""
-                steps_of_out = [out_step(item_index, first, i) for i in range(plan.out_steps)]
-                for step in steps_of_out:
-                    v_ring.load_from_shared(step)
-                if plan.out_steps == 1:
-                    outs = v_ring.smem.at[v_ring.slot(steps_of_out[0]), own]
-                else:
-                    outs = v_ring.smem.at[v_ring.slot(out_step(item_index, first, warpgroup))]
-                sums = sums_of_products(outs, do_ring.smem.at[0, own], do_ring.plan.tile)
-                minus_delta = completed(shift, d_lse, sums)
-                plgpu.commit_smem()  # threads have read what TMA writes next
-                for step in steps_of_out:
-                    v_ring.release(step)
-                store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start, ROWS)], minus_delta)
-                return minus_delta
+# Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.
 
-            def accumulate(dq: Ref) -> Any:
-                stat_ring.load_from_shared(item_index)
-                do_ring.load_from_shared(item_index)
-                rows = [plgpu.load(stat_ring.smem.at[0, row, own], layout=tile_layout().reduce(1)) for row in range(2)]
-                lse, delta = (lax.broadcast_in_dim(row, shape, [0]) for row in (rows[0], complete(*rows)))
-                q_ring.load_from_shared(item_index)
 
-                def one(number: Scalar, _: None) -> None:
-                    step, v_step = first + number, out_step(item_index + 1, first, number)
-                    zero = opaque_zero(step + item)
-                    q_own, do_own = q_ring.smem.at[zero, own], do_ring.smem.at[zero, own]
-                    place = TileCoord(b, h, q_start, steps.tile(number) * block_k, shape, 0)
+def load_item(ctx: QueryContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
+    """Producer: loads O, the statistics, dO and Q of a work item, and K and V of its steps."""
+    b, h, q_tile, steps = ctx.decode(item)
+    kv_head = lax.div(h, jnp.int32(ctx.group))
+    block_q, block_k, refs, rings = ctx.plan.block_q, ctx.plan.block_k, ctx.operands, ctx.scratch
+    rows = pl.ds(q_tile * block_q, block_q)
+    # In the order in which the consumers need them: O, the statistics and dO for delta, then Q.
+    for number in range(ctx.plan.out_steps):
+        out_rows = pl.ds(q_tile * block_q + number * block_k, block_k)
+        rings.v.load_from_dram(ctx.v_ring_step(item_index, first, number), refs.out.at[b, out_rows, h])
+    rings.statistics.load_from_dram(item_index, refs.statistics.at[b, h, :, rows])
+    rings.d_out.load_from_dram(item_index, refs.d_out.at[b, rows, h])
+    rings.q.load_from_dram(item_index, refs.query.at[b, rows, h])
 
-                    def of_scores(scores: Ref, d_probabilities: Ref) -> Any:
-                        k_ring.load_from_shared(step)
-                        plgpu.wgmma(scores, q_own, k_ring.get_mma_tile(step, transposed=True))
-                        v_ring.load_from_shared(v_step)
-                        plgpu.wgmma(d_probabilities, do_own, v_ring.get_mma_tile(v_step, transposed=True))
-                        logits, tanh = plgpu.wgmma_accumulator_load(scores, wait_n=1), None
-                        if not options.plain:
-                            logits, tanh = biased_and_capped(logits, options, array_refs, place)
-                        logits = (logits + lse) * options.multiplier
-                        masked = number < steps.masked if schedule.may_mask else False
-                        logits = masked_logits(logits, masked, options, array_refs, place)
-                        p = jnp.exp2(logits)
-                        dp = plgpu.wgmma_accumulator_load(d_probabilities, wait_n=0)
-                        v_ring.release(v_step)
-                        if options.dropout_prob:
-                            keep = kept(options, array_refs, place)
-                            dp = jnp.where(keep, dp * (1 / (1 - options.dropout_prob)), 0.0)
-                        ds = p * (dp + delta)
-                        if tanh is not None:
-                            ds = ds * (1 - tanh * tanh)
-                        return ds.astype(dtype)
+    def load_step(number: Scalar, _: None) -> None:
+        kv_rows = pl.ds(steps.tile(number) * block_k, block_k)
+        rings.k.load_from_dram(first + number, refs.key.at[b, kv_rows, kv_head])
+        v_step = ctx.v_ring_step(item_index + 1, first, number)
+        rings.v.load_from_dram(v_step, refs.value.at[b, kv_rows, kv_head])
 
-                    accumulator = plgpu.ACC(shape, jnp.float32)
-                    ds = pl.run_scoped(of_scores, accumulator, accumulator)
-                    plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
+    lax.fori_loop(0, steps.total, load_step, None)
+    return first + steps.total
 
-                lax.fori_loop(0, steps.total, one, None)
-                q_ring.release(item_index)
-                do_ring.release(item_index)
-                return dq[...]
 
-            dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32))
-            output = outputs.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            output[...] = (dq * options.scale).astype(dtype)
-            plgpu.commit_smem()
-            stat_ring.release(item_index)  # behind a fence, as in the kernel for dK and dV
-            plgpu.copy_smem_to_gmem(output, dq_ref.at[b, pl.ds(q_start, ROWS), h])
-            return first + steps.total
+def consume_item(ctx: QueryContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
+    """Consumer: computes dQ of its 64 queries of a work item, and stores it."""
+    b, h, q_tile, steps = ctx.decode(item)
+    own_rows = pl.ds(ctx.warpgroup * ROWS, ROWS)
+    q_start = q_tile * ctx.plan.block_q + ctx.warpgroup * ROWS
+    tile = QueryTile(ctx, item_index, item, first, b, h, q_start, own_rows, steps)
+    accumulator = plgpu.ACC((ROWS, ctx.plan.head_dim), jnp.float32)
+    dq = pl.run_scoped(functools.partial(accumulate_dq, tile), accumulator)
+    buffer = ctx.scratch.dq.at[ctx.warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the item before has read the buffer
+    buffer[...] = (dq * ctx.options.scale).astype(ctx.plan.dtype)
+    plgpu.commit_smem()
+    # Behind that async-proxy fence: threads have read the slot, and TMA writes it next.
+    ctx.scratch.statistics.release(item_index)
+    plgpu.copy_smem_to_gmem(buffer, ctx.d_query.at[b, pl.ds(q_start, ROWS), h])
+    return first + steps.total
 
-        def load(item_index: Scalar, item: Scalar, first: Scalar) -> Any:
-            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            steps = schedule.steps(table_refs, b, h, q_tile)
-            kv_head = lax.div(h, jnp.int32(group))
-            rows = pl.ds(q_tile * block_q, block_q)
-            for i in range(plan.out_steps):
-                part = pl.ds(q_tile * block_q + i * block_k, block_k)
-                v_ring.load_from_dram(out_step(item_index, first, i), out_ref.at[b, part, h])
-            stat_ring.load_from_dram(item_index, stat_ref.at[b, h, :, rows])
-            do_ring.load_from_dram(item_index, do_ref.at[b, rows, h])
-            q_ring.load_from_dram(item_index, q_ref.at[b, rows, h])
 
-            def one(number: Scalar, carry: Any) -> None:
-                columns = pl.ds(steps.tile(number) * block_k, block_k)
-                k_ring.load_from_dram(first + number, k_ref.at[b, columns, kv_head])
-                v_ring.load_from_dram(out_step(item_index + 1, first, number), v_ref.at[b, columns, kv_head])
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryTile:
+    """The 64 queries of a work item that a consumer owns."""
 
-            lax.fori_loop(0, steps.total, one, None)
-            return first + steps.total
+    ctx: QueryContext
+    item_index: Scalar
+    item: Scalar
+    first: Scalar  # the item's first step, among all of the CTA
+    batch: Scalar
+    head: Scalar
+    q_start: Scalar
+    own_rows: pl.Slice  # in the item's tiles of Q and dO
+    steps: Steps
 
-        registers, run = REGISTERS[CONSUMERS], functools.partial(run_warpgroup, list_refs)
-        pl.when(warpgroup < CONSUMERS)(functools.partial(run, gradients, registers[0], "increase"))
-        pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, registers[1], "decrease"))
 
-    kernel = warpgroup_kernel(
-        body,
-        jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype),
-        [
-            *ring_scratch(plan.rings),
-            plan.output.scratch(CONSUMERS),
-        ],
-        len(lists[0]) - 1,
-        CONSUMERS + 1,
+def complete_delta(tile: QueryTile, minus_lse: jax.Array, d_lse: jax.Array) -> jax.Array:
+    """Computes −delta of a consumer's rows, and stores it for the kernel for dK and dV."""
+    ctx, v_ring, d_out_ring = tile.ctx, tile.ctx.scratch.v, tile.ctx.scratch.d_out
+    # Each consumer has to release every stage, of which it may read one alone.
+    steps = [ctx.v_ring_step(tile.item_index, tile.first, number) for number in range(ctx.plan.out_steps)]
+    for step in steps:
+        v_ring.load_from_shared(step)
+    if ctx.plan.out_steps == 1:
+        out = v_ring.smem.at[v_ring.slot(steps[0]), tile.own_rows]
+    else:  # a load brings 64 rows: those of one consumer
+        out = v_ring.smem.at[v_ring.slot(ctx.v_ring_step(tile.item_index, tile.first, ctx.warpgroup))]
+    rowsum = rowsum_of_products(out, d_out_ring.smem.at[0, tile.own_rows], d_out_ring.plan.tile)
+    minus_delta = minus_delta_of(minus_lse, d_lse, rowsum)
+    plgpu.commit_smem()  # an async-proxy fence: threads have read the stages of O, and TMA writes them next
+    for step in steps:
+        v_ring.release(step)
+    rows = pl.ds(tile.q_start, ROWS)
+    store_unoptimised(ctx.operands.statistics.at[tile.batch, tile.head, MINUS_DELTA, rows], minus_delta)
+    return minus_delta
+
+
+def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
+    """Sums dQ over the steps of a work item; returns it without the scale."""
+    ctx, rings = tile.ctx, tile.ctx.scratch
+    rings.statistics.load_from_shared(tile.item_index)
+    rings.d_out.load_from_shared(tile.item_index)
+    minus_lse, d_lse = (
+        plgpu.load(rings.statistics.smem.at[0, row, tile.own_rows], layout=row_layout())
+        for row in (MINUS_LSE, MINUS_DELTA)
     )
-    return kernel(*leaves)
+    minus_delta = complete_delta(tile, minus_lse, d_lse)
+    statistics = StatisticTiles(*(lax.broadcast_in_dim(row, ctx.s_shape, [0]) for row in (minus_lse, minus_delta)))
+    rings.q.load_from_shared(tile.item_index)
+
+    def one(number: Scalar, _: None) -> None:
+        k_step = tile.first + number
+        v_step = ctx.v_ring_step(tile.item_index + 1, tile.first, number)
+        zero = opaque_zero(k_step + tile.item)
+        kv_start = tile.steps.tile(number) * ctx.plan.block_k
+        coord = TileCoord(tile.batch, tile.head, tile.q_start, kv_start, ctx.s_shape, 0)
+        compute = functools.partial(compute_ds, tile, KeyStep(number, k_step, v_step, zero, coord), statistics)
+        accumulator = plgpu.ACC(ctx.s_shape, jnp.float32)
+        ds = pl.run_scoped(compute, accumulator, accumulator)
+        plgpu.wgmma(dq, ds, rings.k.get_mma_tile(k_step))
+        plgpu.wgmma_wait(0)
+        rings.k.release(k_step)
+
+    lax.fori_loop(0, tile.steps.total, one, None)
+    rings.q.release(tile.item_index)
+    rings.d_out.release(tile.item_index)
+    return dq[...]
+
+
+class StatisticTiles(NamedTuple):
+    """The statistics of a consumer's rows as tiles ``[64, block_k]``."""
+
+    minus_lse: jax.Array
+    minus_delta: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyStep:
+    """A step of a work item: one tile of keys."""
+
+    number: Scalar  # within the item
+    k_step: Scalar  # in the ring of K
+    v_step: Scalar  # in the ring of V
+    zero: Scalar  # unknown to the compiler
+    coord: TileCoord  # of S
+
+
+def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Ref, dp: Ref) -> jax.Array:
+    """Computes dS of a step, P beside the MMA for dP."""
+    ctx, options, rings = tile.ctx, tile.ctx.options, tile.ctx.scratch
+    # Indexed by an opaque zero: else the compiler hoists wgmma's descriptors for Q and dO out of the loop, and spills.
+    q, d_out = rings.q.smem.at[step.zero, tile.own_rows], rings.d_out.smem.at[step.zero, tile.own_rows]
+    rings.k.load_from_shared(step.k_step)
+    plgpu.wgmma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
+    rings.v.load_from_shared(step.v_step)
+    plgpu.wgmma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
+    # Waits for S alone: P is computed while the MMA for dP is in flight.
+    logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
+    if not options.plain:
+        logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord)
+    logits = (logits + statistics.minus_lse) * options.multiplier
+    masked = step.number < tile.steps.masked if ctx.schedule.may_mask else False
+    logits = masked_logits(logits, masked, options, ctx.operands.arrays, step.coord)
+    p = jnp.exp2(logits)
+    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+    rings.v.release(step.v_step)
+    if options.dropout_prob:
+        keep = kept(options, ctx.operands.arrays, step.coord)
+        dp_tile = jnp.where(keep, dp_tile * (1 / (1 - options.dropout_prob)), 0.0)
+    ds = p * (dp_tile + statistics.minus_delta)
+    if tanh is not None:
+        ds = ds * (1 - tanh * tanh)
+    return ds.astype(ctx.plan.dtype)

@@ -1,44 +1,78 @@
-"""The backward pass on Hopper where a head dim is beyond 128: dK and dV of one tile of keys in two warpgroups.
+"""The backward pass on Hopper where a head dim is beyond 128: dK and dV of 64 keys per CTA, in two warpgroups.
 
-At head_dim 256 an accumulator of 64 rows takes 128 registers of a thread, so one warpgroup holds either dK or dV.
-``wide_key_value_kernel`` splits its two consumers by role: one computes the probabilities and dV, the other the
-gradients of the scores and dK; what they need of each other goes through rings in shared memory. dQ is added up in
-global memory by both, a part of the columns each, or (``deterministic``) computed by ``wide_query_kernel``.
+At head_dim 256 an accumulator of 64 rows takes 128 registers of a thread, so one warpgroup holds either dK or dV. A CTA
+(a Pallas program) has one tile of 64 keys of a key head, and three warpgroups: one computes S, P and dV, one dP, dS
+and dK, and one is the producer. P and dS go from one to the other through rings in shared memory. Each of the first two
+computes a part of the columns of dQ and adds it in global memory by TMA reductions; or (``deterministic``)
+``wide_query_kernel`` computes dQ. A step is a Q iteration: a tile of 64 queries of one of the heads with these keys.
+
+======  ===============================================  ==========================  ===================================
+symbol  meaning                                          shape                       where it lives
+======  ===============================================  ==========================  ===================================
+K, V    keys and values of the CTA                       [64, ·_dim]                 shared, ``k``, ``v``
+Q, dO   queries and gradient of the output, of a step    [64, ·_dim]                 shared, ``q``, ``d_out``
+lse     log-sum-exp of the rows; −lse starts S           [64] float32                shared, ``minus_lse``
+delta   rowsum(dO ∘ O) − d_lse; −delta starts dP         [64] float32                shared, ``minus_delta``
+S       KQᵀ − lse                                        [64, 64] float32            registers, accumulator
+P       exp2(multiplier · S), 0 where masked             [64, 64]                    shared, ``p`` (and ``p_dv``), or
+                                                                                     registers; operand A of dV
+dP      VdOᵀ − delta                                     [64, 64] float32            registers, accumulator
+dS      P ∘ dP                                           [64, 64]                    shared, ``ds``, or registers
+                                                                                     (deterministic); operand A of dK
+dV      sum of P·dO over the steps                       [64, value_dim] float32     registers of the dV warpgroup
+dK      sum of dS·Q over the steps                       [64, head_dim] float32      registers of the dK warpgroup
+dQ      dSᵀ·K of a step, a part of the columns           [64, ≤ head_dim] float32    registers; shared, ``dq``
+        its sum, the dQ accumulator                      ``dq_accumulator_shape``    global
+======  ===============================================  ==========================  ===================================
+
+Step i with two stages of dO; time runs to the right, and what stands below each other overlaps::
+
+    producer       lse Q(i+2)  delta dO(i+2)   (as far ahead as the rings have stages)
+    dV warpgroup   MMA  S(i+1)   dV(i)           dQ(i)[:, :split]
+                   ALU          P(i+1) -> p                      dQ -> dq, add
+    dK warpgroup   MMA  dP(i+1)  dK(i)           dQ(i)[:, split:]
+                   ALU           dS(i+1)                         dS(i+1) -> ds; dQ -> dq, add
+
+P(i+1) is computed beside the MMA for dV(i), dS(i+1) beside that for dK(i). With one stage of dO the dK warpgroup does
+one step after another, and the dV warpgroup releases dO before it computes P. With a bias or a soft cap −lse is added
+behind them instead; with dropout, −delta behind its scale.
 """
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
+from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
+from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import (
-    TileCoord,
-    transposed,
-)
+from tilewright.kernels.flash_attention.hopper.scores import transposed
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
-    QueryVisits,
-    Visit,
-    again,
-    has_unlike_factors,
-    probabilities,
-    score_gradients,
+    ProbabilityTiles,
+    QueryIteration,
+    QueryIterations,
+    ds_tile,
+    has_separate_ds_factor,
+    item_in_step,
+    softmax_tile,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
-from tilewright.kernels.hopper.schedule import decode_tile_index
-from tilewright.kernels.hopper.tiles import opaque_zero, tile_layout
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
+
+DV_WARPGROUP, DK_WARPGROUP, PRODUCER = range(CONSUMERS + 1)
+"""Indices of the warpgroups."""
 
 
 def wide_key_value_kernel(
@@ -47,358 +81,433 @@ def wide_key_value_kernel(
     tables: Tables | tuple[()],
     *,
     order: jax.Array,
-    d_query: jax.Ref | None,
+    dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
-) -> tuple[Any, Any]:
-    """``(d_key, d_value)``; adds to ``d_query``, a float32 reference of ``d_query_shape``, or None if deterministic.
+) -> KeyValueResults[jax.Array]:
+    """Computes dK and dV, and adds to ``dq_accumulator``.
 
     Args:
-      d_bias: a reference to zeros as ``bias_gradient`` wants them.
+      order: ``program_order`` over tiles of keys.
+      dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
+      d_bias: a reference to zeros, the array of ``bias_gradient``.
     """
-    query, _, value, _ = call.operands
-    params, options, arrays = call.params, call.options, transposed(call.arrays)
-    batch, _, heads, head_dim = query.shape
-    kv_length, kv_heads, value_dim = value.shape[1:]
-    group = heads // kv_heads
-    dtype = query.dtype
+    params, options, dtype = call.params, call.options, call.query.dtype
+    batch, _, heads, head_dim = call.query.shape
+    kv_length, kv_heads, value_dim = call.value.shape[1:]
     plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
-    if params.deterministic != (d_query is None):
-        raise ValueError(f"{params.deterministic=} and a place for dQ exclude each other")
+    if params.deterministic != (dq_accumulator is None):
+        raise ValueError(f"a dQ accumulator is for kernels that are not deterministic, got {params.deterministic=}")
     if plan.reason:
         raise ValueError(f"{params} {plan.reason}")
-    fused, ahead, apart = not params.deterministic, params.d_out_stages > 1, has_unlike_factors(options)
-    # Where it may be, an operand made on the way is one in registers, which the shared memory need not feed.
-    in_registers = not fused and not apart
-    split = plan.d_query_split
-    kv_tiles = schedule.extent.row_tiles
-    of_columns = tile_layout().reduce(0)
-    accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    operands = (*call.operands, call.statistics, d_query, d_bias, order, tables, arrays)
-    leaves, structure = jax.tree.flatten(operands)
-
-    def body(*refs: Ref) -> None:
-        q_ref, k_ref, v_ref, do_ref, stat_ref, dq_ref, d_bias_ref, order_ref, table_refs, array_refs = (
-            jax.tree.unflatten(structure, refs[: len(leaves)])
-        )
-        dk_ref, dv_ref, *scratch = refs[len(leaves) :]
-        rings, others = bind_rings(plan.rings, scratch)
-        k_ring, v_ring, q_ring, do_ring, shift_ring, delta_ring, factor_ring = rings[:7]
-        ds_ring = rings[-1]
-        more = list(others)
-        weights_smem = more.pop(0) if apart else factor_ring.smem
-        staging_smem: Any = more.pop(0) if fused else None
-        bias_smem: Any = more.pop(0) if bias_gradient is not None and bias_gradient.added else None
-
-        def current_item() -> Any:
-            return order_ref[lax.axis_index("program")]
-
-        def program(item: Scalar) -> tuple[Any, Any, Any, QueryVisits]:
-            """Batch element, kv head, first key and visits.
-
-            Worked out anew by each role, and by the consumers in each step, where they would be spilled otherwise.
-            """
-            b, kv_head, kv_tile = decode_tile_index(item, kv_tiles, kv_heads)
-            nothing = opaque_zero(jnp.int32(0) + item)
-            visits = QueryVisits.of(schedule, table_refs, b, kv_head * group, group, kv_tile, nothing)
-            return b, kv_head, kv_tile * BLOCK, visits
-
-        def row_statistic(ring: Ring, step: Scalar) -> Any:
-            """A step's statistic of its queries, spread over the tile.
-
-            Between reading it and its release comes a commit: TMA writes the stage next, and knows no other order.
-            """
-            ring.load_from_shared(step)
-            values = plgpu.load(ring.smem.at[ring.slot(step)], layout=of_columns)
-            return lax.broadcast_in_dim(values, WIDE_SHAPE, [1])
-
-        def add_to_d_query(part: jax.Array, item: Scalar, visit: Visit, role: int, begin: int) -> None:
-            b, _, _, visits = program(item)
-            head, strips = visits.head(visit), params.d_query_columns // STRIP
-            # Of the tile's rows of sums: a strip is two.
-            first, count = lax.div(visits.q_start(visit) * head_dim, jnp.int32(ROW)), strips * STRIP * BLOCK // ROW
-            for column in range(begin, begin + part.shape[1], params.d_query_columns):
-                buffer = column // params.d_query_columns % params.d_query_buffers
-                staging = staging_smem.at[role, buffer]
-                plgpu.wait_smem_to_gmem(params.d_query_buffers - 1, wait_read_only=True)
-                store_strips(staging, part[:, column - begin : column - begin + strips * STRIP])
-                plgpu.commit_smem()
-                target = dq_ref.at[b, head, pl.ds(first + column * BLOCK // ROW, count)]
-                plgpu.copy_smem_to_gmem(staging.reshape(count, ROW), target, reduction_op="add")
-
-        def value_role() -> None:
-            """Scores, probabilities, dV and the first columns of dQ."""
-            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
-            item = current_item()
-            _, _, _, visits = program(item)
-            steps = visits.total
-
-            def issue_scores(scores: Ref, step: Scalar) -> None:
-                if options.plain:
-                    scores[...] = row_statistic(shift_ring, step)
-                q_ring.load_from_shared(step)
-                keys = k_ring.smem.at[opaque_zero(step + item)]
-                plgpu.wgmma(scores, keys, q_ring.get_mma_tile(step, transposed=True))
-
-            def weigh(scores: jax.Array, step: Scalar, visit: Visit) -> tuple[Any, Any]:
-                shift = None if options.plain else row_statistic(shift_ring, step) * options.multiplier
-                b, _, kv_start, visits = program(again(item, step))
-                place = TileCoord(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
-                masked = visits.masked(visit) if schedule.may_mask else False
-                weights, factors = probabilities(scores, shift, options, array_refs, place, masked, dtype)
-                # Registers that are an operand must not be written while a product runs: see below.
-                return weights if in_registers else weights.astype(dtype), factors.astype(dtype)
-
-            def publish(step: Scalar, weights: jax.Array, factors: jax.Array) -> Any:
-                """Hands over the factors; returns what the loop carries to the product for dV."""
-                weights = weights.astype(dtype)
-                if apart:
-                    weights_smem[0] = weights
-                factor_ring.copy_to_shared(step, factors if apart else weights)
-                shift_ring.release(step)
-                return weights if in_registers else jnp.int32(0)
-
-            def accumulate(dv: Ref) -> Any:
-                def issue_dv(step: Scalar, weights: jax.Array) -> None:
-                    do_ring.load_from_shared(step)
-                    plgpu.wgmma(dv, weights if in_registers else weights_smem.at[0], do_ring.get_mma_tile(step))
-
-                def first(scores: Ref) -> tuple[Any, Any]:
-                    issue_scores(scores, jnp.int32(0))
-                    return weigh(scores[...], jnp.int32(0), visits.first)
-
-                def d_query_part(step: Scalar, dq: Ref) -> Any:
-                    keys = k_ring.smem.at[opaque_zero(step + item), :, pl.ds(0, split)]
-                    plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), keys)
-                    return dq[...]
-
-                def add_own_columns(step: Scalar, visit: Visit) -> None:
-                    if not fused:
-                        return
-                    ds_ring.load_from_shared(step)
-                    part = functools.partial(d_query_part, step)
-                    dq = pl.run_scoped(part, plgpu.ACC((BLOCK, split), jnp.float32))
-                    ds_ring.release(step)
-                    add_to_d_query(dq, again(item, step), visit, 0, 0)
-
-                def one(step: Scalar, carry: Any) -> Any:
-                    visit, weights = carry
-                    following = program(again(item, step))[-1].after(visit)
-
-                    def products(scores: Ref) -> Any:
-                        if ahead:
-                            issue_scores(scores, step + 1)
-                            issue_dv(step, weights)
-                            logits = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                        else:
-                            # The only stage of d_out is wanted back.
-                            issue_dv(step, weights)
-                            issue_scores(scores, step + 1)
-                            plgpu.wgmma_wait(1)
-                            do_ring.release(step)
-                            logits = scores[...]
-                        return weigh(logits, step + 1, following)
-
-                    made = pl.run_scoped(products, accumulator)
-                    plgpu.wgmma_wait(0)
-                    if ahead:
-                        do_ring.release(step)
-                    # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made
-                    # while one is in flight (C7513).
-                    weights = publish(step + 1, *made)
-                    add_own_columns(step, visit)
-                    return following, weights
-
-                k_ring.load_from_shared(0)
-                weights = publish(jnp.int32(0), *pl.run_scoped(first, accumulator))
-                last, weights = lax.fori_loop(0, steps - 1, one, (visits.first, weights))
-                issue_dv(steps - 1, weights)
-                add_own_columns(steps - 1, last)
-                plgpu.wgmma_wait(0)
-                do_ring.release(steps - 1)
-                return dv[...]
-
-            dv = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, value_dim), jnp.float32))
-            if options.dropout_prob:
-                dv = dv * (1 / (1 - options.dropout_prob))
-            # The other role has taken the last factors, so its last product with d_out is over.
-            factor_ring.drain(steps - 1)
-            b, kv_head, kv_start, _ = program(again(item, steps))
-            store(do_ring, steps - 1, dv, dv_ref.at[b, pl.ds(kv_start, BLOCK), kv_head])
-
-        def key_role() -> None:
-            """Gradients of probabilities and scores, dK and the rest of dQ's columns."""
-            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
-            item = current_item()
-            _, _, _, visits = program(item)
-            steps = visits.total
-            d_query_part = plgpu.ACC((BLOCK, max(head_dim - split, 8)), jnp.float32)
-            own_columns = fused and split < head_dim
-
-            def issue_dp(dp: Ref, step: Scalar) -> None:
-                if not options.dropout_prob:
-                    dp[...] = row_statistic(delta_ring, step)
-                do_ring.load_from_shared(step)
-                plgpu.wgmma(dp, v_ring.smem.at[opaque_zero(step + item)], do_ring.get_mma_tile(step, transposed=True))
-
-            def store_bias(ds: jax.Array, step: Scalar, visit: Visit | None) -> None:
-                if bias_gradient is None or visit is None:
-                    return
-                b, _, kv_start, visits = program(again(item, step))
-                place = TileCoord(b, visits.head(visit), visits.q_start(visit), kv_start, WIDE_SHAPE, 1)
-                bias_gradient.store(d_bias_ref, None if bias_smem is None else bias_smem.at[0], ds, place)
-
-            def finish(dp: jax.Array, step: Scalar, visit: Visit | None) -> Any:
-                """dS from dP, whose product is over."""
-                do_ring.release(step)
-                minus_delta = row_statistic(delta_ring, step) if options.dropout_prob else None
-                if not fused:
-                    plgpu.commit_smem()
-                    delta_ring.release(step)
-                factor_ring.load_from_shared(step)
-                factors = plgpu.load(factor_ring.smem.at[factor_ring.slot(step)], layout=tile_layout()).astype(
-                    jnp.float32
-                )
-                ds = score_gradients(factors, dp, minus_delta, options)
-                factor_ring.release(step)
-                if not fused:
-                    return ds
-                store_bias(ds, step, visit)
-                return ds.astype(dtype)
-
-            def alone(step: Scalar, visit: Visit, dp: Ref) -> Any:
-                issue_dp(dp, step)
-                return finish(dp[...], step, visit)
-
-            def publish(step: Scalar, ds: jax.Array, visit: Visit | None) -> Any:
-                """Hands dS to both products for dQ; returns what the loop carries to the one for dK."""
-                if not fused:
-                    # Here, where no product is in flight: rounded for the bias, dS is the next one's operand too.
-                    store_bias(ds, step, visit)
-                    return ds.astype(dtype)
-                ds = ds.astype(dtype)
-                ds_ring.copy_to_shared(step, ds)
-                delta_ring.release(step)
-                return jnp.int32(0)
-
-            def issue_own_columns(dq: Ref, step: Scalar) -> None:
-                rest = pl.ds(split, head_dim - split)
-                plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k_ring.smem.at[opaque_zero(step + item), :, rest])
-
-            def accumulate(dk: Ref) -> Any:
-                def issue_dk(step: Scalar, ds: jax.Array) -> None:
-                    q_ring.load_from_shared(step)
-                    plgpu.wgmma(dk, ds_ring.get_mma_tile(step) if fused else ds, q_ring.get_mma_tile(step))
-
-                def one_ahead(step: Scalar, carry: Any) -> Any:
-                    """dP of the next step and dK of this one; the next dS is made under the latter."""
-                    visit, ds = carry
-
-                    def products(dp: Ref) -> Any:
-                        issue_dp(dp, step + 1)
-                        issue_dk(step, ds)
-                        next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
-                        return finish(plgpu.wgmma_accumulator_load(dp, wait_n=1), step + 1, next_visit)
-
-                    def own(dq: Ref) -> Any:
-                        issue_own_columns(dq, step)
-                        return dq[...]
-
-                    made = pl.run_scoped(products, accumulator)
-                    plgpu.wgmma_wait(0)
-                    q_ring.release(step)
-                    dq: Any = pl.run_scoped(own, d_query_part) if own_columns else None
-                    next_visit = None if bias_gradient is None else program(again(item, step))[-1].after(visit)
-                    following = publish(step + 1, made, next_visit)
-                    if own_columns:
-                        add_to_d_query(dq, again(item, step), visit, 1, split)
-                    return program(again(item, step))[-1].after(visit), following
-
-                def one(step: Scalar, carry: Any) -> Any:
-                    """dP, then dQ and dK of one step."""
-                    visit, _ = carry
-                    ds = publish(step, pl.run_scoped(functools.partial(alone, step, visit), accumulator), visit)
-                    last_products(step, visit, ds)
-                    q_ring.release(step)
-                    return program(again(item, step))[-1].after(visit), jnp.int32(0)
-
-                def last_products(step: Scalar, visit: Visit, ds: jax.Array) -> None:
-                    def products(dq: Ref) -> Any:
-                        issue_own_columns(dq, step)
-                        issue_dk(step, ds)
-                        return plgpu.wgmma_accumulator_load(dq, wait_n=1)
-
-                    if own_columns:
-                        add_to_d_query(pl.run_scoped(products, d_query_part), again(item, step), visit, 1, split)
-                    else:
-                        issue_dk(step, ds)
-                    plgpu.wgmma_wait(0)
-
-                v_ring.load_from_shared(0)
-                if fused:
-                    k_ring.load_from_shared(0)
-                if not ahead:
-                    lax.fori_loop(0, steps, one, (visits.first, jnp.int32(0)))
-                    return dk[...]
-                first = functools.partial(alone, jnp.int32(0), visits.first)
-                ds = publish(jnp.int32(0), pl.run_scoped(first, accumulator), visits.first)
-                last, ds = lax.fori_loop(0, steps - 1, one_ahead, (visits.first, ds))
-                last_products(steps - 1, last, ds)
-                q_ring.release(steps - 1)
-                return dk[...]
-
-            dk = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, head_dim), jnp.float32)) * options.scale
-            b, kv_head, kv_start, _ = program(again(item, steps))
-            # The last scores came before the last dS: nothing reads queries any more.
-            store(q_ring, steps - 1, dk, dk_ref.at[b, pl.ds(kv_start, BLOCK), kv_head])
-
-        def store(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -> None:
-            """Writes a gradient by way of a stage that is no longer needed."""
-            stage = ring.smem.at[ring.slot(step)]
-            stage[...] = gradient.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, target)
-            plgpu.wait_smem_to_gmem(0)
-
-        def producer_role() -> None:
-            plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
-            b, kv_head, kv_start, visits = program(current_item())
-            kv_rows = pl.ds(kv_start, BLOCK)
-            k_ring.load_from_dram(0, k_ref.at[b, kv_rows, kv_head])
-
-            def load(step: Scalar, visit: Visit) -> Any:
-                head, rows = visits.head(visit), pl.ds(visits.q_start(visit), BLOCK)
-                shift_ring.load_from_dram(step, stat_ref.at[b, head, 0, rows])
-                q_ring.load_from_dram(step, q_ref.at[b, rows, head])
-
-                @pl.when(step == 0)
-                def _() -> None:
-                    v_ring.load_from_dram(0, v_ref.at[b, kv_rows, kv_head])
-
-                delta_ring.load_from_dram(step, stat_ref.at[b, head, 1, rows])
-                do_ring.load_from_dram(step, do_ref.at[b, rows, head])
-                return visits.after(visit)
-
-            lax.fori_loop(0, visits.total, load, visits.first)
-
-        for warpgroup, role in enumerate((value_role, key_role, producer_role)):
-            pl.when(lax.axis_index("warpgroup") == warpgroup)(role)
-
-    scratch = ring_scratch(plan.rings)
-    if apart:
-        scratch.append(plan.weights.scratch(1))
-    if fused:
-        scratch.append(plgpu.SMEM(plan.staging_shape, jnp.float32))
-    if bias_gradient is not None and bias_gradient.added:
-        scratch.append(bias_gradient.staging(1))
-    kernel = warpgroup_kernel(
-        body,
-        (
-            jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
-        ),
-        scratch,
-        batch * kv_heads * kv_tiles,
-        CONSUMERS + 1,
+    operands = WideKeyValueOperands[object](
+        *call.operands, call.statistics, dq_accumulator, d_bias, order, tables, transposed(call.arrays)
     )
-    return kernel(*leaves)
+    results = KeyValueResults(
+        jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
+        jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
+    )
+
+    def body(
+        operands: WideKeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: WideKeyValueScratch[Ring, Ref]
+    ) -> None:
+        ctx = WideContext(plan, options, schedule, kv_heads, heads // kv_heads, operands, results, scratch)
+        for warpgroup, role in ((DV_WARPGROUP, compute_dv), (DK_WARPGROUP, compute_dk), (PRODUCER, load_tiles)):
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(role, ctx))
+
+    scratch = plan.scratch(has_separate_ds_factor(options))
+    num_ctas = batch * kv_heads * schedule.extent.row_tiles
+    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+
+
+def load_tiles(ctx: WideContext) -> None:
+    """Role of the producer: loads K and V of the CTA, and Q, dO and the statistics of its steps."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
+    item = ctx.decode(ctx.current_item())
+    b, iterations, refs, rings = item.batch, item.iterations, ctx.operands, ctx.scratch
+    kv_rows = pl.ds(item.kv_start, BLOCK)
+    rings.k.load_from_dram(0, refs.key.at[b, kv_rows, item.kv_head])
+
+    def load_step(step: Scalar, iteration: QueryIteration) -> QueryIteration:
+        head, rows = iterations.head(iteration), pl.ds(iterations.q_start(iteration), BLOCK)
+        rings.minus_lse.load_from_dram(step, refs.statistics.at[b, head, MINUS_LSE, rows])
+        rings.q.load_from_dram(step, refs.query.at[b, rows, head])
+
+        @pl.when(step == 0)
+        def _() -> None:
+            # Behind K and the first Q, which S needs earlier.
+            rings.v.load_from_dram(0, refs.value.at[b, kv_rows, item.kv_head])
+
+        rings.minus_delta.load_from_dram(step, refs.statistics.at[b, head, MINUS_DELTA, rows])
+        rings.d_out.load_from_dram(step, refs.d_out.at[b, rows, head])
+        return iterations.after(iteration)
+
+    lax.fori_loop(0, iterations.total, load_step, iterations.first)
+
+
+# Shared by both consumers.
+
+
+def load_statistic(ring: Ring, step: Scalar) -> jax.Array:
+    """Waits for −lse or −delta of a step's queries, and loads it as a tile.
+
+    An async-proxy fence (``commit_smem``) must come before the release of the stage: TMA writes it next.
+    """
+    ring.load_from_shared(step)
+    values = plgpu.load(ring.smem.at[ring.slot(step)], layout=column_layout())
+    return lax.broadcast_in_dim(values, WIDE_TILE, [1])
+
+
+def add_to_dq(
+    ctx: WideContext, item: Scalar, iteration: QueryIteration, warpgroup: int, begin: int, dq: jax.Array
+) -> None:
+    """Adds columns of a step's dQ, from ``begin`` on, to the accumulator by TMA reductions."""
+    params, staging, accumulator = ctx.plan.params, ctx.scratch.dq, ctx.operands.dq_accumulator
+    assert staging is not None
+    assert accumulator is not None
+    b, _, _, iterations = ctx.decode(item)
+    head, strips = iterations.head(iteration), params.d_query_columns // STRIP
+    # In rows of the accumulator, of which a strip of 64 queries takes two.
+    first = lax.div(iterations.q_start(iteration) * ctx.plan.head_dim, jnp.int32(ROW))
+    count = strips * STRIP * BLOCK // ROW
+    for column in range(begin, begin + dq.shape[1], params.d_query_columns):
+        buffer = staging.at[warpgroup, column // params.d_query_columns % params.d_query_buffers]
+        # The reduction that used this buffer has read it: only the later ones may still be in flight.
+        plgpu.wait_smem_to_gmem(params.d_query_buffers - 1, wait_read_only=True)
+        store_strips(buffer, dq[:, column - begin : column - begin + strips * STRIP])
+        plgpu.commit_smem()
+        target = accumulator.at[b, head, pl.ds(first + column * BLOCK // ROW, count)]
+        plgpu.copy_smem_to_gmem(buffer.reshape(count, ROW), target, reduction_op="add")
+
+
+def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -> None:
+    """Stores dK or dV by TMA, through the stage of a step that is no longer needed."""
+    stage = ring.smem.at[ring.slot(step)]
+    stage[...] = gradient.astype(stage.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+# The dV warpgroup.
+
+
+def compute_dv(ctx: WideContext) -> None:
+    """Role of the dV warpgroup: S, P, dV and the first columns of dQ."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    item, options = ctx.current_item(), ctx.options
+    iterations = ctx.decode(item).iterations
+    steps = iterations.total
+    warpgroup = DvWarpgroup(ctx, item)
+    accumulate = functools.partial(warpgroup.accumulate, iterations, steps)
+    dv = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.value_dim), jnp.float32))
+    if options.dropout_prob:
+        dv = dv * (1 / (1 - options.dropout_prob))
+    # Once the dK warpgroup has released the last P, its last MMA with dO is over, and the stage of dO is free.
+    ctx.scratch.p.drain(steps - 1)
+    b, kv_head, kv_start, _ = ctx.decode(item_in_step(item, steps))
+    store_gradient(ctx.scratch.d_out, steps - 1, dv, ctx.results.d_value.at[b, pl.ds(kv_start, BLOCK), kv_head])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DvWarpgroup:
+    """The dV warpgroup on its work item.
+
+    Between two steps it keeps ``p``: P as operand A of the next dV, or a 0 where the operand is in shared memory.
+    """
+
+    ctx: WideContext
+    item: Scalar
+
+    def accumulate(self, iterations: QueryIterations, steps: Scalar, dv: Ref) -> jax.Array:
+        """Sums dV over all steps; returns it without the scale of dropout."""
+        self.ctx.scratch.k.load_from_shared(0)
+        first = pl.run_scoped(functools.partial(self.first_p, iterations), self.ctx.s_accumulator)
+        p = self.store_p_to_smem(jnp.int32(0), first)
+        one = functools.partial(self.one_step, dv)
+        last, p = lax.fori_loop(0, steps - 1, one, (iterations.first, p))
+        self.issue_dv(steps - 1, p, dv)
+        self.add_own_dq(steps - 1, last)
+        plgpu.wgmma_wait(0)
+        self.ctx.scratch.d_out.release(steps - 1)
+        return dv[...]
+
+    def one_step(
+        self, dv: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
+    ) -> tuple[QueryIteration, jax.Array]:
+        """dV and dQ of a step, and P of the next one."""
+        iteration, p = carry
+        following = self.ctx.decode(item_in_step(self.item, step)).iterations.after(iteration)
+        next_p = pl.run_scoped(functools.partial(self.overlapped, step, following, p, dv), self.ctx.s_accumulator)
+        plgpu.wgmma_wait(0)
+        if self.ctx.overlaps_next_step:
+            self.ctx.scratch.d_out.release(step)
+        # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made while one is in
+        # flight (C7513).
+        p = self.store_p_to_smem(step + 1, next_p)
+        self.add_own_dq(step, iteration)
+        return following, p
+
+    def overlapped(self, step: Scalar, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref) -> ProbabilityTiles:
+        """Issues S of the next step and dV of this one, and computes the next P beside dV."""
+        if self.ctx.overlaps_next_step:
+            self.issue_s(step + 1, s)
+            self.issue_dv(step, p, dv)
+            s_tile = plgpu.wgmma_accumulator_load(s, wait_n=1)
+        else:
+            # dV first: its stage of dO is the only one, and the producer waits for it.
+            self.issue_dv(step, p, dv)
+            self.issue_s(step + 1, s)
+            plgpu.wgmma_wait(1)
+            self.ctx.scratch.d_out.release(step)
+            s_tile = s[...]
+        return self.compute_p(step + 1, following, s_tile)
+
+    def first_p(self, iterations: QueryIterations, s: Ref) -> ProbabilityTiles:
+        """P of the first step, with no other MMA in flight."""
+        self.issue_s(jnp.int32(0), s)
+        return self.compute_p(jnp.int32(0), iterations.first, s[...])
+
+    def issue_s(self, step: Scalar, s: Ref) -> None:
+        """Issues the MMA S = KQᵀ − lse."""
+        rings = self.ctx.scratch
+        if self.ctx.options.plain:
+            s[...] = load_statistic(rings.minus_lse, step)
+        rings.q.load_from_shared(step)
+        k = rings.k.smem.at[opaque_zero(step + self.item)]
+        plgpu.wgmma(s, k, rings.q.get_mma_tile(step, transposed=True))
+
+    def compute_p(self, step: Scalar, iteration: QueryIteration, s: jax.Array) -> ProbabilityTiles:
+        """Computes P from S, possibly with an MMA in flight."""
+        ctx, options, dtype = self.ctx, self.ctx.options, self.ctx.plan.dtype
+        minus_lse = None
+        if not options.plain:
+            minus_lse = load_statistic(ctx.scratch.minus_lse, step) * options.multiplier
+        item = ctx.decode(item_in_step(self.item, step))
+        coord = item.coord(iteration)
+        masked = item.iterations.masked(iteration) if ctx.schedule.may_mask else False
+        p = softmax_tile(s, minus_lse, options, ctx.operands.arrays, coord, masked, dtype)
+        # Registers that are an operand must not be written while an MMA is in flight: `one_step` says why.
+        return ProbabilityTiles(p.dv if ctx.p_in_registers else p.dv.astype(dtype), p.ds.astype(dtype))
+
+    def store_p_to_smem(self, step: Scalar, p: ProbabilityTiles) -> jax.Array:
+        """Stores P to shared memory, for the dK warpgroup; returns what the loop carries to dV."""
+        p_dv, p_ring, buffer = p.dv.astype(self.ctx.plan.dtype), self.ctx.scratch.p, self.ctx.scratch.p_dv
+        if buffer is not None:
+            buffer[0] = p_dv
+        p_ring.copy_to_shared(step, p_dv if buffer is None else p.ds)
+        self.ctx.scratch.minus_lse.release(step)
+        return p_dv if self.ctx.p_in_registers else jnp.int32(0)
+
+    def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> None:
+        """Issues the MMA dV += P·dO."""
+        d_out_ring, p_ring, buffer = self.ctx.scratch.d_out, self.ctx.scratch.p, self.ctx.scratch.p_dv
+        d_out_ring.load_from_shared(step)
+        p_smem = (p_ring.smem if buffer is None else buffer).at[0]
+        plgpu.wgmma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
+
+    def add_own_dq(self, step: Scalar, iteration: QueryIteration) -> None:
+        """Adds the first columns of a step's dQ, unless another kernel computes dQ."""
+        ds_ring, split = self.ctx.scratch.ds, self.ctx.plan.d_query_split
+        if ds_ring is None:
+            return
+        ds_ring.load_from_shared(step)
+        dq = pl.run_scoped(functools.partial(self.compute_dq, ds_ring, step), plgpu.ACC((BLOCK, split), jnp.float32))
+        ds_ring.release(step)
+        add_to_dq(self.ctx, item_in_step(self.item, step), iteration, DV_WARPGROUP, 0, dq)
+
+    def compute_dq(self, ds_ring: Ring, step: Scalar, dq: Ref) -> jax.Array:
+        """Computes the first columns of dQ = dSᵀ·K."""
+        columns = pl.ds(0, self.ctx.plan.d_query_split)
+        k = self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns]
+        plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k)
+        return dq[...]
+
+
+# The dK warpgroup.
+
+
+def compute_dk(ctx: WideContext) -> None:
+    """Role of the dK warpgroup: dP, dS, dK and the rest of dQ's columns."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    item = ctx.current_item()
+    iterations = ctx.decode(item).iterations
+    steps = iterations.total
+    accumulate = functools.partial(DkWarpgroup(ctx, item).accumulate, iterations, steps)
+    dk = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.head_dim), jnp.float32)) * ctx.options.scale
+    b, kv_head, kv_start, _ = ctx.decode(item_in_step(item, steps))
+    # The last S was computed before the last dS: nothing reads the stage of Q any more.
+    store_gradient(ctx.scratch.q, steps - 1, dk, ctx.results.d_key.at[b, pl.ds(kv_start, BLOCK), kv_head])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DkWarpgroup:
+    """The dK warpgroup on its work item.
+
+    Between two steps it keeps ``ds``: dS as operand A of the next dK, or a 0 where the operand is in shared memory.
+    """
+
+    ctx: WideContext
+    item: Scalar
+
+    @property
+    def fuses_dq(self) -> bool:
+        return self.ctx.plan.fuses_dq
+
+    @property
+    def has_dq_columns(self) -> bool:
+        """True if any columns of dQ are left to this warpgroup."""
+        return self.fuses_dq and self.ctx.plan.d_query_split < self.ctx.plan.head_dim
+
+    @property
+    def dq_accumulator(self) -> object:
+        """The type of the accumulator of this warpgroup's columns of dQ."""
+        return plgpu.ACC((BLOCK, max(self.ctx.plan.head_dim - self.ctx.plan.d_query_split, 8)), jnp.float32)
+
+    def after(self, step: Scalar, iteration: QueryIteration) -> QueryIteration:
+        """The next iteration, from the item decoded anew."""
+        return self.ctx.decode(item_in_step(self.item, step)).iterations.after(iteration)
+
+    def after_for_bias(self, step: Scalar, iteration: QueryIteration) -> QueryIteration | None:
+        """The next iteration, if the gradient of a bias needs its coordinates."""
+        return None if self.ctx.plan.bias_gradient is None else self.after(step, iteration)
+
+    def accumulate(self, iterations: QueryIterations, steps: Scalar, dk: Ref) -> jax.Array:
+        """Sums dK over all steps; returns it without the scale."""
+        self.ctx.scratch.v.load_from_shared(0)
+        if self.fuses_dq:
+            self.ctx.scratch.k.load_from_shared(0)
+        if not self.ctx.overlaps_next_step:
+            alone = functools.partial(self.one_step, dk)
+            lax.fori_loop(0, steps, alone, (iterations.first, jnp.int32(0)))
+            return dk[...]
+        first = functools.partial(self.ds_alone, jnp.int32(0), iterations.first)
+        ds = self.store_ds_to_smem(jnp.int32(0), pl.run_scoped(first, self.ctx.s_accumulator), iterations.first)
+        one_ahead = functools.partial(self.one_step_ahead, dk)
+        last, ds = lax.fori_loop(0, steps - 1, one_ahead, (iterations.first, ds))
+        self.dq_and_dk(steps - 1, last, ds, dk)
+        self.ctx.scratch.q.release(steps - 1)
+        return dk[...]
+
+    def one_step_ahead(
+        self, dk: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
+    ) -> tuple[QueryIteration, jax.Array]:
+        """dP of the next step and dK of this one; the next dS is computed beside the latter."""
+        iteration, ds = carry
+        overlapped = functools.partial(self.overlapped, step, iteration, ds, dk)
+        next_ds = pl.run_scoped(overlapped, self.ctx.s_accumulator)
+        plgpu.wgmma_wait(0)
+        self.ctx.scratch.q.release(step)
+        dq = pl.run_scoped(functools.partial(self.dq_alone, step), self.dq_accumulator) if self.has_dq_columns else None
+        following = self.after_for_bias(step, iteration)
+        ds = self.store_ds_to_smem(step + 1, next_ds, following)
+        if dq is not None:
+            self.add_own_dq(step, iteration, dq)
+        return self.after(step, iteration), ds
+
+    def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
+        """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
+        self.issue_dp(step + 1, dp)
+        self.issue_dk(step, ds, dk)
+        following = self.after_for_bias(step, iteration)
+        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+        return self.compute_ds(step + 1, following, dp_tile)
+
+    def one_step(
+        self, dk: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
+    ) -> tuple[QueryIteration, jax.Array]:
+        """dP, then dQ and dK of one step."""
+        iteration, _ = carry
+        ds = pl.run_scoped(functools.partial(self.ds_alone, step, iteration), self.ctx.s_accumulator)
+        self.dq_and_dk(step, iteration, self.store_ds_to_smem(step, ds, iteration), dk)
+        self.ctx.scratch.q.release(step)
+        return self.after(step, iteration), jnp.int32(0)
+
+    def dq_and_dk(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref) -> None:
+        """dQ and dK of a step; columns of dQ are added beside the MMA for dK."""
+
+        def overlapped(dq: Ref) -> jax.Array:
+            self.issue_dq(step, dq)
+            self.issue_dk(step, ds, dk)
+            return plgpu.wgmma_accumulator_load(dq, wait_n=1)
+
+        if self.has_dq_columns:
+            self.add_own_dq(step, iteration, pl.run_scoped(overlapped, self.dq_accumulator))
+        else:
+            self.issue_dk(step, ds, dk)
+        plgpu.wgmma_wait(0)
+
+    def issue_dp(self, step: Scalar, dp: Ref) -> None:
+        """Issues the MMA dP = VdOᵀ − delta."""
+        rings = self.ctx.scratch
+        if not self.ctx.options.dropout_prob:
+            dp[...] = load_statistic(rings.minus_delta, step)
+        rings.d_out.load_from_shared(step)
+        v = rings.v.smem.at[opaque_zero(step + self.item)]
+        plgpu.wgmma(dp, v, rings.d_out.get_mma_tile(step, transposed=True))
+
+    def ds_alone(self, step: Scalar, iteration: QueryIteration, dp: Ref) -> jax.Array:
+        """dS of a step, with no other MMA in flight."""
+        self.issue_dp(step, dp)
+        return self.compute_ds(step, iteration, dp[...])
+
+    def compute_ds(self, step: Scalar, iteration: QueryIteration | None, dp: jax.Array) -> jax.Array:
+        """Computes dS from dP, whose MMA is complete, and P; in float32 if deterministic, for the bias."""
+        rings, options = self.ctx.scratch, self.ctx.options
+        rings.d_out.release(step)
+        minus_delta = load_statistic(rings.minus_delta, step) if options.dropout_prob else None
+        if not self.fuses_dq:
+            plgpu.commit_smem()  # an async-proxy fence between the load of delta and the release of its stage
+            rings.minus_delta.release(step)
+        rings.p.load_from_shared(step)
+        p = plgpu.load(rings.p.smem.at[rings.p.slot(step)], layout=tile_layout()).astype(jnp.float32)
+        ds = ds_tile(p, dp, minus_delta, options)
+        rings.p.release(step)
+        if not self.fuses_dq:
+            return ds
+        self.store_d_bias(step, iteration, ds)
+        return ds.astype(self.ctx.plan.dtype)
+
+    def store_ds_to_smem(self, step: Scalar, ds: jax.Array, iteration: QueryIteration | None) -> jax.Array:
+        """Stores dS to shared memory, for both MMAs for dQ; returns what the loop carries to dK."""
+        ds_ring = self.ctx.scratch.ds
+        if ds_ring is None:
+            # Here, where no MMA is in flight: rounded for the bias, dS is the next one's operand, too.
+            self.store_d_bias(step, iteration, ds)
+            return ds.astype(self.ctx.plan.dtype)
+        ds_ring.copy_to_shared(step, ds.astype(self.ctx.plan.dtype))
+        self.ctx.scratch.minus_delta.release(step)  # behind the async-proxy fence of that store
+        return jnp.int32(0)
+
+    def store_d_bias(self, step: Scalar, iteration: QueryIteration | None, ds: jax.Array) -> None:
+        """Stores or adds dS as the gradient of a bias, if there is one."""
+        bias_gradient, d_bias, staging = self.ctx.plan.bias_gradient, self.ctx.operands.d_bias, self.ctx.scratch.d_bias
+        if bias_gradient is None or iteration is None:
+            return
+        assert d_bias is not None
+        coord = self.ctx.decode(item_in_step(self.item, step)).coord(iteration)
+        bias_gradient.store(d_bias, None if staging is None else staging.at[0], ds, coord)
+
+    def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> None:
+        """Issues the MMA dK += dS·Q."""
+        q_ring, ds_ring = self.ctx.scratch.q, self.ctx.scratch.ds
+        q_ring.load_from_shared(step)
+        plgpu.wgmma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
+
+    def issue_dq(self, step: Scalar, dq: Ref) -> None:
+        """Issues the MMA for this warpgroup's columns of dQ = dSᵀ·K."""
+        ds_ring, split = self.ctx.scratch.ds, self.ctx.plan.d_query_split
+        assert ds_ring is not None
+        ds = ds_ring.get_mma_tile(step, True)
+        columns = pl.ds(split, self.ctx.plan.head_dim - split)
+        plgpu.wgmma(dq, ds, self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns])
+
+    def dq_alone(self, step: Scalar, dq: Ref) -> jax.Array:
+        """This warpgroup's columns of dQ, with no other MMA in flight."""
+        self.issue_dq(step, dq)
+        return dq[...]
+
+    def add_own_dq(self, step: Scalar, iteration: QueryIteration, dq: jax.Array) -> None:
+        """Adds this warpgroup's columns of dQ."""
+        split = self.ctx.plan.d_query_split
+        add_to_dq(self.ctx, item_in_step(self.item, step), iteration, DK_WARPGROUP, split, dq)

@@ -1,9 +1,39 @@
-"""The gradient of queries on Hopper where a head dim is beyond 128, by a kernel of its own, in a fixed order."""
+"""dQ on Hopper where a head dim is beyond 128, by a kernel of its own, in a fixed order: the deterministic backward.
+
+A work item, one per CTA, is a tile of 128 queries of a head; a step is a KV iteration, 64 keys. Two consumer warpgroups
+own 64 queries each; the third is the producer. The kernel also computes delta where dO is at hand, and stores it for
+the kernel for dK and dV, which runs afterwards.
+
+======  ============================================  =======================  =========================================
+symbol  meaning                                       shape                    where it lives
+======  ============================================  =======================  =========================================
+Q, dO   queries and gradient of the output            [64, ·_dim]              shared, ``q`` and ``d_out``: a stage for
+                                                                               each consumer
+O       output, for delta                             [64, value_dim]          shared, stages of ``k`` or ``v``
+lse     log-sum-exp of the rows, negated              [64] float32             global; registers if they suffice
+delta   rowsum(dO ∘ O) − d_lse, negated               [64] float32             global; registers if they suffice
+K, V    keys and values of a step                     [64, ·_dim]              shared, ``k``, ``v``
+S       QKᵀ                                           [64, 64] float32         registers, accumulator
+P       exp2(multiplier · (S − lse)), 0 where masked  [64, 64]                 registers
+dP      dO·Vᵀ − delta                                 [64, 64] float32         registers, accumulator
+dS      P ∘ dP                                        [64, 64]                 registers, operand A of dQ
+dQ      sum of dS·K over the steps                    [64, head_dim] float32   registers, accumulator; shared, ``q``
+======  ============================================  =======================  =========================================
+
+Step i without mask, bias, soft cap and dropout (``WideQueryContext.overlaps``); what stands below each other overlaps::
+
+    producer        K(i+2) V(i+2)     (as far ahead as the rings have stages)
+    consumer, MMA   S(i+1) dP(i+1)    dQ(i)             S(i+2) dP(i+2)    dQ(i+1)  ...
+    consumer, ALU                     P(i+1) dS(i+1)                      P(i+2) dS(i+2)
+
+All three MMAs are in flight at once; P waits for S alone, dS for S and dP. Steps that need a mask have no MMA of
+another step beside them. With bias, soft cap or dropout S and dP come one after the other, in the same registers.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,25 +41,105 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall
-from tilewright.kernels.flash_attention.hopper.delta import completed, statistic_of_rows, sums_of_products
+from tilewright.kernels.flash_attention.hopper.delta import (
+    MINUS_DELTA,
+    MINUS_LSE,
+    load_row_statistic,
+    minus_delta_of,
+    rowsum_of_products,
+)
+from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import WIDE_SHAPE, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import (
-    TileCoord,
-)
-from tilewright.kernels.flash_attention.hopper.wide_scores import (
-    again,
-    probabilities,
-    score_gradients,
-)
+from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+
+
+class WideQueryOperands[Operand](NamedTuple):
+    """Operands of the kernel, as arrays or references.
+
+    Attributes:
+      statistics: as in ``BackwardCall``, with d_lse in the second row.
+      item_order: the work item of each CTA.
+      tables: of the tile schedule.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    d_out: Operand
+    out: Operand
+    statistics: Operand
+    item_order: Operand
+    tables: tuple[Operand, ...]
+    arrays: ScoreArrays
+
+
+class WideQueryRings(NamedTuple):
+    """The rings as the roles use them; ``out`` has the stages of ``k`` or ``v``, for the loads before those."""
+
+    q: Ring
+    d_out: Ring
+    out: Ring
+    k: Ring
+    v: Ring
+
+
+class WideQueryItem(NamedTuple):
+    """A decoded work item: a tile of 128 queries of a head."""
+
+    batch: Scalar
+    head: Scalar
+    q_start: Scalar
+    steps: Steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WideQueryContext:
+    """All that the roles of the kernel share.
+
+    Attributes:
+      group: query heads of a key head.
+      d_query: the result.
+      warpgroup: index of the calling warpgroup; those of the consumers come first.
+    """
+
+    plan: WideBackwardPlan
+    options: ScoreOptions
+    schedule: TileSchedule
+    heads: int
+    group: int
+    operands: WideQueryOperands[Ref]
+    d_query: Ref
+    rings: WideQueryRings
+    warpgroup: Scalar
+
+    @property
+    def overlaps(self) -> bool:
+        """True if S and dP are in flight together: bias, soft cap and dropout take the registers of a second tile."""
+        return self.options.plain and not self.options.dropout_prob
+
+    @property
+    def s_accumulator(self) -> object:
+        """The type of the accumulator of S or dP."""
+        return plgpu.ACC(WIDE_TILE, jnp.float32)
+
+    def current_item(self) -> jax.Array:
+        """The work item of the CTA."""
+        return self.operands.item_order[lax.axis_index("program")]
+
+    def decode(self, item: Scalar) -> WideQueryItem:
+        """Decodes a work item: anew in each step where that saves registers (`item_in_step`)."""
+        b, h, q_tile = decode_tile_index(item, self.schedule.extent.row_tiles, self.heads)
+        q_start = q_tile * self.plan.params.query_rows
+        return WideQueryItem(b, h, q_start, self.schedule.steps(self.operands.tables, b, h, q_tile))
 
 
 def wide_query_kernel(
@@ -38,209 +148,257 @@ def wide_query_kernel(
     tables: Tables | tuple[()],
     *,
     order: jax.Array,
-) -> Any:
-    """``d_query`` by a schedule over the keys, in a fixed order.
+) -> jax.Array:
+    """Computes dQ, and completes ``call.statistics``.
 
-    Each of two warpgroups holds 64 rows of dQ. The schedule has rows of ``query_rows`` and columns of ``block_k``.
+    Args:
+      schedule: of rows of ``query_rows`` and columns of ``block_k``.
+      order: ``program_order`` over tiles of ``query_rows``.
     """
-    query, _, value, _ = call.operands
-    params, options = call.params, call.options
-    batch, q_length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
-    group = heads // kv_heads
-    dtype, block_q = query.dtype, params.query_rows
-    plan = WideBackwardPlan(params, head_dim, value_dim, dtype)
-    q_tiles = schedule.extent.row_tiles
-    # What else is done to a tile takes the registers that a second tile in flight would need.
-    light = options.plain and not options.dropout_prob
-    accumulator = plgpu.ACC(WIDE_SHAPE, jnp.float32)
-    operands = (*call.operands, call.out, call.statistics, order, tables, call.arrays)
-    leaves, structure = jax.tree.flatten(operands)
+    batch, _, heads, head_dim = call.query.shape
+    kv_heads, value_dim = call.value.shape[2:]
+    options = call.options
+    plan = WideBackwardPlan(call.params, head_dim, value_dim, call.query.dtype)
+    operands = WideQueryOperands[object](*call.operands, call.out, call.statistics, order, tables, call.arrays)
 
-    def body(*refs: Ref) -> None:
-        q_ref, k_ref, v_ref, do_ref, out_ref, stat_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
-        )
-        dq_ref, *scratch = refs[len(leaves) :]
-        (q_ring, do_ring, k_ring, v_ring), _ = bind_rings(plan.query_rings, scratch)
-        # The rows of ``out`` come first, by a ring that has both stages at once where they fit.
-        if head_dim == value_dim:
-            out_ring, k_ring = k_ring, dataclasses.replace(k_ring, offset=CONSUMERS)
-        else:
-            out_ring, v_ring = v_ring, dataclasses.replace(v_ring, offset=CONSUMERS)
-        warpgroup = lax.axis_index("warpgroup")
+    def body(operands: WideQueryOperands[Ref], d_query: Ref, scratch: WideQueryScratch[Ring]) -> None:
+        rings = bind_out_ring(scratch)
+        warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
+        ctx = WideQueryContext(plan, options, schedule, heads, group, operands, d_query, rings, warpgroup)
+        pl.when(warpgroup < CONSUMERS)(functools.partial(compute_dq, ctx))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(load_tiles, ctx))
 
-        def current_item() -> Any:
-            return order_ref[lax.axis_index("program")]
+    out_type = jax.ShapeDtypeStruct(call.query.shape, call.query.dtype)
+    num_ctas = batch * heads * schedule.extent.row_tiles
+    return run_kernel(body, operands, out_type, plan.query_scratch(), num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
 
-        def program(item: Scalar) -> tuple[Any, Any, Any, Steps]:
-            """Batch element, head, first query and visits."""
-            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            return b, h, q_tile * block_q, schedule.steps(table_refs, b, h, q_tile)
 
-        def consume() -> None:
-            plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
-            item = current_item()
-            steps = program(item)[-1]
+def bind_out_ring(scratch: WideQueryScratch[Ring]) -> WideQueryRings:
+    """Lets O come first through the ring of K, which has two stages at least, or of V if only that has its shape."""
+    q, d_out, k, v = scratch
+    if k.plan.tile == v.plan.tile:
+        return WideQueryRings(q, d_out, k, dataclasses.replace(k, offset=CONSUMERS), v)
+    return WideQueryRings(q, d_out, v, k, dataclasses.replace(v, offset=CONSUMERS))
 
-            def needs_mask(step: Scalar) -> Any:
-                return step < program(again(item, step))[-1].masked if schedule.may_mask else False
 
-            def statistic(row: int, item: Scalar) -> Any:
-                b, h, q_start, _ = program(item)
-                rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
-                return statistic_of_rows(stat_ref, b, h, row, rows)
+def load_tiles(ctx: WideQueryContext) -> None:
+    """Role of the producer: loads dO, O and Q of the item, and K and V of its steps."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
+    b, h, q_start, steps = ctx.decode(ctx.current_item())
+    kv_head = lax.div(h, jnp.int32(ctx.group))
+    rings, refs = ctx.rings, ctx.operands
 
-            def spread(x: jax.Array) -> Any:
-                return lax.broadcast_in_dim(x, WIDE_SHAPE, [0])
+    def load_rows(ring: Ring, ref: Ref) -> None:
+        for i in range(CONSUMERS):
+            ring.load_from_dram(i, ref.at[b, pl.ds(q_start + i * BLOCK, BLOCK), h])
 
-            def complete_statistics() -> None:
-                """Stores the gradient of lse less the row sums of this warpgroup."""
-                do_ring.load_from_shared(warpgroup)
-                for i in range(CONSUMERS):
-                    out_ring.load_from_shared(i)
+    def load_step(step: Scalar, _: None) -> None:
+        kv_rows = pl.ds(steps.tile(step) * BLOCK, BLOCK)
+        rings.k.load_from_dram(step, refs.key.at[b, kv_rows, kv_head])
+        rings.v.load_from_dram(step, refs.value.at[b, kv_rows, kv_head])
 
-                    def store(i: int = i) -> None:
-                        b, h, q_start, _ = program(item)
-                        outs = out_ring.smem.at[out_ring.slot(i)]
-                        sums = sums_of_products(outs, do_ring.smem.at[i], do_ring.plan.tile)
-                        minus_delta = completed(statistic(0, item), statistic(1, item), sums)
-                        store_unoptimised(stat_ref.at[b, h, 1, pl.ds(q_start + i * BLOCK, BLOCK)], minus_delta)
+    # In the order in which the consumers need them: dO and O for delta, then Q.
+    load_rows(rings.d_out, refs.d_out)
+    load_rows(rings.out, refs.out)
+    load_rows(rings.q, refs.query)
+    lax.fori_loop(0, steps.total, load_step, None)
 
-                    pl.when(warpgroup == i)(store)
-                    plgpu.commit_smem()  # threads have read what TMA writes next
-                    out_ring.release(i)
 
-            complete_statistics()
-            # Read again in each step where registers are short.
-            of_rows = (statistic(0, item) * options.multiplier, statistic(1, item)) if light else None
+def compute_dq(ctx: WideQueryContext) -> None:
+    """Role of a consumer: delta and dQ of its 64 queries."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    item = ctx.current_item()
+    steps = ctx.decode(item).steps
+    complete_delta(ctx, item)
+    statistics = None
+    if ctx.overlaps:
+        minus_lse = load_own_statistic(ctx, MINUS_LSE, item) * ctx.options.multiplier
+        statistics = RowStatistics(minus_lse, load_own_statistic(ctx, MINUS_DELTA, item))
+    accumulate = functools.partial(DqWarpgroup(ctx, item, statistics).accumulate, steps)
+    dq = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.head_dim), jnp.float32)) * ctx.options.scale
+    # Through the stage of Q, which no MMA reads any more.
+    stage = ctx.rings.q.smem.at[ctx.warpgroup]
+    stage[...] = dq.astype(ctx.plan.dtype)
+    plgpu.commit_smem()
+    b, h, q_start, _ = ctx.decode(item_in_step(item, steps.total))
+    rows = pl.ds(q_start + ctx.warpgroup * BLOCK, BLOCK)
+    plgpu.copy_smem_to_gmem(stage, ctx.d_query.at[b, rows, h])
+    plgpu.wait_smem_to_gmem(0)
 
-            def shift(step: Scalar) -> Any:
-                return spread(of_rows[0] if of_rows else statistic(0, again(item, step)) * options.multiplier)
 
-            def minus_delta(step: Scalar) -> Any:
-                return spread(of_rows[1] if of_rows else statistic(1, again(item, step)))
+def load_own_statistic(ctx: WideQueryContext, row: int, item: Scalar) -> jax.Array:
+    """Loads a statistic of a consumer's queries from global memory."""
+    b, h, q_start, _ = ctx.decode(item)
+    rows = pl.ds(q_start + ctx.warpgroup * BLOCK, BLOCK)
+    return load_row_statistic(ctx.operands.statistics, b, h, row, rows)
 
-            def issue_scores(scores: Ref, step: Scalar) -> None:
-                k_ring.load_from_shared(step)
-                queries = q_ring.smem.at[warpgroup + opaque_zero(step + item)]
-                plgpu.wgmma(scores, queries, k_ring.get_mma_tile(step, transposed=True))
 
-            def issue_dp(dp: Ref, step: Scalar) -> None:
-                v_ring.load_from_shared(step)
-                d_outs = do_ring.smem.at[warpgroup + opaque_zero(step + item)]
-                plgpu.wgmma(dp, d_outs, v_ring.get_mma_tile(step, transposed=True))
+def complete_delta(ctx: WideQueryContext, item: Scalar) -> None:
+    """Computes −delta of a consumer's rows, and stores it."""
+    rings = ctx.rings
+    rings.d_out.load_from_shared(ctx.warpgroup)
+    # Both consumers pass both stages of O, for each of them has to release every stage; it reads its own alone.
+    for i in range(CONSUMERS):
+        rings.out.load_from_shared(i)
 
-            def weigh(logits: jax.Array, step: Scalar, masked: Condition) -> Any:
-                b, h, q_start, steps = program(again(item, step))
-                place = TileCoord(b, h, q_start + warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_SHAPE, 0)
-                return probabilities(logits, shift(step), options, array_refs, place, masked, dtype)[1]
+        def store(i: int = i) -> None:
+            b, h, q_start, _ = ctx.decode(item)
+            out = rings.out.smem.at[rings.out.slot(i)]
+            rowsum = rowsum_of_products(out, rings.d_out.smem.at[i], rings.d_out.plan.tile)
+            minus_lse, d_lse = (load_own_statistic(ctx, row, item) for row in (MINUS_LSE, MINUS_DELTA))
+            minus_delta = minus_delta_of(minus_lse, d_lse, rowsum)
+            rows = pl.ds(q_start + i * BLOCK, BLOCK)
+            store_unoptimised(ctx.operands.statistics.at[b, h, MINUS_DELTA, rows], minus_delta)
 
-            def together(
-                step: Scalar, scores: Ref, dp: Ref, *, masked: Condition, other: Callable[[], None] | None = None
-            ) -> Any:
-                """dS with both products at once; ``other`` issues one that is still in flight afterwards."""
-                dp[...] = minus_delta(step)
-                issue_scores(scores, step)
-                issue_dp(dp, step)
-                if other is not None:
-                    other()
-                behind = 0 if other is None else 1
-                factors = weigh(plgpu.wgmma_accumulator_load(scores, wait_n=behind + 1), step, masked)
-                d_probabilities = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
-                v_ring.release(step)
-                return factors * d_probabilities
+        pl.when(ctx.warpgroup == i)(store)
+        plgpu.commit_smem()  # an async-proxy fence: threads have read the stage, and TMA writes it next
+        rings.out.release(i)
 
-            def in_turn(step: Scalar, masked: Condition) -> Any:
-                def first(scores: Ref) -> Any:
-                    issue_scores(scores, step)
-                    return weigh(scores[...], step, masked)
 
-                def second(dp: Ref) -> Any:
-                    if not options.dropout_prob:
-                        dp[...] = minus_delta(step)
-                    issue_dp(dp, step)
-                    d_probabilities = dp[...]
-                    v_ring.release(step)
-                    return d_probabilities
+class RowStatistics(NamedTuple):
+    """The statistics of a consumer's rows, in registers."""
 
-                factors = pl.run_scoped(first, accumulator)
-                dp = pl.run_scoped(second, accumulator)
-                return score_gradients(factors, dp, minus_delta(step) if options.dropout_prob else None, options)
+    minus_lse: jax.Array  # in base 2
+    minus_delta: jax.Array
 
-            def accumulate(dq: Ref) -> Any:
-                def issue_dq(step: Scalar, ds: jax.Array) -> None:
-                    plgpu.wgmma(dq, ds, k_ring.get_mma_tile(step))
 
-                def alone(step: Scalar, masked: Condition) -> Any:
-                    # Two products at once want more registers than a mask leaves.
-                    if not light or masked:
-                        return in_turn(step, masked).astype(dtype)
-                    both = functools.partial(together, step, masked=masked)
-                    return pl.run_scoped(both, accumulator, accumulator).astype(dtype)
+@dataclasses.dataclass(frozen=True, slots=True)
+class DqWarpgroup:
+    """A consumer on its work item."""
 
-                def one(step: Scalar, _: None, masked: Condition) -> None:
-                    issue_dq(step, alone(step, masked))
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
+    ctx: WideQueryContext
+    item: Scalar
+    statistics: RowStatistics | None  # None where registers are short: they are loaded in each step instead
 
-                def one_ahead(step: Scalar, ds: jax.Array) -> Any:
-                    other = functools.partial(issue_dq, step, ds)
-                    both = functools.partial(together, step + 1, masked=False, other=other)
-                    following = pl.run_scoped(both, accumulator, accumulator)
-                    plgpu.wgmma_wait(0)
-                    k_ring.release(step)
-                    # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made
-                    # while one is in flight (C7513).
-                    return following.astype(dtype)
+    def accumulate(self, steps: Steps, dq: Ref) -> jax.Array:
+        """Sums dQ over all steps; returns it without the scale."""
+        may_mask, k_ring = self.ctx.schedule.may_mask, self.ctx.rings.k
+        self.ctx.rings.q.load_from_shared(self.ctx.warpgroup)
+        if not self.ctx.overlaps:
+            lax.fori_loop(0, steps.total, lambda step, _: self.one_step(dq, step, self.needs_mask(step)), None)
+            return dq[...]
+        begin: Scalar = jnp.int32(0)
+        if may_mask:
+            # Masked steps do not overlap: they would need more registers than there are.
+            begin = jnp.maximum(steps.masked - 1, 0)
+            lax.fori_loop(0, begin, lambda step, _: self.one_step(dq, step, True), None)
+        ds = self.ds_alone(begin, may_mask)
+        ds = lax.fori_loop(begin, steps.total - 1, functools.partial(self.one_step_ahead, dq), ds)
+        self.issue_dq(steps.total - 1, ds, dq)
+        plgpu.wgmma_wait(0)
+        k_ring.release(steps.total - 1)
+        return dq[...]
 
-                q_ring.load_from_shared(warpgroup)
-                if not light:
-                    lax.fori_loop(0, steps.total, lambda step, _: one(step, _, needs_mask(step)), None)
-                    return dq[...]
-                begin: Any = jnp.int32(0)
-                if schedule.may_mask:
-                    # One after another: overlapped, they would need more registers than there are.
-                    begin = jnp.maximum(steps.masked - 1, 0)
-                    lax.fori_loop(0, begin, functools.partial(one, masked=True), None)
-                ds = alone(begin, schedule.may_mask)
-                ds = lax.fori_loop(begin, steps.total - 1, one_ahead, ds)
-                issue_dq(steps.total - 1, ds)
-                plgpu.wgmma_wait(0)
-                k_ring.release(steps.total - 1)
-                return dq[...]
+    def one_step(self, dq: Ref, step: Scalar, masked: Condition) -> None:
+        """dS, then dQ of one step."""
+        self.issue_dq(step, self.ds_alone(step, masked), dq)
+        plgpu.wgmma_wait(0)
+        self.ctx.rings.k.release(step)
 
-            dq = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, head_dim), jnp.float32)) * options.scale
-            stage = q_ring.smem.at[warpgroup]
-            stage[...] = dq.astype(dtype)
-            plgpu.commit_smem()
-            b, h, q_start, _ = program(again(item, steps.total))
-            rows = pl.ds(q_start + warpgroup * BLOCK, BLOCK)
-            plgpu.copy_smem_to_gmem(stage, dq_ref.at[b, rows, h])
-            plgpu.wait_smem_to_gmem(0)
+    def one_step_ahead(self, dq: Ref, step: Scalar, ds: jax.Array) -> jax.Array:
+        """dQ of a step, and beside it dS of the next one, which is not masked."""
+        issue_dq = functools.partial(self.issue_dq, step, ds, dq)
+        overlapped = functools.partial(self.compute_ds, step + 1, False, issue_dq)
+        next_ds = pl.run_scoped(overlapped, self.ctx.s_accumulator, self.ctx.s_accumulator)
+        plgpu.wgmma_wait(0)
+        self.ctx.rings.k.release(step)
+        # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made while one is in
+        # flight (C7513).
+        return next_ds.astype(self.ctx.plan.dtype)
 
-        def produce() -> None:
-            plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
-            b, h, q_start, steps = program(current_item())
-            kv_head = lax.div(h, jnp.int32(group))
+    def needs_mask(self, step: Scalar) -> Condition:
+        """True if a step's tile needs the mask."""
+        if not self.ctx.schedule.may_mask:
+            return False
+        return step < self.ctx.decode(item_in_step(self.item, step)).steps.masked
 
-            def load_rows(ring: Ring, ref: Ref) -> None:
-                for i in range(CONSUMERS):
-                    ring.load_from_dram(i, ref.at[b, pl.ds(q_start + i * BLOCK, BLOCK), h])
+    def ds_alone(self, step: Scalar, masked: Condition) -> jax.Array:
+        """dS of a step, with no MMA of another step in flight."""
+        # S and dP at once want more registers than a mask leaves.
+        if not self.ctx.overlaps or masked:
+            return self.compute_ds_in_turn(step, masked).astype(self.ctx.plan.dtype)
+        compute = functools.partial(self.compute_ds, step, masked, None)
+        return pl.run_scoped(compute, self.ctx.s_accumulator, self.ctx.s_accumulator).astype(self.ctx.plan.dtype)
 
-            def load(step: Scalar, _: None) -> None:
-                columns = pl.ds(steps.tile(step) * BLOCK, BLOCK)
-                k_ring.load_from_dram(step, k_ref.at[b, columns, kv_head])
-                v_ring.load_from_dram(step, v_ref.at[b, columns, kv_head])
+    def compute_ds(
+        self, step: Scalar, masked: Condition, issue_dq: Callable[[], None] | None, s: Ref, dp: Ref
+    ) -> jax.Array:
+        """Computes dS in float32, with the MMAs for S and dP in flight together.
 
-            load_rows(do_ring, do_ref)
-            load_rows(out_ring, out_ref)
-            load_rows(q_ring, q_ref)
-            lax.fori_loop(0, steps.total, load, None)
+        Args:
+          issue_dq: issues another MMA, which is still in flight afterwards.
+        """
+        dp[...] = self.load_minus_delta(step)
+        self.issue_s(step, s)
+        self.issue_dp(step, dp)
+        if issue_dq is not None:
+            issue_dq()
+        # S first, then dP: P is computed while the MMAs for dP and dQ are in flight.
+        behind = 0 if issue_dq is None else 1
+        p = self.compute_p(plgpu.wgmma_accumulator_load(s, wait_n=behind + 1), step, masked)
+        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
+        self.ctx.rings.v.release(step)
+        return p * dp_tile
 
-        pl.when(warpgroup < CONSUMERS)(consume)
-        pl.when(warpgroup == CONSUMERS)(produce)
+    def compute_ds_in_turn(self, step: Scalar, masked: Condition) -> jax.Array:
+        """Computes dS in float32, with S and then dP in the same registers."""
+        options = self.ctx.options
 
-    out_type, programs = jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), dtype), batch * heads * q_tiles
-    kernel = warpgroup_kernel(body, out_type, ring_scratch(plan.query_rings), programs, CONSUMERS + 1)
-    return kernel(*leaves)
+        def first(s: Ref) -> jax.Array:
+            self.issue_s(step, s)
+            return self.compute_p(s[...], step, masked)
+
+        def second(dp: Ref) -> jax.Array:
+            if not options.dropout_prob:
+                dp[...] = self.load_minus_delta(step)
+            self.issue_dp(step, dp)
+            dp_tile = dp[...]
+            self.ctx.rings.v.release(step)
+            return dp_tile
+
+        p = pl.run_scoped(first, self.ctx.s_accumulator)
+        dp = pl.run_scoped(second, self.ctx.s_accumulator)
+        return ds_tile(p, dp, self.load_minus_delta(step) if options.dropout_prob else None, options)
+
+    def issue_s(self, step: Scalar, s: Ref) -> None:
+        """Issues the MMA S = QKᵀ."""
+        rings = self.ctx.rings
+        rings.k.load_from_shared(step)
+        q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
+        plgpu.wgmma(s, q, rings.k.get_mma_tile(step, transposed=True))
+
+    def issue_dp(self, step: Scalar, dp: Ref) -> None:
+        """Issues the MMA dP += dO·Vᵀ."""
+        rings = self.ctx.rings
+        rings.v.load_from_shared(step)
+        d_out = rings.d_out.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
+        plgpu.wgmma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
+
+    def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> None:
+        """Issues the MMA dQ += dS·K."""
+        plgpu.wgmma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
+
+    def compute_p(self, s: jax.Array, step: Scalar, masked: Condition) -> jax.Array:
+        """Computes P from S, as a factor of dS."""
+        ctx = self.ctx
+        b, h, q_start, steps = ctx.decode(item_in_step(self.item, step))
+        coord = TileCoord(b, h, q_start + ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
+        minus_lse = self.load_minus_lse(step)
+        return softmax_tile(s, minus_lse, ctx.options, ctx.operands.arrays, coord, masked, ctx.plan.dtype).ds
+
+    def load_minus_lse(self, step: Scalar) -> jax.Array:
+        """−lse in base 2, as a tile."""
+        if self.statistics is not None:
+            return _as_tile(self.statistics.minus_lse)
+        minus_lse = load_own_statistic(self.ctx, MINUS_LSE, item_in_step(self.item, step))
+        return _as_tile(minus_lse * self.ctx.options.multiplier)
+
+    def load_minus_delta(self, step: Scalar) -> jax.Array:
+        """−delta, as a tile."""
+        if self.statistics is not None:
+            return _as_tile(self.statistics.minus_delta)
+        return _as_tile(load_own_statistic(self.ctx, MINUS_DELTA, item_in_step(self.item, step)))
+
+
+def _as_tile(rows: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(rows, WIDE_TILE, [0])

@@ -1,26 +1,32 @@
-"""Before dQ is added up by the backward kernels on Hopper: row sums of ``out · d_out``, and zeros to add to.
+"""delta = rowsum(dO ∘ O), and zeros for the dQ accumulator, before the backward kernels that add to it on Hopper.
 
-Both take one pass: zeros are stored while ``out`` and ``d_out`` are read.
+Both take one pass: zeros are stored while O and dO are loaded.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.d_query import COUNTER, ROW
+from tilewright.kernels.flash_attention.hopper.d_query import COUNTER_SHAPE, ROW
+from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
-ZEROS = (8, ROW)
-"""A tile of zeros in shared memory, which is stored again and again."""
+MINUS_LSE, MINUS_DELTA = 0, 1
+"""Rows of the statistics (``BackwardCall.statistics``). Before delta is known the second row holds the gradient of
+lse, for both enter dS alike: dS = P ∘ (dP − delta + d_lse)."""
+
+ZEROS_SHAPE = (8, ROW)
+"""Shape of the tile of zeros in shared memory, which is stored again and again."""
 
 
-def sums_of_products(out: Ref, d_out: Ref, tile: SharedTile) -> jax.Array:
-    """``[64]`` sums over ``out · d_out``, two tiles in shared memory."""
+def rowsum_of_products(out: Ref, d_out: Ref, tile: SharedTile) -> jax.Array:
+    """``[64]`` row sums of O ∘ dO, two tiles in shared memory."""
     width = (tile.swizzle or 0) // tile.dtype.itemsize
     products: jax.Array | None = None
     for column in range(0, tile.shape[1], width):  # in parts, for the registers
@@ -31,67 +37,84 @@ def sums_of_products(out: Ref, d_out: Ref, tile: SharedTile) -> jax.Array:
     return products.sum(axis=1)
 
 
-def completed(shift: jax.Array, d_lse: jax.Array, sums: jax.Array) -> jax.Array:
-    """The second statistic: the gradient of lse less the row sums; 0 where a row sees nothing, with ``shift`` = −∞."""
-    return jnp.where(shift == -jnp.inf, 0.0, d_lse - sums)
+def minus_delta_of(minus_lse: jax.Array, d_lse: jax.Array, rowsum: jax.Array) -> jax.Array:
+    """The second statistic, d_lse − rowsum(dO ∘ O); 0 for a fully masked row, whose ``minus_lse`` is −∞."""
+    return jnp.where(minus_lse == -jnp.inf, 0.0, d_lse - rowsum)
 
 
-def row_sums_kernel(
-    out: jax.Array, d_out: jax.Array, statistics: jax.Ref, zeros: tuple[int, int, int, int]
+def load_row_statistic(statistics: Ref, batch: Scalar, head: Scalar, row: int, rows: pl.Slice) -> jax.Array:
+    """Loads a statistic of 64 queries from global memory, one value for each row of a tile of scores."""
+    return plgpu.load(statistics.at[batch, head, row, rows], layout=row_layout(), optimized=False)
+
+
+class _Operands[Operand](NamedTuple):
+    out: Operand
+    d_out: Operand
+    statistics: Operand
+
+
+class _Results[Result](NamedTuple):
+    dq_accumulator: Result
+    counters: Result
+
+
+class _Scratch[Memory](NamedTuple):
+    out: Memory
+    d_out: Memory
+    zeros: Memory
+    loaded: Memory
+
+
+def delta_kernel(
+    out: jax.Array, d_out: jax.Array, statistics: jax.Ref, accumulator_shape: tuple[int, int, int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Completes the statistics; returns float32 zeros of the given shape, and ``COUNTER`` zeros for each head.
+    """Completes the statistics; returns zeros for the dQ accumulator, and ``COUNTER_SHAPE`` zeros for each head.
 
     Args:
       out, d_out: ``[batch, q_length, heads, value_dim]``.
-      statistics: a reference, as ``query_kernel`` wants it.
-      zeros: ``[batch, heads, rows, 256]``, the shape of the sums of dQ.
+      statistics: a reference, as in ``BackwardCall``.
+      accumulator_shape: ``dq_accumulator_shape``.
     """
     batch, q_length, heads, value_dim = out.shape
     tiles = -(-q_length // ROWS)
     tile = SharedTile((ROWS, value_dim), out.dtype)
-    share = -(-zeros[2] // tiles // ZEROS[0]) * ZEROS[0]
+    zero_rows = -(-accumulator_shape[2] // tiles // ZEROS_SHAPE[0]) * ZEROS_SHAPE[0]  # of each CTA
 
-    def body(
-        out_ref: Ref, d_out_ref: Ref, stat_ref: Ref, zeros_ref: Ref, counters_ref: Ref,
-        out_smem: Ref, d_out_smem: Ref, zeros_smem: Ref, loaded: Ref,
-    ) -> None:  # fmt: skip
+    def body(refs: _Operands[Ref], results: _Results[Ref], scratch: _Scratch[Ref]) -> None:
         program = lax.axis_index("program")
         head, rest = lax.rem(program, jnp.int32(heads)), lax.div(program, jnp.int32(heads))
-        b, number = lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles))
-        rows = pl.ds(number * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(out_ref.at[b, rows, head], out_smem, loaded)
-        plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem, loaded)
-        zeros_smem[...] = jnp.zeros(ZEROS, jnp.float32)
+        b, q_tile = lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles))
+        rows = pl.ds(q_tile * ROWS, ROWS)
+        # Both loads arrive on one barrier; zeros are stored until they are complete.
+        plgpu.copy_gmem_to_smem(refs.out.at[b, rows, head], scratch.out, scratch.loaded)
+        plgpu.copy_gmem_to_smem(refs.d_out.at[b, rows, head], scratch.d_out, scratch.loaded)
+        scratch.zeros[...] = jnp.zeros(ZEROS_SHAPE, jnp.float32)
         plgpu.commit_smem()
-        for row in range(0, share, ZEROS[0]):
-            plgpu.copy_smem_to_gmem(zeros_smem, zeros_ref.at[b, head, pl.ds(number * share + row, ZEROS[0])])
+        for row in range(0, zero_rows, ZEROS_SHAPE[0]):
+            target = results.dq_accumulator.at[b, head, pl.ds(q_tile * zero_rows + row, ZEROS_SHAPE[0])]
+            plgpu.copy_smem_to_gmem(scratch.zeros, target)
 
-        @pl.when(number == 0)
+        @pl.when(q_tile == 0)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(zeros_smem.at[pl.ds(0, COUNTER[0])], counters_ref.at[b, head])
+            plgpu.copy_smem_to_gmem(scratch.zeros.at[pl.ds(0, COUNTER_SHAPE[0])], results.counters.at[b, head])
 
-        plgpu.barrier_wait(loaded)
-        sums = sums_of_products(out_smem, d_out_smem, tile)
-        shift, d_lse = (statistic_of_rows(stat_ref, b, head, row, rows) for row in range(2))
-        store_unoptimised(stat_ref.at[b, head, 1, rows], completed(shift, d_lse, sums))
+        plgpu.barrier_wait(scratch.loaded)
+        rowsum = rowsum_of_products(scratch.out, scratch.d_out, tile)
+        minus_lse = load_row_statistic(refs.statistics, b, head, MINUS_LSE, rows)
+        d_lse = load_row_statistic(refs.statistics, b, head, MINUS_DELTA, rows)
+        store_unoptimised(refs.statistics.at[b, head, MINUS_DELTA, rows], minus_delta_of(minus_lse, d_lse, rowsum))
         plgpu.wait_smem_to_gmem(0)
 
-    return warpgroup_kernel(
-        body,
-        (
-            jax.ShapeDtypeStruct(zeros, jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, *COUNTER), jnp.float32),
-        ),
-        [
-            tile.scratch(),
-            tile.scratch(),
-            plgpu.SMEM(ZEROS, jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        batch * heads * tiles,
-    )(out, d_out, statistics)
-
-
-def statistic_of_rows(stat_ref: Ref, batch: Scalar, head: Scalar, row: int, rows: pl.Slice) -> jax.Array:
-    """One of the two statistics of 64 rows, for the rows of a tile of scores."""
-    return plgpu.load(stat_ref.at[batch, head, row, rows], layout=tile_layout().reduce(1), optimized=False)
+    out_types = _Results(
+        jax.ShapeDtypeStruct(accumulator_shape, jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, *COUNTER_SHAPE), jnp.float32),
+    )
+    scratch = _Scratch(
+        out=tile.scratch(),
+        d_out=tile.scratch(),
+        zeros=plgpu.SMEM(ZEROS_SHAPE, jnp.float32),
+        loaded=plgpu.Barrier(num_arrivals=2),
+    )
+    operands = _Operands[object](out, d_out, statistics)
+    results = run_kernel(body, operands, out_types, scratch, num_ctas=batch * heads * tiles)
+    return results.dq_accumulator, results.counters

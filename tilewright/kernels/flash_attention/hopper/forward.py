@@ -1,13 +1,40 @@
-"""The forward pass on Hopper: warp-specialised, two matrix products in flight while a warpgroup computes its softmax.
+"""The forward pass on Hopper: a warp-specialised kernel after FlashAttention-3 (Shah et al., 2024).
 
-One producer warpgroup brings queries, keys and values by TMA through rings of shared-memory stages; each of the other
-warpgroups owns 64 query rows. Inside a warpgroup the product QKᵀ of the next tile and PV of this one run while the
-exponentials of the next are computed (Shah et al., "FlashAttention-3", 2024, section 3.2); between warpgroups
-``ping_pong`` makes them take turns at the tensor cores (section 3.1).
+A CTA (a Pallas program) has one producer warpgroup, which loads by TMA through rings of shared-memory stages, and two
+or three consumer warpgroups, each of which owns 64 query rows. A work item is a tile of ``block_q`` queries of one
+head; a step is one of its KV iterations.
+
+======  =====================================================  =====================  ================================
+symbol  meaning                                                shape                  where it lives
+======  =====================================================  =====================  ================================
+Q       queries of an item                                     [block_q, head_dim]    SMEM, ``q_ring``
+K, V    keys and values of a step                              [block_k, ·_dim]       SMEM, ``k_ring`` and ``v_ring``
+S       QKᵀ; with scale, bias, soft cap and mask: the logits   [64, block_k] float32  registers, accumulator of QKᵀ
+P       exp2(logits · multiplier − m), zero where dropped out  [64, block_k]          registers, operand A of PV
+m       running maximum of the logits, in base 2               [64] float32           registers
+l       running sum of P before dropout (``row_sum``)          [64] float32           registers
+alpha   exp2(m before the step − m): rescales l and O          [64] float32           registers
+O       PV, summed over the steps and not yet divided by l     [64, value_dim] f32    registers, accumulator of PV
+lse     log-sum-exp of the logits, (m + log2 l) · ln 2         [64] float32           SMEM, then global memory
+======  =====================================================  =====================  ================================
+
+One work item of T steps; time runs to the right, and what stands below each other overlaps::
+
+    producer        K0 Q    K1 V0      K2 V1      ...  K(T-1) V(T-2)    V(T-1)
+    consumer, MMA   QK0     QK1 PV0    QK2 PV1    ...  QK(T-1) PV(T-2)  PV(T-1)
+    consumer, ALU       P0     P1 · αO    P2 · αO ...         P(T-1) · αO      O / l, lse -> TMA store
+
+QKᵀ of step i and PV of step i−1 are issued together (section 3.2 of the paper); the softmax of step i waits for QKᵀ
+alone, and so runs beside PV of step i−1, after which alpha rescales O. The producer runs ahead by the stages of the
+rings. Between consumers ``ping_pong`` orders the issue of MMAs, so that the softmax of one runs beside the MMAs of
+another (section 3.1). Where shared memory allows (``ForwardPlan.ahead``), also the first step of the next item runs
+beside the last PV of this one::
+
+    consumer, MMA   ... QK(T-1) PV(T-2)    PV(T-1) QK0'         QK1' PV0'   ...
+    consumer, ALU              P(T-1) · αO        P0' · O / l        P1' · αO'
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,6 +43,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from tilewright.kernels.flash_attention.hopper.forward_context import (
+    ForwardCall,
+    ForwardContext,
+    ForwardOperands,
+    ForwardScratch,
+    QueuedItem,
+    for_each_item,
+)
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
@@ -30,23 +65,304 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
-from tilewright.kernels.hopper.schedule import decode_tile_index, item_by_arithmetic, program_lists, program_order
-from tilewright.kernels.hopper.softmax import LOG2E, initial_statistics, online_softmax
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.schedule import item_by_arithmetic, program_lists, program_order
+from tilewright.kernels.hopper.softmax import LOG2E, RowState, SoftmaxTile, initial_statistics, online_softmax
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
 
-type RowState = tuple[jax.Array, jax.Array, jax.Array]
-"""Probabilities of a tile, and the maximum and the sum of its rows."""
+
+# The producer.
 
 
-def masked_visits(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
-    """Whether an item's first visit and whether the later ones need the mask; None where it depends on the visit.
+def run_producer(ctx: ForwardContext) -> None:
+    """Loads Q, K and V of all items of this CTA, and gives the first turn of the ping-pong to consumer 0."""
+    plgpu.set_max_registers(REGISTERS[ctx.call.params.consumers].producer, action="decrease")
+    if ctx.call.params.ping_pong:
+        plgpu.barrier_arrive(ctx.scratch.turns.at[0])
+    for_each_item(ctx, functools.partial(produce_item, ctx), lambda _: jnp.int32(0))
 
-    Causal tiles as wide as they are high need it in the first alone, and a loop without the branch is faster.
+
+def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scalar:
+    """Loads the tiles of an item, whose step 0 is step ``first`` of the rings; returns that of the next item."""
+    operands, scratch = ctx.operands, ctx.scratch
+    block_q, block_k = ctx.call.params.block_q, ctx.call.params.block_k
+    work = ctx.decode(queued.item)
+    kv_head = lax.div(work.head, jnp.int32(ctx.call.group))
+
+    def load(ring: Ring, ref: Ref, step: Scalar) -> None:
+        rows = pl.ds(work.steps.tile(step) * block_k, block_k)
+        ring.load_from_dram(first + step, ref.at[work.batch, rows, kv_head])
+
+    def load_both(step: Scalar, _: None) -> None:
+        # V lags by a step: the consumers release K of a step and V of the one before, in this order.
+        load(scratch.k_ring, operands.key, step)
+        load(scratch.v_ring, operands.value, step - 1)
+
+    # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+    load(scratch.k_ring, operands.key, ctx.program * 0)
+    queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
+    scratch.q_ring.load_from_dram(queued.index, queries)
+    lax.fori_loop(1, work.steps.total, load_both, None)
+    load(scratch.v_ring, operands.value, ctx.program * 0 + (work.steps.total - 1))
+    return first + work.steps.total
+
+
+# The consumers.
+
+
+def run_consumer(ctx: ForwardContext) -> None:
+    """Computes out and lse of this warpgroup's 64 rows of every item of this CTA."""
+    call, params = ctx.call, ctx.call.params
+    plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
+    if call.plan.ahead:
+        overlapped_items = functools.partial(consume_items_overlapped, ctx)
+        pl.run_scoped(overlapped_items, plgpu.ACC((ROWS, call.value_dim), jnp.float32))
+    else:
+        for_each_item(ctx, functools.partial(consume_item, ctx), lambda _: jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if params.ping_pong:
+        # Takes the turn that the last consumer passed on in the last item.
+        @pl.when(ctx.warpgroup == 0)
+        def _() -> None:
+            plgpu.barrier_wait(ctx.scratch.turns.at[0])
+
+
+def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> None:
+    """Issues S = QKᵀ of a step of the rings, whose K must have arrived."""
+    plgpu.wgmma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k_ring.get_mma_tile(step, transposed=True))
+
+
+def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
+    """Waits for V of a step of the rings, and issues O += PV."""
+    ctx.scratch.v_ring.load_from_shared(step)
+    plgpu.wgmma(acc, p, ctx.scratch.v_ring.get_mma_tile(step))
+
+
+def softmax_tile(
+    ctx: ForwardContext,
+    scores: jax.Array,
+    item: Scalar,
+    step: Scalar,
+    m: jax.Array,
+    row_sum: jax.Array,
+    masked: bool | None,
+) -> SoftmaxTile:
+    """P of a step of an item, in the dtype of V, with alpha and the new m and l.
+
+    Args:
+      scores: S, ``[64, block_k]``.
+      masked: whether the step needs the mask, None if that is known on the device only.
+    """
+    call, options, arrays = ctx.call, ctx.call.options, ctx.operands.arrays
+    block_k = call.params.block_k
+    work = ctx.decode(item)
+    coord = TileCoord(
+        work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0
+    )
+    logits = scores
+    if not options.plain:
+        logits, _ = biased_and_capped(scores, options, arrays, coord)
+    # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
+    needs_mask = step < work.steps.masked if masked is None else masked
+    logits = masked_logits(logits, needs_mask, options, arrays, coord)
+    tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
+    p = tile.p
+    if options.dropout_prob:
+        # No wgmma may be in flight beside the generator: ptxas would serialise them (C7513).
+        plgpu.wgmma_wait(0)
+        p = jnp.where(kept(options, arrays, coord), p, 0.0)
+    return tile._replace(p=p.astype(call.plan.dtype))
+
+
+def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowState:
+    """QKᵀ and softmax of step 0 of an item, with no PV in flight; ``step`` is that of the rings."""
+    q_ring, k_ring = ctx.scratch.q_ring, ctx.scratch.k_ring
+    tile_shape = ROWS, ctx.call.params.block_k
+
+    def qk_alone(scores: Ref) -> jax.Array:
+        ctx.ping_pong_wait()
+        q_ring.load_from_shared(queued.index)
+        k_ring.load_from_shared(step)
+        issue_qk(ctx, q_ring.get_mma_tile(queued.index), step, scores)
+        ctx.ping_pong_arrive()
+        return scores[...]
+
+    scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
+    k_ring.release(step)
+    tile = softmax_tile(ctx, scores, queued.item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
+    return tile.state
+
+
+def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Scalar, state: RowState) -> RowState:
+    """Steps 1 to T−1 of an item: QKᵀ of each beside PV of the one before. The last PV is left to the caller.
+
+    Args:
+      acc: O.
+      first: step 0 of the item in the rings.
+      state: of step 0.
+    """
+    call, k_ring, v_ring = ctx.call, ctx.scratch.k_ring, ctx.scratch.v_ring
+    q_tile = ctx.scratch.q_ring.get_mma_tile(queued.index)
+
+    def one_step(item_step: Scalar, state: RowState) -> RowState:
+        step = first + item_step
+
+        def qk_beside_pv(scores: Ref) -> RowState:
+            ctx.ping_pong_wait()
+            k_ring.load_from_shared(step)
+            issue_qk(ctx, q_tile, step, scores)
+            issue_pv(ctx, acc, state.p, step - 1)
+            ctx.ping_pong_arrive()
+            # wait_n=1: QKᵀ is complete, PV may still run.
+            s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
+            k_ring.release(step)
+            tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked)
+            plgpu.wgmma_wait(0)
+            v_ring.release(step - 1)
+            acc[...] = acc[...] * across(tile.alpha, call.value_dim)
+            return tile.state
+
+        return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
+
+    return lax.fori_loop(1, ctx.decode(queued.item).steps.total, one_step, state)
+
+
+def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scalar:
+    """Computes and stores an item from its first step to its last, with nothing of the next item.
+
+    Args:
+      first: step 0 of the item in the rings; step 0 of the next item is returned.
+    """
+    call, scratch = ctx.call, ctx.scratch
+    after = first + ctx.decode(queued.item).steps.total
+
+    def attend(acc: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
+        state = remaining_steps(ctx, acc, queued, first, first_step(ctx, queued, first))
+        if call.plan.own_output:
+            scratch.q_ring.release(queued.index)
+        issue_pv(ctx, acc, state.p, after - 1)
+        out = acc[...]
+        scratch.v_ring.release(after - 1)
+        return out, state.m, state.row_sum
+
+    out, m, row_sum = pl.run_scoped(attend, plgpu.ACC((ROWS, call.value_dim), jnp.float32))
+    out_smem = scratch.q_ring.get_mma_tile(queued.index) if scratch.output is None else scratch.output
+    store_item(ctx, queued.item, out, m, row_sum, out_smem)
+    if not call.plan.own_output:
+        # The next Q may come only when the TMA store has read the output from its place.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        scratch.q_ring.release(queued.index)
+    return after
+
+
+def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
+    """Computes all items of this CTA as ``consume_item`` does, but with step 0 of each beside the last PV before it.
+
+    The carry between items is step 0 of the item in the rings, and the state after it.
+    """
+
+    def one_item(queued: QueuedItem, carry: tuple[Scalar, RowState]) -> tuple[Scalar, RowState]:
+        first, state = carry
+        state = remaining_steps(ctx, acc, queued, first, state)
+        ctx.scratch.q_ring.release(queued.index)
+        after = first + ctx.decode(queued.item).steps.total
+        next_state = last_pv_beside_next_step(ctx, acc, queued, after, state.p)
+        assert ctx.scratch.output is not None
+        store_item(ctx, queued.item, acc[...], state.m, state.row_sum, ctx.scratch.output)
+        acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, ctx.call.value_dim), jnp.float32), tile_layout())
+        return after, next_state
+
+    def start(item: Scalar) -> tuple[Scalar, RowState]:
+        return jnp.int32(0), first_step(ctx, QueuedItem(jnp.int32(0), item, jnp.int32(-1)), jnp.int32(0))
+
+    for_each_item(ctx, one_item, start)
+
+
+def last_pv_beside_next_step(
+    ctx: ForwardContext, acc: Ref, queued: QueuedItem, after: Scalar, p: jax.Array
+) -> RowState:
+    """PV of the last step of an item, beside QKᵀ and softmax of step 0 of the next item, whose state it returns.
+
+    Behind the last item, S is of what the stages of Q and K still hold, and the state is thrown away.
+
+    Args:
+      after: step 0 of the next item in the rings.
+      p: P of the last step.
+    """
+    q_ring, k_ring, v_ring = ctx.scratch.q_ring, ctx.scratch.k_ring, ctx.scratch.v_ring
+    has_next = queued.next_item >= 0
+    next_index, step = queued.index + has_next.astype(jnp.int32), after - 1 + has_next.astype(jnp.int32)
+    next_item = lax.max(queued.next_item, jnp.int32(0))
+
+    def qk_beside_pv(scores: Ref) -> RowState:
+        ctx.ping_pong_wait()
+
+        @pl.when(has_next)
+        def _() -> None:
+            q_ring.load_from_shared(next_index)
+            k_ring.load_from_shared(step)
+
+        issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
+        issue_pv(ctx, acc, p, after - 1)
+        ctx.ping_pong_arrive()
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+
+        @pl.when(has_next)
+        def _() -> None:
+            k_ring.release(step)
+
+        tile = softmax_tile(ctx, s, next_item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
+        plgpu.wgmma_wait(0)
+        v_ring.release(after - 1)
+        return tile.state
+
+    return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.params.block_k), jnp.float32))
+
+
+def store_item(
+    ctx: ForwardContext, item: Scalar, out: jax.Array, m: jax.Array, row_sum: jax.Array, out_smem: Ref
+) -> None:
+    """Normalises O, and starts the TMA stores of this warpgroup's rows of out and lse.
+
+    Args:
+      out: O after the last step, ``[64, value_dim]``.
+      out_smem: ``[block_q, value_dim]``, from which out is stored.
+    """
+    call, scratch = ctx.call, ctx.scratch
+    work = ctx.decode(item)
+    q_start = ctx.q_start(work)
+    alpha: jax.Array | None = None
+    if ctx.operands.sinks is not None:
+        # A sink is one more key, without a value.
+        sink = ctx.operands.sinks[work.head] * LOG2E
+        shift = jnp.maximum(m, sink)
+        shift = jnp.where(shift == -jnp.inf, 0.0, shift)
+        alpha = jnp.exp2(m - shift)
+        row_sum = row_sum * alpha + jnp.exp2(sink - shift)
+        m = shift
+    scale = jnp.where(row_sum == 0.0, 0.0, 1 / (row_sum * (1 - call.options.dropout_prob)))
+    scale = scale if alpha is None else scale * alpha
+    lse = (m + jnp.log2(row_sum)) * (1 / LOG2E)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the item before still reads this memory
+    target = out_smem.at[ctx.my_rows]
+    target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
+    scratch.lse[ctx.warpgroup, :] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(target, ctx.out.at[work.batch, pl.ds(q_start, ROWS), work.head])
+    plgpu.copy_smem_to_gmem(scratch.lse.at[ctx.warpgroup], ctx.lse.at[work.batch, work.head, pl.ds(q_start, ROWS)])
+
+
+# The launch.
+
+
+def masked_steps(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
+    """The need of a mask in step 0 of an item and in later steps: True, False, or None where it depends on the step.
+
+    Causal tiles as wide as they are high need it in step 0 alone, and a loop without the branch is faster.
     """
     if not isinstance(schedule, BandSchedule):
         return None, None
@@ -55,8 +371,11 @@ def masked_visits(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
 
 
 def heads_at_once(kv_length: int, dims: int, dtype: DTypeLike, group: int) -> int:
-    """Query heads that are worked on at a time: ``group`` for each one whose keys and values, ``dims`` wide together,
-    find room in the cache."""
+    """Query heads that are worked on at a time: ``group`` for each key head whose K and V fit the cache together.
+
+    Args:
+      dims: head_dim + value_dim.
+    """
     per_head = kv_length * dims * np.dtype(dtype).itemsize
     return max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
 
@@ -65,7 +384,7 @@ def forward_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     tables: Tables | tuple[()],
     arrays: ScoreArrays,
     *,
@@ -73,288 +392,58 @@ def forward_kernel(
     schedule: TileSchedule,
     params: HopperForwardParams,
     num_sms: int,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)``: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
 
     Args:
       sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
       tables: of ``schedule``.
-      num_sms: multiprocessors of the device.
+      num_sms: SMs of the device, each of which has one CTA of a persistent kernel.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads, value_dim = value.shape[1:]
-    group = heads // kv_heads
-    dtype, block_q, block_k, consumers = query.dtype, params.block_q, params.block_k, params.consumers
-    plan = ForwardPlan(params, head_dim, value_dim, dtype)
-    q_tiles = schedule.extent.row_tiles
+    group, q_tiles = heads // kv_heads, schedule.extent.row_tiles
+    plan = ForwardPlan(params, head_dim, value_dim, query.dtype)
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
-    ahead, own_output = plan.ahead, plan.own_output
-    first_masked, later_masked = masked_visits(schedule)
-    guarded = schedule.may_mask or options.has_bias  # a bias of −∞ hides, too
-    # What decides about a wide tile wants the registers of the probabilities that a product under way reads.
-    in_turn = value_dim > 128 and arrays.mask is not None and (options.dropout_prob > 0 or not options.plain)
 
-    queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, dtype, group)
-    item_at: Any = None
-    starts: Any = None
-    order: Any = None
+    queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, query.dtype, group)
+    item_at, starts, order = None, None, None
     if params.persistent:
         starts, order = program_lists(program_order(*queue), queue[0], programs)
     else:
         item_at = item_by_arithmetic(*queue)
         order = None if item_at else program_order(*queue)
-    operands = (query, key, value, sinks, starts, order, tables, arrays)
+    operands = ForwardOperands[jax.Array | np.ndarray](query, key, value, sinks, starts, order, tables, arrays)
     leaves, structure = jax.tree.flatten(operands)
+    call = ForwardCall(
+        options,
+        schedule,
+        plan,
+        heads,
+        group,
+        item_at,
+        *masked_steps(schedule),
+        guarded=schedule.may_mask or options.has_bias,  # a bias of −∞ masks, too
+        # Evaluating the mask needs the registers that hold P, which the PV in flight still reads: wait for it first.
+        softmax_after_pv=value_dim > 128
+        and arrays.mask is not None
+        and (options.dropout_prob > 0 or not options.plain),
+    )
 
     def body(*refs: Ref) -> None:
-        q_ref, k_ref, v_ref, sinks_ref, starts_ref, order_ref, table_refs, array_refs = jax.tree.unflatten(
-            structure, refs[: len(leaves)]
-        )
-        out_ref, lse_ref, *scratch = refs[len(leaves) :]
-        (q_ring, k_ring, v_ring), (lse_smem, turns, *rest) = bind_rings(plan.rings, scratch)
-        own_smem: Any = rest[0] if own_output else None
+        operands: ForwardOperands[Ref] = jax.tree.unflatten(structure, refs[: len(leaves)])
+        out, lse, *scratch_refs = refs[len(leaves) :]
+        scratch = ForwardScratch.bind(plan, scratch_refs)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-
-        def work(item: Scalar) -> tuple[Any, Any, Any, Any]:
-            b, h, q_tile = decode_tile_index(item, q_tiles, heads)
-            return b, h, q_tile, schedule.steps(table_refs, b, h, q_tile)
-
-        def over_items(one: Callable[..., Any], first: Callable[[Scalar], Any]) -> None:
-            """``carry = one(index, item, next item or -1, carry)``, from ``first(item)``, over the program's items."""
-            if starts_ref is None:
-                item = item_at(program) if item_at else order_ref[program]
-                one(jnp.int32(0), item, jnp.int32(-1), first(item))
-                return
-            start, stop = starts_ref[program], starts_ref[program + 1]
-
-            def item_index(index: Scalar, carry: Any) -> Any:
-                item, rest = carry
-                after = index + 1
-                following = jnp.where(after < stop, order_ref[lax.min(after, stop - 1)], -1)
-                return following, one(index - start, item, following, rest)
-
-            item = order_ref[start]
-            lax.fori_loop(start, stop, item_index, (item, first(item)))
-
-        def produce(item_index: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
-            b, h, q_tile, steps = work(item)
-            kv_head = lax.div(h, jnp.int32(group))
-
-            def load(ring: Ring, ref: Ref, visit: Scalar) -> None:
-                rows = pl.ds(steps.tile(visit) * block_k, block_k)
-                ring.load_from_dram(first + visit, ref.at[b, rows, kv_head])
-
-            def load_both(visit: Scalar, _: None) -> None:
-                # In the order in which the consumers hand slots back.
-                load(k_ring, k_ref, visit)
-                load(v_ring, v_ref, visit - 1)
-
-            # Not a constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
-            load(k_ring, k_ref, program * 0)
-            q_ring.load_from_dram(item_index, q_ref.at[b, pl.ds(q_tile * block_q, block_q), h])
-            lax.fori_loop(1, steps.total, load_both, None)
-            load(v_ring, v_ref, program * 0 + (steps.total - 1))
-            return first + steps.total
-
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
+        ctx = ForwardContext(call, operands, out, lse, scratch, program, warpgroup, my_rows)
+        pl.when(warpgroup < params.consumers)(functools.partial(run_consumer, ctx))
+        pl.when(warpgroup == params.consumers)(functools.partial(run_producer, ctx))
 
-        def softmax(
-            products: jax.Array, item: Scalar, visit: Scalar, m: jax.Array, total: jax.Array, masked: bool | None
-        ) -> Any:
-            """Probabilities, what scales earlier ones, and the new statistics; ``masked`` None looks at the visit."""
-            b, h, q_tile, steps = work(item)
-            place = TileCoord(
-                b, h, q_tile * block_q + warpgroup * ROWS, steps.tile(visit) * block_k, (ROWS, block_k), 0
-            )
-            logits = products
-            if not options.plain:
-                logits, _ = biased_and_capped(products, options, array_refs, place)
-            # One loop with a branch: of two loops ptxas serialises the matrix products (C7513).
-            needs_mask = visit < steps.masked if masked is None else masked
-            logits = masked_logits(logits, needs_mask, options, array_refs, place)
-            p, scale, maximum, total = online_softmax(logits, options.multiplier, m, total, guarded)
-            if options.dropout_prob:
-                # Nothing may run beside it: ptxas would serialise the matrix products (C7513).
-                plgpu.wgmma_wait(0)
-                p = jnp.where(kept(options, array_refs, place), p, 0.0)
-            return p.astype(dtype), scale, maximum, total
-
-        def ping_pong_wait() -> None:
-            if params.ping_pong:
-                plgpu.barrier_wait(turns.at[warpgroup])
-
-        def ping_pong_arrive() -> None:
-            if params.ping_pong:
-                plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, jnp.int32(consumers))])
-
-        def scores_of(q_smem: Ref, step: Scalar, scores: Ref) -> None:
-            plgpu.wgmma(scores, q_smem.at[my_rows], k_ring.get_mma_tile(step, transposed=True))
-
-        def first_scores(item_index: Scalar, item: Scalar, step: Scalar) -> tuple[Any, Any, Any]:
-            """Probabilities of an item's first tile, with no product of values to run beside."""
-
-            def alone(scores: Ref) -> Any:
-                ping_pong_wait()
-                q_ring.load_from_shared(item_index)
-                k_ring.load_from_shared(step)
-                scores_of(q_ring.get_mma_tile(item_index), step, scores)
-                ping_pong_arrive()
-                return scores[...]
-
-            products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
-            k_ring.release(step)
-            p, _, m, total = softmax(products, item, jnp.int32(0), *initial_statistics(), first_masked)
-            return p, m, total
-
-        def values_of(acc: Ref, p: jax.Array, step: Scalar) -> None:
-            v_ring.load_from_shared(step)
-            plgpu.wgmma(acc, p, v_ring.get_mma_tile(step))
-
-        def visit_rest(
-            acc: Ref, item_index: Scalar, item: Scalar, first: Scalar, carry: RowState
-        ) -> tuple[Any, Any, Any]:
-            """All steps of an item but the first, whose probabilities ``carry`` has, without the last PV product."""
-            q_smem = q_ring.get_mma_tile(item_index)
-
-            def visit_one(visit: Scalar, carry: RowState) -> RowState:
-                p, m, total = carry
-                step = first + visit
-
-                def overlapped(scores: Ref) -> Any:
-                    ping_pong_wait()
-                    k_ring.load_from_shared(step)
-                    scores_of(q_smem, step, scores)
-                    values_of(acc, p, step - 1)
-                    ping_pong_arrive()
-                    products = plgpu.wgmma_accumulator_load(scores, wait_n=0 if in_turn else 1)
-                    k_ring.release(step)
-                    after = softmax(products, item, visit, m, total, later_masked)
-                    plgpu.wgmma_wait(0)
-                    v_ring.release(step - 1)
-                    acc[...] = acc[...] * across(after[1], value_dim)
-                    return after[0], after[2], after[3]
-
-                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
-
-            return lax.fori_loop(1, work(item)[3].total, visit_one, carry)
-
-        def store(item: Scalar, out: jax.Array, m: jax.Array, total: jax.Array, out_smem: Ref) -> None:
-            b, h, q_tile, _ = work(item)
-            q_start = q_tile * block_q + warpgroup * ROWS
-            if sinks_ref is not None:
-                sink = sinks_ref[h] * LOG2E
-                largest = jnp.maximum(m, sink)
-                largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-                scale = jnp.exp2(m - largest)
-                total = total * scale + jnp.exp2(sink - largest)
-                m = largest
-            else:
-                scale = None
-            weight = jnp.where(total == 0.0, 0.0, 1 / (total * (1 - options.dropout_prob)))
-            weight = weight if scale is None else weight * scale
-            lse = (m + jnp.log2(total)) * (1 / LOG2E)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
-            target = out_smem.at[my_rows]
-            target[...] = (out * across(weight, value_dim)).astype(dtype)
-            lse_smem[warpgroup, :] = lse
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(q_start, ROWS), h])
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, h, pl.ds(q_start, ROWS)])
-
-        def consume(item_index: Scalar, item: Scalar, following: Scalar, first: Scalar) -> Any:
-            after = first + work(item)[3].total
-
-            def attend(acc: Ref) -> tuple[Any, Any, Any]:
-                p, m, total = visit_rest(acc, item_index, item, first, first_scores(item_index, item, first))
-                if own_output:
-                    q_ring.release(item_index)
-                values_of(acc, p, after - 1)
-                out = acc[...]
-                v_ring.release(after - 1)
-                return out, m, total
-
-            out, m, total = pl.run_scoped(attend, plgpu.ACC((ROWS, value_dim), jnp.float32))
-            store(item, out, m, total, own_smem if own_output else q_ring.get_mma_tile(item_index))
-            if not own_output:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                q_ring.release(item_index)
-            return after
-
-        def consume_ahead(acc: Ref) -> Any:
-            """As ``consume``, but an item's first scores run beside the last product of the item before."""
-
-            def one(item_index: Scalar, item: Scalar, following: jax.Array, carry: Any) -> Any:
-                first, *rest = carry
-                p, m, total = visit_rest(acc, item_index, item, first, tuple(rest))
-                q_ring.release(item_index)
-                after = first + work(item)[3].total
-                more = following >= 0
-                # Behind the last item run scores of what is in shared memory; they are thrown away.
-                next_turn, step = item_index + more.astype(jnp.int32), after - 1 + more.astype(jnp.int32)
-                next_item = lax.max(following, jnp.int32(0))
-
-                def overlapped(scores: Ref) -> Any:
-                    ping_pong_wait()
-
-                    @pl.when(more)
-                    def _() -> None:
-                        q_ring.load_from_shared(next_turn)
-                        k_ring.load_from_shared(step)
-
-                    scores_of(q_ring.get_mma_tile(next_turn), step, scores)
-                    values_of(acc, p, after - 1)
-                    ping_pong_arrive()
-                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-
-                    @pl.when(more)
-                    def _() -> None:
-                        k_ring.release(step)
-
-                    ahead = softmax(products, next_item, jnp.int32(0), *initial_statistics(), first_masked)
-                    plgpu.wgmma_wait(0)
-                    v_ring.release(after - 1)
-                    return ahead[0], ahead[2], ahead[3]
-
-                ahead = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
-                store(item, acc[...], m, total, own_smem)
-                acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), tile_layout())
-                return after, *ahead
-
-            def start(item: Scalar) -> Any:
-                return jnp.int32(0), *first_scores(jnp.int32(0), item, jnp.int32(0))
-
-            over_items(one, start)
-
-        @pl.when(warpgroup < consumers)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[consumers][0], action="increase")
-            if ahead:
-                pl.run_scoped(consume_ahead, plgpu.ACC((ROWS, value_dim), jnp.float32))
-            else:
-                over_items(consume, lambda _: jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if params.ping_pong:
-                # What the last item passed on.
-                @pl.when(warpgroup == 0)
-                def _() -> None:
-                    plgpu.barrier_wait(turns.at[0])
-
-        @pl.when(warpgroup == consumers)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[consumers][1], action="decrease")
-            if params.ping_pong:
-                plgpu.barrier_arrive(turns.at[0])
-            over_items(produce, lambda _: jnp.int32(0))
-
-    scratch = ring_scratch(plan.rings)
-    scratch.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
-    scratch.append(plgpu.Barrier(num_barriers=consumers))
-    if own_output:
-        scratch.append(plan.output.scratch())
     out_type = (
-        jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), dtype),
-        jax.ShapeDtypeStruct((batch, heads, q_tiles * block_q), jnp.float32),
+        jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_tiles * params.block_q), jnp.float32),
     )
-    kernel = warpgroup_kernel(body, out_type, scratch, programs, consumers + 1)
+    kernel = warpgroup_kernel(body, out_type, ForwardScratch.types(plan), programs, params.consumers + 1)
     return kernel(*leaves)

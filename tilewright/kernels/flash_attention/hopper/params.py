@@ -1,4 +1,4 @@
-"""How the forward and backward kernels on Hopper are cut and scheduled: the configs that are chosen and tuned."""
+"""Configs of the forward and backward kernels on Hopper, as they are chosen and tuned: tiles, stages, schedules."""
 
 import abc
 import dataclasses
@@ -7,11 +7,11 @@ from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.ops.utils.stable_ids import stable_id
 
 CONSUMERS = 2
-"""Warpgroups of a backward kernel that hold dK and dV, or dQ where that is computed alone."""
+"""Consumer warpgroups of a backward kernel, which hold dK and dV, or dQ where that is computed alone."""
 
 
 class BackwardParams(abc.ABC):
-    """What the params of all backward kernels have."""
+    """The properties that the params of all backward kernels share."""
 
     __slots__ = ()
 
@@ -34,15 +34,15 @@ class BackwardParams(abc.ABC):
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperForwardParams:
-    """How the forward kernel is cut and scheduled.
+    """Tile sizes and schedule of the forward kernel.
 
     Attributes:
-      block_q: query rows per program, 64 for each consumer warpgroup.
-      block_k: keys per tile.
-      num_stages: tiles of keys, and of values, in shared memory at once.
-      persistent: one program per multiprocessor, which goes on to its next tile of queries while the last one's
-        output is on its way; otherwise one program per tile.
-      ping_pong: whether the consumers take turns at the tensor cores.
+      block_q: query rows per CTA, 64 for each consumer warpgroup.
+      block_k: keys per step.
+      num_stages: stages of the rings of K and of V.
+      persistent: one CTA per SM, which goes on to its next tile of queries while the output of the last one is being
+        stored; otherwise one CTA per tile.
+      ping_pong: whether consumers take turns to issue MMAs, so that the softmax of one overlaps MMAs of another.
     """
 
     block_q: int = 128
@@ -70,12 +70,12 @@ class HopperForwardParams:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperBackwardParams(BackwardParams):
-    """How the backward kernels are cut.
+    """Tile sizes of the backward kernels.
 
     Attributes:
       block_q: queries per step of the kernel for dK and dV.
-      num_stages: tiles of queries, and of output gradients, in shared memory at once.
-      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more.
+      num_stages: stages of the rings of Q and of dO.
+      deterministic: bitwise repeatable: dQ by a kernel of its own, which takes two matmuls more.
     """
 
     block_q: int = 64
@@ -94,7 +94,7 @@ class HopperBackwardParams(BackwardParams):
 
 
 BLOCK = ROWS
-"""Keys, and queries, of a step: the M of a warpgroup's matrix instruction and the N of the products for scores."""
+"""Keys, and queries, of a step: the M of wgmma and the N of the MMAs for scores."""
 
 
 @stable_id(
@@ -103,15 +103,15 @@ BLOCK = ROWS
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class WideBackwardParams(BackwardParams):
-    """How the backward kernels for wide heads are cut.
+    """Tile sizes and stages of the backward kernels for wide heads.
 
     Attributes:
-      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more.
-      query_stages: tiles of queries in shared memory at once in the kernel for dK and dV.
-      d_out_stages: the same of output gradients; with two, their product with the values runs a step ahead.
-      d_query_columns: columns of dQ that one reduction adds up; unused if deterministic.
-      d_query_buffers: reductions of a warpgroup that may be under way; unused if deterministic.
-      key_stages, value_stages: tiles of keys and of values in the kernel for dQ; used only if deterministic.
+      deterministic: bitwise repeatable: dQ by a kernel of its own, which takes two matmuls more.
+      query_stages: stages of the ring of Q in the kernel for dK and dV.
+      d_out_stages: the same of dO; with two, dP = dO·Vᵀ runs a step ahead.
+      d_query_columns: columns of dQ per TMA reduction; unused if deterministic.
+      d_query_buffers: TMA reductions of a warpgroup that may be in flight; unused if deterministic.
+      key_stages, value_stages: stages of the rings of K and V in the kernel for dQ; used only if deterministic.
     """
 
     deterministic: bool = True
@@ -139,10 +139,10 @@ class WideBackwardParams(BackwardParams):
 
     @property
     def block_k(self) -> int:
-        """Keys per program of the kernel for dK and dV, and per step of the kernel for dQ."""
+        """Keys per CTA of the kernel for dK and dV, and per step of the kernel for dQ."""
         return BLOCK
 
     @property
     def query_rows(self) -> int:
-        """Queries per program of the kernel for dQ."""
+        """Queries per CTA of the kernel for dQ."""
         return CONSUMERS * BLOCK

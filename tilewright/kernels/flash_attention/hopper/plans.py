@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.d_query import (
-    EARLY_DIM,
-    ROW,
-    STRIP,
-)
+from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
     CONSUMERS,
@@ -20,18 +17,19 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
+from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import REGISTERS, SHARED_BYTES
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS
 
 FORWARD_RESERVED = 2048
-"""Shared memory for the row statistics, the remaining barriers and alignment, in bytes."""
+"""Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The shared memory of one forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
+    """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
 
     params: HopperForwardParams
     head_dim: int
@@ -51,7 +49,7 @@ class ForwardPlan:
     @property
     def values(self) -> RingPlan:
         params = self.params
-        # A product over keys goes in steps of the swizzle's width: narrower for odd tile sizes.
+        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
         width = math.gcd(params.block_k, self.value_dim, 64)
         tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
         return RingPlan(tile, params.num_stages, params.consumers)
@@ -62,17 +60,20 @@ class ForwardPlan:
 
     @property
     def output(self) -> SharedTile:
-        """Where the output waits for its store, if not where the queries were."""
+        """Buffer of the output before its TMA store, if that does not reuse Q's."""
         return SharedTile((self.params.block_q, self.value_dim), self.dtype)
 
     @property
     def ahead(self) -> bool:
-        """Whether a program loads the queries of its next item, and starts on them, before it stores an output."""
+        """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
+
+        It takes two stages of Q and a buffer for the output, which must fit.
+        """
         return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
 
     @property
     def own_output(self) -> bool:
-        """Whether the output has shared memory of its own; else it goes where the queries were."""
+        """True if the output has a buffer of its own; else it reuses Q's, which has its shape."""
         return self._bytes(1, True) <= SHARED_BYTES or self.head_dim != self.value_dim
 
     @property
@@ -88,12 +89,55 @@ class ForwardPlan:
 
 
 OUTPUT_RESERVED = 32
-"""Shared memory beside each output for alignment, in bytes."""
+"""Bytes of shared memory beside each output buffer, for alignment."""
+
+
+class WarpgroupRegisters(NamedTuple):
+    """Registers per thread of each warpgroup role; see ``limits.REGISTERS``."""
+
+    consumer: int
+    dq: int
+    producer: int
+
+
+class DqMmaTile(NamedTuple):
+    """The part of a step's dQ that one MMA computes: 64 queries from ``row`` and ``columns`` from ``column`` on."""
+
+    row: int
+    column: int
+    columns: int
+
+
+class KeyValueScratch[R, M](NamedTuple):
+    """Shared memory of the kernel for dK and dV: plans of rings and types of buffers or, in the kernel, what they bind.
+
+    Attributes:
+      k, v: tiles of a work item.
+      q, d_out, statistics: tiles of a step.
+      ds: dS from the consumers to the dQ warpgroup, which alone has this ring; None if deterministic.
+      counter: the counter of the head whose dQ is to be converted; None without an `OverlappedConversion`.
+      dv, dk: a buffer for each consumer, where its gradients wait for their TMA store. If both have one shape dk is
+        None and dK waits in ``dv``; if both are None gradients are stored from registers.
+      d_bias: a buffer for each consumer, for gradients of a bias that are added; else None.
+      dq: strips of dQ that wait for their TMA reduction; None if deterministic.
+    """
+
+    k: R
+    v: R
+    q: R
+    d_out: R
+    statistics: R
+    ds: R | None
+    counter: R | None
+    dv: M | None
+    dk: M | None
+    d_bias: M | None
+    dq: M | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """The shared memory of the kernel for dK and dV."""
+    """The shared memory and the registers of the kernel for dK and dV."""
 
     params: HopperBackwardParams
     head_dim: int
@@ -105,102 +149,135 @@ class BackwardPlan:
         return RingPlan(SharedTile((rows, columns), self.dtype), stages, CONSUMERS)
 
     @property
-    def keys(self) -> RingPlan:
-        tile = SharedTile((self.params.block_k, self.head_dim), self.dtype)
-        return RingPlan(tile, 1, CONSUMERS + (not self.params.deterministic))
+    def has_dq_warpgroup(self) -> bool:
+        """True if dQ is computed here, by a warpgroup of its own, and added in global memory."""
+        return not self.params.deterministic
 
     @property
-    def values(self) -> RingPlan:
+    def k_ring(self) -> RingPlan:
+        tile = SharedTile((self.params.block_k, self.head_dim), self.dtype)
+        return RingPlan(tile, 1, CONSUMERS + self.has_dq_warpgroup)
+
+    @property
+    def v_ring(self) -> RingPlan:
         return self._ring(self.params.block_k, self.value_dim, 1)
 
     @property
-    def queries(self) -> RingPlan:
+    def q_ring(self) -> RingPlan:
         return self._ring(self.params.block_q, self.head_dim, self.params.num_stages)
 
     @property
-    def d_outs(self) -> RingPlan:
+    def d_out_ring(self) -> RingPlan:
         return self._ring(self.params.block_q, self.value_dim, self.params.num_stages)
 
     @property
-    def statistics(self) -> RingPlan:
+    def statistics_ring(self) -> RingPlan:
         return RingPlan(SharedTile((2, self.params.block_q), jnp.float32, 0), self.params.num_stages, CONSUMERS)
 
     @property
-    def d_scores(self) -> RingPlan:
-        """dS on its way from the warpgroups that own dK to the one that computes dQ."""
+    def ds_ring(self) -> RingPlan:
         shape = self.params.block_k, self.params.block_q
-        return RingPlan(SharedTile(shape, self.dtype, self.queries.tile.swizzle), 2, 1, CONSUMERS)
+        return RingPlan(SharedTile(shape, self.dtype, self.q_ring.tile.swizzle), 2, 1, CONSUMERS)
 
     @property
-    def converts(self) -> bool:
-        """Whether the warpgroup for dQ may convert the sums of heads that are complete."""
-        return self.head_dim <= EARLY_DIM and not self.params.deterministic
-
-    @property
-    def count(self) -> RingPlan:
-        """What has been counted of the head whose dQ is to be converted."""
+    def counter_ring(self) -> RingPlan:
         return RingPlan(SharedTile((ROW // 2,), jnp.float32), 1, 1)
 
     @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        rings = self.keys, self.values, self.queries, self.d_outs, self.statistics
-        return rings if self.params.deterministic else (*rings, self.d_scores)
+    def may_overlap_conversion(self) -> bool:
+        """True if the dQ warpgroup may convert the dQ accumulator of heads that are complete."""
+        return self.head_dim <= MAX_OVERLAPPED_DIM and self.has_dq_warpgroup
 
     @property
-    def d_query_parts(self) -> list[tuple[int, int, int]]:
-        """First query, first column and number of columns of each product for a step's dQ: 32 registers at most."""
+    def dq_mma_tiles(self) -> list[DqMmaTile]:
+        """The MMAs for a step's dQ, with accumulators of 32 registers at most."""
         return [
-            (row, column, min(64, self.head_dim - column))
+            DqMmaTile(row, column, min(64, self.head_dim - column))
             for row in range(0, self.params.block_q, ROWS)
             for column in range(0, self.head_dim, 64)
         ]
 
     @property
-    def registers(self) -> tuple[int, ...]:
-        """Per thread, of those that own dK and dV, of the warpgroup for dQ if there is one, and of the producer.
-
-        See ``limits.REGISTERS``.
-        """
-        return REGISTERS[CONSUMERS] if self.params.deterministic else (208, 72, 24)
+    def registers(self) -> WarpgroupRegisters:
+        """Registers of the roles; those of four warpgroups add up to 512."""
+        if self.has_dq_warpgroup:
+            return WarpgroupRegisters(208, 72, 24)
+        consumer, producer = REGISTERS[CONSUMERS]
+        return WarpgroupRegisters(consumer, 0, producer)
 
     @property
-    def ahead(self) -> bool:
-        """Whether the next step's scores are computed beside dK, which leaves no product alone.
+    def overlaps_next_s(self) -> bool:
+        """True if S of the next step is computed beside dK, so that no MMA runs alone.
 
-        It takes the registers of a tile of scores over the step: with tiles of 64 queries the whole is 2 % faster, with
-        128 (head_dim 64) 1.5 % slower.
+        It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
+        (head_dim 64) 1.5 % slower.
         """
         return self.params.block_q == ROWS and self.params.num_stages > 1
 
     @property
-    def staging_shape(self) -> tuple[int, int, int]:
+    def dq_staging_shape(self) -> tuple[int, int, int]:
         return self.head_dim // STRIP, self.params.block_q, STRIP
 
     @property
-    def outputs(self) -> tuple[SharedTile, ...]:
-        """Where a warpgroup's dV and dK wait for their stores: one after the other in one place if they are alike.
+    def output_tiles(self) -> tuple[SharedTile, ...]:
+        """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        Gradients of a bias that are added want their memory: with those they are stored from registers.
+        Empty if a gradient of the bias is added, which needs the memory: dK and dV are then stored from registers.
         """
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
         widths = dict.fromkeys((self.value_dim, self.head_dim))
         return tuple(SharedTile((ROWS, width), self.dtype) for width in widths)
 
+    def scratch(self, overlaps_conversion: bool) -> KeyValueScratch[RingPlan, object]:
+        """The rings, and scratch types of the buffers."""
+        outputs = [tile.scratch(CONSUMERS) for tile in self.output_tiles]
+        return KeyValueScratch(
+            k=self.k_ring,
+            v=self.v_ring,
+            q=self.q_ring,
+            d_out=self.d_out_ring,
+            statistics=self.statistics_ring,
+            ds=self.ds_ring if self.has_dq_warpgroup else None,
+            counter=self.counter_ring if overlaps_conversion else None,
+            dv=outputs[0] if outputs else None,
+            dk=outputs[1] if len(outputs) > 1 else None,
+            d_bias=None if self.bias_gradient is None else self.bias_gradient.staging(CONSUMERS),
+            dq=plgpu.SMEM(self.dq_staging_shape, jnp.float32) if self.has_dq_warpgroup else None,
+        )
+
     @property
     def shared_bytes(self) -> int:
-        rings = sum(ring.shared_bytes for ring in self.rings)
-        rings += sum(output.stack_bytes(CONSUMERS) + OUTPUT_RESERVED for output in self.outputs)
-        if self.converts:
-            rings += self.count.shared_bytes
+        rings = [self.k_ring, self.v_ring, self.q_ring, self.d_out_ring, self.statistics_ring]
+        rings += [self.ds_ring] if self.has_dq_warpgroup else []
+        rings += [self.counter_ring] if self.may_overlap_conversion else []
+        size = sum(ring.shared_bytes for ring in rings)
+        size += sum(tile.stack_bytes(CONSUMERS) + OUTPUT_RESERVED for tile in self.output_tiles)
         if self.bias_gradient is not None:
-            rings += self.bias_gradient.staging_bytes(CONSUMERS)
-        return rings + (0 if self.params.deterministic else 4 * int(np.prod(self.staging_shape)))
+            size += self.bias_gradient.staging_bytes(CONSUMERS)
+        return size + (4 * int(np.prod(self.dq_staging_shape)) if self.has_dq_warpgroup else 0)
+
+
+class QueryScratch[R, M](NamedTuple):
+    """Shared memory of the kernel for dQ alone: plans of rings and a type or, in the kernel, what they bind.
+
+    Attributes:
+      q, d_out, statistics: tiles of a work item.
+      k, v: tiles of a step. The ring of V also brings the rows of O, which delta is computed from.
+      dq: a buffer for each consumer, where its dQ waits for its TMA store.
+    """
+
+    q: R
+    d_out: R
+    statistics: R
+    k: R
+    v: R
+    dq: M
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """The shared memory of the kernel for dQ alone: 128 queries per program, ``block_k`` keys per step."""
+    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step."""
 
     block_k: int
     num_stages: int
@@ -209,31 +286,71 @@ class QueryPlan:
     dtype: DTypeLike
 
     @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        rows, dims = CONSUMERS * ROWS, (self.head_dim, self.value_dim)
-        return (
-            *(RingPlan(SharedTile((rows, dim), self.dtype), 1, CONSUMERS) for dim in dims),
-            RingPlan(SharedTile((2, rows), jnp.float32, 0), 1, CONSUMERS),
-            *(RingPlan(SharedTile((self.block_k, dim), self.dtype), self.num_stages, CONSUMERS) for dim in dims),
+    def block_q(self) -> int:
+        return CONSUMERS * ROWS
+
+    def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
+        return RingPlan(SharedTile((rows, columns), self.dtype), stages, CONSUMERS)
+
+    def scratch(self) -> QueryScratch[RingPlan, object]:
+        """The rings, and the scratch type of the buffer."""
+        return QueryScratch(
+            q=self._ring(self.block_q, self.head_dim, 1),
+            d_out=self._ring(self.block_q, self.value_dim, 1),
+            statistics=RingPlan(SharedTile((2, self.block_q), jnp.float32, 0), 1, CONSUMERS),
+            k=self._ring(self.block_k, self.head_dim, self.num_stages),
+            v=self._ring(self.block_k, self.value_dim, self.num_stages),
+            dq=SharedTile((ROWS, self.head_dim), self.dtype).scratch(CONSUMERS),
         )
 
     @property
-    def output(self) -> SharedTile:
-        """Where a warpgroup's dQ waits for its store."""
-        return SharedTile((ROWS, self.head_dim), self.dtype)
-
-    @property
     def out_steps(self) -> int:
-        """Loads that bring an item's rows of ``out``, which pass through the ring of the values."""
-        return CONSUMERS * ROWS // self.block_k
+        """Loads that bring an item's rows of O, through the ring of V."""
+        return self.block_q // self.block_k
 
 
-WIDE_SHAPE = (BLOCK, BLOCK)
+WIDE_TILE = (BLOCK, BLOCK)
+"""Shape of a tile of S, P, dP and dS in the kernels for wide heads."""
+
+
+class WideKeyValueScratch[R, M](NamedTuple):
+    """Shared memory of the kernel for dK and dV of wide heads: plans and types or, in the kernel, what they bind.
+
+    Attributes:
+      k, v: the tiles of the CTA.
+      q, d_out, minus_lse, minus_delta: tiles of a step.
+      p: from the dV to the dK warpgroup, P or, where dS needs another factor, that.
+      ds: from the dK warpgroup to both MMAs for dQ; None if deterministic.
+      p_dv: P as an operand of dV, where the ring holds another factor; else None.
+      dq: strips of dQ that wait for their TMA reductions; None if deterministic.
+      d_bias: a buffer for gradients of a bias that are added; else None.
+    """
+
+    k: R
+    v: R
+    q: R
+    d_out: R
+    minus_lse: R
+    minus_delta: R
+    p: R
+    ds: R | None
+    p_dv: M | None
+    dq: M | None
+    d_bias: M | None
+
+
+class WideQueryScratch[R](NamedTuple):
+    """Rings of the kernel for dQ of wide heads: Q and dO have a stage for each warpgroup, K and V those of a step."""
+
+    q: R
+    d_out: R
+    k: R
+    v: R
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WideBackwardPlan:
-    """The shared memory of the kernels; ``head_dim`` and ``value_dim`` are padded ones."""
+    """The shared memory of the kernels for wide heads; ``head_dim`` and ``value_dim`` are padded ones."""
 
     params: WideBackwardParams
     head_dim: int
@@ -242,73 +359,99 @@ class WideBackwardPlan:
     bias_gradient: BiasGradient | None = None
 
     @property
-    def tiles(self) -> tuple[SharedTile, SharedTile]:
-        """Of queries and keys; of values and d_out."""
-        return SharedTile((BLOCK, self.head_dim), self.dtype), SharedTile((BLOCK, self.value_dim), self.dtype)
+    def fuses_dq(self) -> bool:
+        """True if the kernel for dK and dV computes dQ, too, and adds it in global memory."""
+        return not self.params.deterministic
 
     @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        """Keys, values, queries, d_out, both rows of the statistics, what dP is multiplied by; if not deterministic
-        gradients of scores."""
-        params, (of_head, of_value), of_rows = self.params, self.tiles, SharedTile((BLOCK,), jnp.float32)
-        exchanged = (of_value,) if params.deterministic else (of_value, of_head)
-        return (
-            RingPlan(of_head, 1, 1),
-            RingPlan(of_value, 1, 1),
-            RingPlan(of_head, params.query_stages, 1),
-            RingPlan(of_value, params.d_out_stages, CONSUMERS),
-            RingPlan(of_rows, params.query_stages, 1),
-            RingPlan(of_rows, params.d_out_stages, 1),
-            *(RingPlan(SharedTile(WIDE_SHAPE, self.dtype, tile.swizzle), 1, 1, writers=1) for tile in exchanged),
+    def qk_tile(self) -> SharedTile:
+        return SharedTile((BLOCK, self.head_dim), self.dtype)
+
+    @property
+    def v_tile(self) -> SharedTile:
+        """A tile of V or dO."""
+        return SharedTile((BLOCK, self.value_dim), self.dtype)
+
+    @property
+    def p_tile(self) -> SharedTile:
+        """A tile of P in shared memory, where it is an operand beside dO: of the same swizzle."""
+        return SharedTile(WIDE_TILE, self.dtype, self.v_tile.swizzle)
+
+    @property
+    def ds_tile(self) -> SharedTile:
+        """A tile of dS in shared memory, where it is an operand beside Q and K: of the same swizzle."""
+        return SharedTile(WIDE_TILE, self.dtype, self.qk_tile.swizzle)
+
+    def scratch(self, separate_ds_factor: bool) -> WideKeyValueScratch[RingPlan, object]:
+        """The rings and scratch types of the kernel for dK and dV.
+
+        Args:
+          separate_ds_factor: ``has_separate_ds_factor`` of the call.
+        """
+        return self._key_value_rings._replace(
+            p_dv=self.p_tile.scratch(1) if separate_ds_factor else None,
+            dq=plgpu.SMEM(self.dq_staging_shape, jnp.float32) if self.fuses_dq else None,
+            d_bias=None if self.bias_gradient is None else self.bias_gradient.staging(1),
         )
 
     @property
-    def query_rings(self) -> tuple[RingPlan, ...]:
-        """Of the kernel for dQ: queries and d_out, a stage for each warpgroup; keys; values."""
-        of_head, of_value = self.tiles
-        return (
-            RingPlan(of_head, CONSUMERS, 1),
-            RingPlan(of_value, CONSUMERS, 1),
-            RingPlan(of_head, self.params.key_stages, CONSUMERS),
-            RingPlan(of_value, self.params.value_stages, CONSUMERS),
+    def _key_value_rings(self) -> WideKeyValueScratch[RingPlan, object]:
+        params, row_tile = self.params, SharedTile((BLOCK,), jnp.float32)
+        return WideKeyValueScratch(
+            k=RingPlan(self.qk_tile, 1, 1),
+            v=RingPlan(self.v_tile, 1, 1),
+            q=RingPlan(self.qk_tile, params.query_stages, 1),
+            d_out=RingPlan(self.v_tile, params.d_out_stages, CONSUMERS),
+            minus_lse=RingPlan(row_tile, params.query_stages, 1),
+            minus_delta=RingPlan(row_tile, params.d_out_stages, 1),
+            p=RingPlan(self.p_tile, 1, 1, writers=1),
+            ds=RingPlan(self.ds_tile, 1, 1, writers=1) if self.fuses_dq else None,
+            p_dv=None,
+            dq=None,
+            d_bias=None,
+        )
+
+    def query_scratch(self) -> WideQueryScratch[RingPlan]:
+        """The rings of the kernel for dQ."""
+        return WideQueryScratch(
+            q=RingPlan(self.qk_tile, CONSUMERS, 1),
+            d_out=RingPlan(self.v_tile, CONSUMERS, 1),
+            k=RingPlan(self.qk_tile, self.params.key_stages, CONSUMERS),
+            v=RingPlan(self.v_tile, self.params.value_stages, CONSUMERS),
         )
 
     @property
     def d_query_split(self) -> int:
-        """The column of dQ where the second warpgroup's part begins: operands can be cut where a swizzle repeats."""
-        width = (self.tiles[0].swizzle or 2) // 2
+        """The column of dQ where the dK warpgroup's part begins: operands can be cut where a swizzle repeats."""
+        width = (self.qk_tile.swizzle or 2) // 2
         return -(-self.head_dim // (2 * width)) * width
 
     @property
-    def weights(self) -> SharedTile:
-        """What d_out is multiplied by, where dP is multiplied by something else."""
-        return SharedTile(WIDE_SHAPE, self.dtype, self.tiles[1].swizzle)
-
-    @property
-    def staging_shape(self) -> tuple[int, ...]:
+    def dq_staging_shape(self) -> tuple[int, ...]:
         params = self.params
         return CONSUMERS, params.d_query_buffers, params.d_query_columns // STRIP, BLOCK, STRIP
 
     @property
     def reason(self) -> str:
-        """Why a warpgroup's part of dQ cannot be cut into reductions; empty if it can."""
+        """Reason why a warpgroup's part of dQ cannot be cut into reductions; empty if it can."""
         if self.params.deterministic:
             return ""
         split, width = self.d_query_split, self.params.d_query_columns
         for part in (split, self.head_dim - split):
-            # Which buffer is the oldest must be known while a program is written.
+            # Which buffer is the oldest must be known while the kernel is traced.
             if part % (width * self.params.d_query_buffers):
                 return f"cannot cut {part} columns of dQ into {self.params.d_query_buffers} buffers of {width} in turn"
         return ""
 
     @property
     def shared_bytes(self) -> int:
-        """Of the kernel that takes more, with what soft caps and dropout add, barriers and alignment."""
-        size = sum(ring.shared_bytes for ring in self.rings) + self.weights.stack_bytes(1)
+        """Bytes of the kernel that takes more, with those for soft caps and dropout, barriers and alignment."""
+        size = sum(ring.shared_bytes for ring in self._key_value_rings if isinstance(ring, RingPlan))
+        size += self.p_tile.stack_bytes(1)
         if self.bias_gradient is not None:
             size += self.bias_gradient.staging_bytes(1)
         if self.params.deterministic:
-            size = max(size, sum(ring.shared_bytes for ring in self.query_rings))
+            size = max(size, sum(ring.shared_bytes for ring in self.query_scratch()))
         else:
-            size += aligned_bytes(self.staging_shape, jnp.float32)
+            size += aligned_bytes(self.dq_staging_shape, jnp.float32)
         return size + 512

@@ -1,8 +1,9 @@
 """Tile schedules: the tiles of the score matrix that a work item of a Hopper kernel computes, and their order.
 
-A schedule has *rows* and *columns*: queries and keys in the forward pass and for dQ, keys and queries for dK and dV.
-The order of tiles is free, so those that need a mask come first: a kernel tells by the number of a step whether its
-tile needs the mask, in a branch or in one loop for each kind.
+A schedule has *rows* and *columns*: queries and keys in the forward pass and for dQ, keys and queries for dK and dV. A
+work item is a row of tiles, a step one of its tiles that is not fully masked. The order of steps is free, so tiles that
+need the mask come first: a kernel tells by the index of a step whether to apply it, in a branch or in one loop for each
+kind.
 """
 
 import dataclasses
@@ -21,12 +22,18 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
 
 type TableRefs = tuple[Ref, ...]
-"""Counts and entries of a ``TableSchedule`` in a kernel; empty for a ``BandSchedule``."""
+"""References to the `Tables` of a ``TableSchedule`` in a kernel; empty for a ``BandSchedule``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one work item: the first ``masked`` of ``total`` (at least one) need the mask."""
+    """The steps of one work item.
+
+    Attributes:
+      masked: the first so many steps need the mask.
+      total: number of steps, at least one.
+      tile: the column of tiles of a step.
+    """
 
     masked: Scalar
     total: Scalar
@@ -35,7 +42,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The score matrix as a schedule sees it, and its tiles."""
+    """Sizes of the score matrix and of its tiles, from the side of a schedule."""
 
     rows: int
     columns: int
@@ -53,10 +60,11 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BandSchedule:
-    """A schedule that follows from static bands by arithmetic.
+    """A schedule that arithmetic gives, of a mask that is a static band.
 
-    ``masked_columns`` and ``masked_rows`` say whether the ragged last tile of a side counts as masked; ``staggered``
-    makes rows of tiles that are worked on at once meet different columns.
+    Attributes:
+      masked_rows, masked_columns: whether the ragged last tile of that side counts as masked.
+      staggered: rows of tiles that run at once start at different columns (see `_rotated`).
     """
 
     extent: Extent
@@ -75,7 +83,8 @@ class BandSchedule:
         masked = right + full_low - low
 
         def tile(step: Scalar) -> Scalar:
-            if isinstance(full_low, int) and full_low == 0 and not self.staggered:  # all masked tiles are on the right
+            # Masked tiles right of the full ones from the right on, those left of them, then the full ones.
+            if isinstance(full_low, int) and full_low == 0 and not self.staggered:  # no masked tile on the left
                 return high - 1 - step
             left, full = step - right, full_high - 1 - (step - masked)
             if self.staggered:
@@ -94,7 +103,10 @@ class BandSchedule:
         return high - full_high + full_low - low, high - low
 
     def _bounds(self, row_tile: Scalar | np.ndarray, xp: ModuleType) -> tuple[Any, Any, Any, Any]:
-        """First visible, first full, end of the full and end of the visible tiles, in this order."""
+        """Columns of a row of tiles: first visible, first full, end of the full and end of the visible ones.
+
+        Of an array of rows by NumPy, of a scalar on the device by lax.
+        """
         extent, width = self.extent, self.extent.block_columns
         count, whole = extent.column_tiles, extent.columns // width if self.masked_columns else extent.column_tiles
         first = row_tile * extent.block_rows
@@ -107,7 +119,7 @@ class BandSchedule:
         def clip(value: Scalar | np.ndarray, low: int, high: int) -> Any:
             return np.clip(value, low, high) if xp is np else lax.max(lax.min(value, jnp.int32(high)), jnp.int32(low))
 
-        def quotient(value: jax.Array | np.ndarray) -> Any:  # of what is not negative: the device's division truncates
+        def quotient(value: jax.Array | np.ndarray) -> Any:  # only of values >= 0: the device's division truncates
             return value // width if xp is np else lax.div(value, jnp.int32(width))
 
         low: Any = 0
@@ -119,34 +131,34 @@ class BandSchedule:
         full_high: Any = whole
         if self.band.highest < extent.columns - 1:
             high = quotient(clip(last + self.band.highest, 0, extent.columns - 1)) + 1
-            full_high = _least(quotient(clip(first + self.band.highest + 1, 0, count * width)), whole, xp)
+            full_high = _minimum(quotient(clip(first + self.band.highest + 1, 0, count * width)), whole, xp)
         if self.masked_rows and extent.rows % extent.block_rows:
             ragged = row_tile == extent.row_tiles - 1
             full_high = np.where(ragged, 0, full_high) if xp is np else jnp.where(ragged, 0, full_high)
         # A fully masked row of tiles has one step, whose tile is masked as a whole.
-        high = _greatest(high, low + 1, xp)
-        full_low = _least(_greatest(full_low, low, xp), high, xp)
-        full_high = _least(_greatest(full_high, full_low, xp), high, xp)
+        high = _maximum(high, low + 1, xp)
+        full_low = _minimum(_maximum(full_low, low, xp), high, xp)
+        full_high = _minimum(_maximum(full_high, full_low, xp), high, xp)
         return low, full_low, full_high, high
 
 
 def _rotated(number: Scalar, count: Scalar, row_tile: Scalar, first: Scalar, extent: Extent) -> jax.Array:
-    """``number`` of ``count`` full tiles, turned so that a row of tiles starts near the diagonal.
+    """``number`` of ``count`` full tiles, rotated so that a row of tiles starts near the diagonal.
 
-    Programs that add to one column at the same time wait for each other: the memory serialises their additions.
+    CTAs that add to the dQ of one column at the same time wait for each other: the memory serialises their additions.
     """
     begin = lax.div(row_tile * extent.block_rows, jnp.int32(extent.block_columns)) - first
-    turned = number + lax.rem(jnp.maximum(begin, 0), jnp.maximum(count, 1))
-    return jnp.where(turned >= count, turned - count, turned)
+    rotated = number + lax.rem(jnp.maximum(begin, 0), jnp.maximum(count, 1))
+    return jnp.where(rotated >= count, rotated - count, rotated)
 
 
-def _least(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
+def _minimum(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     return np.minimum(a, b) if xp is np else jnp.minimum(a, b)
 
 
-def _greatest(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
+def _maximum(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     return np.maximum(a, b) if xp is np else jnp.maximum(a, b)
@@ -154,9 +166,9 @@ def _greatest(a: Scalar | np.ndarray, b: Scalar | np.ndarray, xp: ModuleType) ->
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableSchedule:
-    """A schedule that arrays decide: tiles listed by a small XLA program before the kernel, masked ones first.
+    """A schedule that is read from tables, which a small XLA program makes of the mask's arrays before the kernel.
 
-    ``band`` is what static bands leave, from the side of the schedule: all that is known before the kernel runs.
+    ``band`` is the static band of the mask, from the side of the schedule: all that is known while tracing.
     """
 
     extent: Extent
@@ -185,12 +197,15 @@ class TableSchedule:
 
 type TileSchedule = BandSchedule | TableSchedule
 type Tables = tuple[Int[Array, "#batch #heads row_tiles 2"], Int[Array, "#batch #heads row_tiles column_tiles"]]
+"""Masked steps and all steps of each row of tiles; the columns of its tiles, in the order of the steps."""
 
 
 def plan_schedule(
     mask: Mask | None, extent: Extent, *, transposed: bool, masked_rows: bool, masked_columns: bool
 ) -> tuple[TileSchedule, Tables | tuple[()]]:
     """The schedule of one kernel, and its tables (none for static bands).
+
+    A fully masked row of tiles has one step all the same, which is masked as a whole.
 
     Args:
       transposed: rows are keys.
@@ -211,16 +226,19 @@ def plan_schedule(
     ragged[-1] |= masked_rows and extent.rows % extent.block_rows != 0
     ragged[:, -1] |= masked_columns and extent.columns % extent.block_columns != 0
     classes = jnp.where(ragged, jnp.minimum(classes, TileClass.PARTIAL), classes)
+    # A stable sort: masked tiles, full ones, then those that are no steps, each in the order of their columns.
     order = jnp.where(classes == TileClass.PARTIAL, 0, jnp.where(classes == TileClass.FULL, 1, 2))
     entries = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
     masked = jnp.sum(classes == TileClass.PARTIAL, axis=-1, dtype=jnp.int32)
     total = masked + jnp.sum(classes == TileClass.FULL, axis=-1, dtype=jnp.int32)
+    # A fully masked row of tiles has one step, whose tile is masked as a whole.
     counts = jnp.stack([jnp.where(total == 0, 1, masked), jnp.maximum(total, 1)], axis=-1)
     return TableSchedule(extent, band, classes.shape[0], classes.shape[1], transposed), (counts, entries)
 
 
 def row_steps(schedule: TileSchedule) -> np.ndarray:
-    """Visits of each row of tiles as far as static bands tell, ``[row_tiles]``: what longest-first order goes by."""
+    """Steps of each row of tiles as far as static bands tell, ``[row_tiles]``: the costs of a longest-first order."""
+    # What arrays mask is known on the device only: their part of the mask counts as if it were not there.
     if isinstance(schedule, TableSchedule):
         schedule = BandSchedule(schedule.extent, schedule.band, True, True)
     return schedule.counts()[1]

@@ -1,8 +1,8 @@
-"""What happens to a tile of logits in a Hopper kernel between the two matrix products: bias, soft cap, mask, dropout.
+"""Bias, soft cap, mask and dropout of a tile of scores, between QKᵀ and PV of a Hopper kernel.
 
-A tile is ``[queries, keys]`` in the forward pass and ``[keys, queries]`` where dK and dV are computed; ``q_axis`` says
-which. Everything is computed from positions or read from global memory straight into the registers of the accumulator's
-layout, and only where the options ask for it.
+A tile is ``[queries, keys]`` (S) in the forward pass and for dQ, ``[keys, queries]`` (Sᵀ) for dK and dV: ``q_axis`` is
+the axis of the queries. Everything is computed from positions, or loaded from global memory straight into registers in
+the layout of the wgmma accumulator, and only where the options ask for it.
 """
 
 import dataclasses
@@ -31,15 +31,22 @@ from tilewright.kernels.masks import (
 )
 
 LANE_COLUMNS = 6
-"""The bits of a column's number that tell a thread's columns of a tile from its neighbours'."""
+"""Bits of a column's index that depend on the thread.
+
+In the accumulator's layout a thread of a quad holds columns 2t and 2t + 1 of every 8, t its index in the quad.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreArrays:
-    """The arrays that a tile's logits need besides query and key; a pytree, so that it can hold refs in a kernel.
+    """The arrays that logits need besides query and key; a pytree, so that it can hold references in a kernel.
 
-    ``mask`` is the part of the mask that is no static band, with int32 vectors and int8 matrices; ``bias`` has rank 4;
-    ``dropout_keys`` is ``[batch, heads, 2]`` uint32. Vectors and matrices reach to the end of the last tile.
+    Attributes:
+      mask: the part of the mask that is no static band, with int32 vectors and int8 matrices.
+      bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``.
+      dropout_keys: ``[batch, heads, 2]`` uint32, of Threefry.
+
+    Vectors and matrices are padded to whole tiles.
     """
 
     mask: Mask | None
@@ -52,7 +59,12 @@ jax.tree_util.register_dataclass(ScoreArrays, data_fields=["mask", "bias", "drop
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """The static side of it: what is done to a tile, whatever kernel it is in."""
+    """The static side of a call's scores, alike in all of its kernels.
+
+    Attributes:
+      band: the static band of the mask.
+      bound_keys: whether the last tile of keys hangs over the end of ``kv_length``, and needs a bound.
+    """
 
     q_length: int
     kv_length: int
@@ -65,17 +77,20 @@ class ScoreOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether logits are the scaled products and nothing else, so that the scale folds into the exponent."""
+        """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
+
+        A masked logit is −∞, which times a scale that is not positive is no longer masked.
+        """
         return not self.has_bias and self.soft_cap is None and self.scale > 0
 
     @property
     def multiplier(self) -> float:
-        """What a modified logit is multiplied by in the exponent of two."""
+        """Factor of a logit in the exponent of 2: log2(e), times the scale where that has not been applied yet."""
         return self.scale * LOG2E if self.plain else LOG2E
 
 
 def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tuple[ScoreOptions, ScoreArrays]:
-    """Splits a call's options into what is static and what is read, the latter padded to whole tiles."""
+    """Splits a call's options into the static side and the arrays, these padded to whole tiles."""
     q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     band, rest = split_mask(inputs.mask)
     options = ScoreOptions(
@@ -101,13 +116,13 @@ def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tu
 
 
 def transposed(arrays: ScoreArrays) -> ScoreArrays:
-    """The arrays for tiles ``[keys, queries]``: a load across the rows of global memory has no vectors."""
+    """The arrays for tiles ``[keys, queries]``, with matrices transposed: loads across rows cannot be vectorised."""
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3) if leaf.ndim == 4 else leaf, arrays)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileCoord:
-    """Where a tile lies in the call; ``shape`` is the tile's, with queries along ``q_axis``."""
+    """Coordinates of a tile of scores: its head, its first query and key; ``shape`` has queries along ``q_axis``."""
 
     batch: Scalar
     head: Scalar
@@ -125,14 +140,15 @@ class TileCoord:
         return self._positions(1 - self.q_axis, self.kv_start)
 
     def _positions(self, axis: int, start: Scalar) -> jax.Array:
-        # Of the two-dimensional iota the compiler does not see that all rows of a thread are the same two.
+        # A one-dimensional iota, then broadcast: of a two-dimensional one the compiler does not see that a thread has
+        # the same two rows in all of its elements.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
 
     def between(self, lowest: int, highest: int) -> jax.Array:
-        """Where ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
-        # Along a row of the tile a thread's positions are its own offset and constants. On the side of the constants
-        # nothing else may stand: the compiler would keep one register for each over a loop.
+        """Mask of ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
+        # A thread's columns are its own offset plus constants. Nothing but the constants may stand on the one side of
+        # the comparison: the compiler would keep a register for each column through the loop.
         along = self._positions(1, 0)
         offset, constants = along & LANE_COLUMNS, along & ~LANE_COLUMNS
         if self.q_axis == 0:
@@ -142,14 +158,14 @@ class TileCoord:
         return _in_band(start, constants, low, high)
 
     def below(self, kv_length: int) -> jax.Array:
-        """Where the key is one of the first ``kv_length``."""
+        """Mask of the keys before ``kv_length``."""
         if self.q_axis == 1:
             return self.columns() < kv_length
         along = self._positions(1, 0)
         return (along & ~LANE_COLUMNS) < kv_length - (self.kv_start + (along & LANE_COLUMNS))
 
     def vector(self, ref: Ref | jax.Array, of_queries: bool) -> jax.Array:
-        """Elements of ``[batch|1, length]`` for the tile's rows or columns, in the tile's shape."""
+        """Elements of ``[batch|1, length]`` at the tile's queries or keys, broadcast to the tile's shape."""
         axis = self.q_axis if of_queries else 1 - self.q_axis
         start = self.q_start if of_queries else self.kv_start
         batch = self.batch if ref.shape[0] > 1 else 0
@@ -159,7 +175,10 @@ class TileCoord:
         return spread(values, self.shape, axis)
 
     def matrix(self, ref: Ref | jax.Array) -> jax.Array:
-        """The tile of ``[batch|1, heads|1, ...]``, whose last two dimensions are the tile's own or 1; or a scalar."""
+        """The tile of ``[batch|1, heads|1, ...]``, whose last two dimensions are along the tile's axes or 1.
+
+        Where only one is 1 it is broadcast; where both are, the result is a scalar.
+        """
         batch = self.batch if ref.shape[0] > 1 else 0
         head = self.head if ref.shape[1] > 1 else 0
         starts = (self.q_start, self.kv_start) if self.q_axis == 0 else (self.kv_start, self.q_start)
@@ -176,50 +195,55 @@ class TileCoord:
 
 
 def biased_and_capped(
-    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, place: TileCoord
+    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs."""
+    """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs.
+
+    Args:
+      logits: S, not scaled.
+    """
     logits = logits * options.scale
     if options.has_bias:
         assert arrays.bias is not None
-        logits = logits + place.matrix(arrays.bias).astype(jnp.float32)
+        logits = logits + coord.matrix(arrays.bias).astype(jnp.float32)
     if options.soft_cap is None:
         return logits, None
     tanh = jnp.tanh(logits * (1 / options.soft_cap))
     return tanh * options.soft_cap, tanh
 
 
-def visible(options: ScoreOptions, arrays: ScoreArrays, place: TileCoord) -> jax.Array:
-    """Which elements of a tile the whole mask leaves."""
+def visible(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax.Array:
+    """The whole mask of a tile, True where a key is visible: static band, end of the keys, arrays."""
     parts = []
     if options.band.lowest > -FAR or options.band.highest < FAR:
-        parts.append(place.between(options.band.lowest, options.band.highest))
+        parts.append(coord.between(options.band.lowest, options.band.highest))
     if options.bound_keys:
-        parts.append(place.below(options.kv_length))
+        parts.append(coord.below(options.kv_length))
     if arrays.mask is not None:
-        parts.append(_attends(arrays.mask, place))
-    result = parts[0] if parts else place.columns() >= 0
+        parts.append(_attends(arrays.mask, coord))
+    result = parts[0] if parts else coord.columns() >= 0
     for part in parts[1:]:
         result = result & part
     return result
 
 
 def masked_logits(
-    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, place: TileCoord
+    logits: jax.Array, masked: Condition, options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord
 ) -> jax.Array:
-    """Logits with −∞ where the mask hides; ``masked``, a bool or a scalar on the device, says if the tile needs it."""
+    """Logits with −∞ where they are masked; ``masked``, static or a scalar on the device, says if the tile needs it."""
 
-    def hidden(logits: jax.Array) -> jax.Array:
-        return jnp.where(visible(options, arrays, place), logits, -jnp.inf)
+    def with_mask(logits: jax.Array) -> jax.Array:
+        return jnp.where(visible(options, arrays, coord), logits, -jnp.inf)
 
     if isinstance(masked, bool):
-        return hidden(logits) if masked else logits
-    return lax.cond(masked, hidden, lambda logits: logits, logits)
+        return with_mask(logits) if masked else logits
+    return lax.cond(masked, with_mask, lambda logits: logits, logits)
 
 
 def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: int | None) -> jax.Array:
-    # Bounds are added to the rows, which a loop over keys keeps in two registers; of the difference of rows and
-    # columns the compiler keeps every element.
+    """Mask of ``lowest <= column - row <= highest``; None is no bound."""
+    # Bounds are added to the rows, which take two registers in a loop over keys; of the difference of columns and rows
+    # the compiler would keep every element.
     parts = []
     if lowest is not None and lowest > -FAR:
         parts.append(columns >= rows + jnp.int32(min(lowest, FAR)))
@@ -230,39 +254,39 @@ def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: i
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-def _attends(mask: Mask, place: TileCoord) -> jax.Array:
-    """``Mask.tile`` in the terms that a kernel has."""
+def _attends(mask: Mask, coord: TileCoord) -> jax.Array:
+    """``Mask.tile`` of the mask's array part, on references and in registers."""
     if isinstance(mask, AndMask | OrMask):
-        result = _attends(mask.masks[0], place)
+        result = _attends(mask.masks[0], coord)
         for each in mask.masks[1:]:
-            other = _attends(each, place)
+            other = _attends(each, coord)
             result = result & other if isinstance(mask, AndMask) else result | other
         return result
     if isinstance(mask, BandMask):
-        q = place.rows() if mask.q_positions is None else place.vector(mask.q_positions, True)
-        kv = place.columns() if mask.kv_positions is None else place.vector(mask.kv_positions, False)
+        q = coord.rows() if mask.q_positions is None else coord.vector(mask.q_positions, True)
+        kv = coord.columns() if mask.kv_positions is None else coord.vector(mask.kv_positions, False)
         return _in_band(q, kv, *mask.difference_bounds)
     if isinstance(mask, SegmentMask):
-        return place.vector(mask.q_segment_ids, True) == place.vector(mask.kv_segment_ids, False)
+        return coord.vector(mask.q_segment_ids, True) == coord.vector(mask.kv_segment_ids, False)
     if isinstance(mask, LengthMask):
         inside: jax.Array | None = None
-        for lengths, positions in ((mask.q_lengths, place.rows), (mask.kv_lengths, place.columns)):
+        for lengths, positions in ((mask.q_lengths, coord.rows), (mask.kv_lengths, coord.columns)):
             if lengths is not None:
-                part = positions() < lengths[place.batch if lengths.shape[0] > 1 else 0]
+                part = positions() < lengths[coord.batch if lengths.shape[0] > 1 else 0]
                 inside = part if inside is None else inside & part
-        return place.columns() >= 0 if inside is None else inside
+        return coord.columns() >= 0 if inside is None else inside
     if isinstance(mask, ExplicitMask):
-        values = place.matrix(mask.array).astype(jnp.int32)
-        return lax.broadcast(values, place.shape) != 0 if values.ndim == 0 else values != 0
+        values = coord.matrix(mask.array).astype(jnp.int32)
+        return lax.broadcast(values, coord.shape) != 0 if values.ndim == 0 else values != 0
     raise TypeError(f"no kernel form of a mask of type {type(mask).__name__}")
 
 
-def kept(options: ScoreOptions, arrays: ScoreArrays, place: TileCoord) -> jax.Array:
-    """Which probabilities of a tile the dropout keeps, by the generator of ``tilewright.kernels.dropout``."""
+def kept(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax.Array:
+    """The dropout mask of a tile, True where P is kept, by the generator of ``tilewright.kernels.dropout``."""
     keys = arrays.dropout_keys
     assert keys is not None
-    key = keys[place.batch, place.head, 0], keys[place.batch, place.head, 1]
-    rows, columns = place.rows().astype(jnp.uint32), place.columns().astype(jnp.uint32)
+    key = keys[coord.batch, coord.head, 0], keys[coord.batch, coord.head, 1]
+    rows, columns = coord.rows().astype(jnp.uint32), coord.columns().astype(jnp.uint32)
     left, right = threefry2x32(key, (rows, columns >> 1))
     word = jnp.where((columns & 1) == 0, left, right)
     return word >= jnp.uint32(keep_threshold(options.dropout_prob))

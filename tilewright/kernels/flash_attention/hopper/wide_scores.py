@@ -1,6 +1,7 @@
-"""What the backward kernels for wide heads on Hopper do to a tile of scores, and which tiles they meet."""
+"""P and dS of a tile in the backward kernels for wide heads on Hopper, and the Q iterations of a CTA."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,23 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper.tiles import opaque_zero
 from tilewright.kernels.hopper.types import Condition, Scalar
 
-type Visit = tuple[Scalar, Scalar]
-"""Member of the group, and its number among that head's visits."""
+
+class QueryIteration(NamedTuple):
+    """A Q iteration: the member of the group of query heads, and the number among the steps of that head."""
+
+    member: Scalar
+    number: Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QueryVisits:
-    """The query tiles that a program of dK and dV visits, over all heads of its group, as one sequence.
+class QueryIterations:
+    """The query tiles that a CTA meets for dK and dV, over all query heads of its key head, as one sequence.
 
-    A visit is a pair (member of the group, its number among that head's visits).
+    Attributes:
+      group: query heads of a key head.
+      row_tile: the CTA's tile of keys.
+      shared: the steps of every head, if they are the same for all; else None.
+      zero: a 0 that the compiler cannot know.
     """
 
     schedule: TileSchedule
@@ -38,7 +47,7 @@ class QueryVisits:
     group: int
     row_tile: Scalar
     shared: Steps | None
-    nothing: Scalar
+    zero: Scalar
 
     @classmethod
     def of(
@@ -49,14 +58,15 @@ class QueryVisits:
         first_head: Scalar,
         group: int,
         row_tile: Scalar,
-        nothing: Scalar,
-    ) -> "QueryVisits":
-        alike = group == 1 or not tables or tables[0].shape[1] == 1
-        shared = schedule.steps(tables, batch, first_head, row_tile) if alike else None
-        return cls(schedule, tables, batch, first_head, group, row_tile, shared, nothing)
+        zero: Scalar,
+    ) -> "QueryIterations":
+        """The iterations of a tile of keys, whose key head has ``group`` query heads from ``first_head`` on."""
+        same_for_all = group == 1 or not tables or tables[0].shape[1] == 1
+        shared = schedule.steps(tables, batch, first_head, row_tile) if same_for_all else None
+        return cls(schedule, tables, batch, first_head, group, row_tile, shared, zero)
 
     def steps(self, member: Scalar) -> Steps:
-        """The visits of one head."""
+        """The steps of one head."""
         if self.shared is not None:
             return self.shared
         return self.schedule.steps(self.tables, self.batch, self.first_head + member, self.row_tile)
@@ -65,80 +75,98 @@ class QueryVisits:
     def total(self) -> Scalar:
         if self.shared is not None:
             # A loop whose length the compiler knows may be unrolled or dropped, and ``opaque_zero`` with it.
-            return self.shared.total * self.group + self.nothing
+            return self.shared.total * self.group + self.zero
         return lax.fori_loop(0, self.group, lambda member, total: total + self.steps(member).total, jnp.int32(0))
 
     @property
-    def first(self) -> Visit:
-        return jnp.int32(0), jnp.int32(0)
+    def first(self) -> QueryIteration:
+        return QueryIteration(jnp.int32(0), jnp.int32(0))
 
-    def after(self, visit: Visit) -> Visit:
-        member, number = visit
+    def after(self, iteration: QueryIteration) -> QueryIteration:
+        """The next iteration."""
+        member, number = iteration
         if self.group == 1:
-            return member, number + 1
+            return QueryIteration(member, number + 1)
         last = number + 1 == self.steps(member).total
-        return jnp.where(last, member + 1, member), jnp.where(last, 0, number + 1)
+        return QueryIteration(jnp.where(last, member + 1, member), jnp.where(last, 0, number + 1))
 
-    def head(self, visit: Visit) -> Scalar:
-        return self.first_head if self.group == 1 else self.first_head + visit[0]
+    def head(self, iteration: QueryIteration) -> Scalar:
+        return self.first_head if self.group == 1 else self.first_head + iteration.member
 
-    def q_start(self, visit: Visit) -> Scalar:
-        return self.steps(visit[0]).tile(visit[1]) * BLOCK
+    def q_start(self, iteration: QueryIteration) -> Scalar:
+        return self.steps(iteration.member).tile(iteration.number) * BLOCK
 
-    def masked(self, visit: Visit) -> Condition:
-        return visit[1] < self.steps(visit[0]).masked
+    def masked(self, iteration: QueryIteration) -> Condition:
+        """True if the tile needs the mask."""
+        return iteration.number < self.steps(iteration.member).masked
 
 
-def has_unlike_factors(options: ScoreOptions) -> bool:
-    """Whether d_out and dP are multiplied by different things: see ``probabilities``."""
+def item_in_step(item: Scalar, step: Scalar) -> Scalar:
+    """The work item as if it were another in each step, so that what is decoded from it takes no registers over a loop.
+
+    It is decoded again in each step instead; kept over the loop, the values would be spilled.
+    """
+    return item + opaque_zero(step + item)
+
+
+def has_separate_ds_factor(options: ScoreOptions) -> bool:
+    """True if dV and dS take different factors, so that P is not enough: see `softmax_tile`."""
     return options.soft_cap is not None or options.dropout_prob > 0
 
 
-def probabilities(
-    logits: jax.Array,
-    shift: jax.Array | None,
+class ProbabilityTiles(NamedTuple):
+    """P as a factor of two products, which differ by dropout and the derivative of the soft cap.
+
+    Attributes:
+      dv: operand of dV = ``dv``·dO, short of the scale of dropout.
+      ds: factor of dS = ``ds`` ∘ (dP − delta), with the derivative of the soft cap; negative where dropout drops.
+    """
+
+    dv: jax.Array
+    ds: jax.Array
+
+
+def softmax_tile(
+    s: jax.Array,
+    minus_lse: jax.Array | None,
     options: ScoreOptions,
     arrays: ScoreArrays,
-    place: TileCoord,
+    coord: TileCoord,
     masked: Condition,
     dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array]:
-    """``(weights, factors)``: what d_out is multiplied by for dV, short of dropout's scale, and what dP is for dS.
-
-    Factors have the derivative of the soft cap in them, and a negative sign where dropout drops.
+) -> ProbabilityTiles:
+    """Computes P from S.
 
     Args:
-      shift: what is added in the exponent of two; None if it is in the logits.
-      masked: a bool, or a scalar that is decided on the device.
+      minus_lse: added in the exponent, in base 2; None if S started from it.
+      masked: whether the tile needs the mask; a bool, or a scalar on the device.
     """
     if not options.plain:
-        logits, _ = biased_and_capped(logits, options, arrays, place)
-    logits = masked_logits(logits, masked, options, arrays, place)
-    exponents = logits * options.multiplier
-    weights = factors = jnp.exp2(exponents if shift is None else exponents + shift)
+        s, _ = biased_and_capped(s, options, arrays, coord)
+    s = masked_logits(s, masked, options, arrays, coord)
+    exponents = s * options.multiplier
+    p_dv = p_ds = jnp.exp2(exponents if minus_lse is None else exponents + minus_lse)
     if options.soft_cap is not None:
-        # Had from the capped logits, of which −∞ is a masked one: a second tile of registers over the mask is spilled.
-        tanh = jnp.maximum(logits * (1 / options.soft_cap), -1.0)
-        factors = factors * (1 - tanh * tanh)
+        # tanh from the capped logits, where −∞ is masked: a second tile of registers over the mask would spill.
+        tanh = jnp.maximum(s * (1 / options.soft_cap), -1.0)
+        p_ds = p_ds * (1 - tanh * tanh)
     if options.dropout_prob:
-        # Narrowed first: the generator takes the registers.
-        weights, factors = weights.astype(dtype), factors.astype(dtype)
-        keep = kept(options, arrays, place)
-        weights, factors = jnp.where(keep, weights, jnp.zeros((), dtype)), jnp.where(keep, factors, -factors)
-    return weights, factors
+        # Rounded first: the random bits take the registers.
+        p_dv, p_ds = p_dv.astype(dtype), p_ds.astype(dtype)
+        keep = kept(options, arrays, coord)
+        p_dv, p_ds = jnp.where(keep, p_dv, jnp.zeros((), dtype)), jnp.where(keep, p_ds, -p_ds)
+    return ProbabilityTiles(p_dv, p_ds)
 
 
-def score_gradients(
-    factors: jax.Array, d_probabilities: jax.Array, minus_delta: jax.Array | None, options: ScoreOptions
-) -> jax.Array:
-    """dS; ``minus_delta`` is None if the product for dP started from it, which dropout's scale does not allow."""
+def ds_tile(p_ds: jax.Array, dp: jax.Array, minus_delta: jax.Array | None, options: ScoreOptions) -> jax.Array:
+    """Computes dS in float32 from ``ProbabilityTiles.ds`` and dP.
+
+    Args:
+      minus_delta: None if dP started from it, which the scale of dropout does not allow.
+    """
     if minus_delta is None:
-        return factors * d_probabilities
-    factors = factors.astype(jnp.float32)
-    dropped = jnp.where(factors < 0, 0.0, d_probabilities * (1 / (1 - options.dropout_prob)))
-    return jnp.abs(factors) * (dropped + minus_delta)
-
-
-def again(item: Scalar, step: Scalar) -> Scalar:
-    """The item as if it were another in each step, so that what follows from it takes no registers over the loop."""
-    return item + opaque_zero(step + item)
+        return p_ds * dp
+    # The sign says what dropout drops: there dS is −P·delta, without a second draw of random bits.
+    p_ds = p_ds.astype(jnp.float32)
+    kept_dp = jnp.where(p_ds < 0, 0.0, dp * (1 / (1 - options.dropout_prob)))
+    return jnp.abs(p_ds) * (kept_dp + minus_delta)

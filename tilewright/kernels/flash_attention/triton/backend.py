@@ -1,4 +1,4 @@
-"""Flash attention in Triton: what it serves, its configs, and the way to its kernels."""
+"""The Triton backend of flash attention: support, configs, and calls of its kernels."""
 
 import functools
 from typing import Any, ClassVar
@@ -17,14 +17,8 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
-from tilewright.kernels.flash_attention.triton.call import (
-    TritonCall,
-)
-from tilewright.kernels.flash_attention.triton.configs import (
-    listed_params,
-    padded_dim,
-    smallest_params,
-)
+from tilewright.kernels.flash_attention.triton.call import TritonCall
+from tilewright.kernels.flash_attention.triton.configs import listed_params, padded_dim, smallest_params
 from tilewright.kernels.flash_attention.triton.params import TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.footprint import max_shared_bytes
 from tilewright.kernels.registry import Implementation, Platform
@@ -34,12 +28,11 @@ from tilewright.ops.types import Device, Direction
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
-WIDEST = 256
-"""Head dim; beyond it an accumulator does not fit the registers."""
-
+MAX_HEAD_DIM = 256
+"""Largest head dim: the accumulator of a wider one does not fit into the registers."""
 
 MIN_SHARED_BYTES = 99 << 10
-"""That a block may have on any compute capability from 8.0 on."""
+"""Shared memory that a block may have on every compute capability from 8.0 on."""
 
 
 class TritonFlashAttention(
@@ -57,8 +50,8 @@ class TritonFlashAttention(
         reasons = unavailable(device)
         if problem.dtype not in DTYPES:
             reasons.append(f"computes in float32, float16 or bfloat16, got {problem.dtype=}")
-        if max(problem.head_dim, problem.value_dim) > WIDEST:
-            reasons.append(f"head dims go to {WIDEST}, got {problem.head_dim=}, {problem.value_dim=}")
+        if max(problem.head_dim, problem.value_dim) > MAX_HEAD_DIM:
+            reasons.append(f"head dims go to {MAX_HEAD_DIM}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
         widest, longest = max(problem.head_dim, problem.value_dim), max(problem.q_length, problem.kv_length)
@@ -74,7 +67,7 @@ class TritonFlashAttention(
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[TritonForwardParams | TritonBackwardParams]:
-        """Those of the list for the problem's width that a block's shared memory has room for, and in any case one."""
+        """Params listed for the head dims that fit into a block's shared memory; the smallest if none does."""
         listed = listed_params(problem, device, direction)
         fitting = [params for params in listed if not self.config_reasons(problem, device, direction, params)]
         return fitting or [smallest_params(direction)]
@@ -88,27 +81,28 @@ class TritonFlashAttention(
     ) -> list[str]:
         dims, itemsize = padded_dim(problem.head_dim) + padded_dim(problem.value_dim), problem.dtype.itemsize
         if isinstance(params, TritonForwardParams):
-            # Products in float32 take both operands from there, those on tensor cores the queries alone.
+            # Q stays in shared memory for float32 MMAs. For 16-bit ones it is there only until it is in registers, and
+            # counts half.
             resident = params.tiles.block_q // (1 if itemsize == 4 else 2)
-            wanted = {"tiles": params.tiles.shared_bytes(resident, params.tiles.block_k, dims, itemsize)}
+            needed = {"tiles": params.tiles.shared_bytes(resident, params.tiles.block_k, dims, itemsize)}
         else:
             tiles = params.key_value
-            wanted = {"key_value": tiles.shared_bytes(tiles.block_k, tiles.block_q, dims, itemsize)}
+            needed = {"key_value": tiles.shared_bytes(tiles.block_k, tiles.block_q, dims, itemsize)}
             if params.deterministic:
                 tiles = params.query
-                wanted["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
-            elif tiles.tma:  # tiles of dQ in float32, which are added from there
-                wanted["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
-        most = max_shared_bytes(device, MIN_SHARED_BYTES)
+                needed["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
+            elif tiles.tma:  # the float32 tile of dQ, which TMA adds from shared memory
+                needed["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
+        available = max_shared_bytes(device, MIN_SHARED_BYTES)
         return [
             f"{getattr(params, name)} takes about {size} bytes of shared memory at head dims of {dims} together; "
-            f"a block has {most}"
-            for name, size in wanted.items()
-            if size > most
+            f"a block has {available}"
+            for name, size in needed.items()
+            if size > available
         ]
 
     def forward(self, inputs: AttentionInputs, params: TritonForwardParams) -> Results:
-        """``(out, lse)``."""
+        """Computes ``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
         inputs = with_positive_scale(inputs)
@@ -131,18 +125,18 @@ class TritonFlashAttention(
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        turned, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
+        negative_scale, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
         call, (out, lse), (d_out, d_lse) = TritonCall.of(inputs), results, cotangents
         arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, *rest = call.run(functools.partial(call.backward, params), arrays)
         d_bias = d_sinks = None
         if inputs.bias is not None:
-            # Stored apart, so that its sum has an order.
+            # dS is stored unreduced, and summed by XLA: atomic additions to dbias would have no fixed order.
             d_bias = bias_gradient(rest[0], inputs.bias)
         if inputs.softmax_aux is not None:
             d_sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
         return {
-            "query": -d_query if turned else d_query,
+            "query": -d_query if negative_scale else d_query,
             "key": d_key,
             "value": d_value,
             "bias": d_bias,

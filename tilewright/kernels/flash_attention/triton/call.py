@@ -1,4 +1,4 @@
-"""From the arrays of a call to the launches of the kernels in Triton."""
+"""Launches of the attention kernels in Triton: their arrays, grids and constexpr parameters."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,30 +12,24 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR, Band
-from tilewright.kernels.flash_attention.operands import (
-    over_batch,
-    wants_exact_products,
-)
+from tilewright.kernels.flash_attention.operands import over_batch, wants_exact_products
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.flash_attention.triton.configs import (
-    has_tma,
-    padded_dim,
-)
+from tilewright.kernels.flash_attention.triton.configs import has_tma, padded_dim
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.description import JitKernel
 from tilewright.ops.utils.device import current_device
 
 CACHED_BYTES = 16 << 20
-"""Of keys and values that are worked on at a time, so that they stay in the cache between a head's programs."""
+"""Bytes of K and V that concurrent programs may read together: they stay in the L2 cache between a head's programs."""
 
 ROW_TERMS_BLOCK = 32
-"""Rows per program of the kernel that multiplies out and its gradient."""
+"""Rows per program of ``attention_row_terms``."""
 
 _SHARED = frozenset({"bias", "mask", "q_rows", "kv_rows", "key_ranges", "query_ranges", "sinks"})
-"""Arrays that may have one of the batch."""
+"""Arrays whose batch dimension may be 1, for all batch elements."""
 
-_ABSENT = {
+_ABSENT_DTYPES = {
     "bias": np.float32, "q_rows": np.int32, "kv_rows": np.int32, "mask": np.uint8, "key_ranges": np.int32,
     "query_ranges": np.int32, "sinks": np.float32, "dropout_keys": np.uint32, "d_lse": np.float32,
 }  # fmt: skip
@@ -43,7 +37,7 @@ _ABSENT = {
 
 @dataclasses.dataclass(frozen=True)
 class TritonCall:
-    """What the kernels are told of a call that its arrays do not say."""
+    """Problem and mask of a call: all that kernels are compiled for but the shapes of optional arrays."""
 
     problem: AttentionProblem
     parts: MaskParts
@@ -54,11 +48,12 @@ class TritonCall:
         return cls(problem, MaskParts.of(problem.mask))
 
     def run(self, function: Callable[[dict[str, Any]], tuple[Any, ...]], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``function`` of the arrays that are not None; ``vmap`` enlarges their batch."""
         given = {name: array for name, array in arrays.items() if array is not None}
         return over_batch(function, self.problem.batch, given, _SHARED)
 
     def forward(self, params: TritonForwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """``(out, lse)`` of arrays whose batch may be larger than the call's."""
+        """``(out, lse)`` of arrays whose batch may be larger than the problem's."""
         from tilewright.kernels.flash_attention.triton.forward import attention_forward
 
         problem, tiles = self.problem, params.tiles
@@ -76,30 +71,29 @@ class TritonCall:
         return self._launch(attention_forward, given, names, outputs, _cdiv(q_length, tiles.block_q), constants, tiles)
 
     def backward(self, params: TritonBackwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """``(d_query, d_key, d_value)`` and the gradient of every logit where there is a bias."""
-
+        """``(d_query, d_key, d_value)``, and float32 dS [batch, heads, q_length, kv_length] if there is a bias."""
         problem, batch = self.problem, arrays["query"].shape[0]
         given = dict(arrays)
-        given["deltas"], given["exponents"] = self._row_terms(given, batch)
+        given["delta"], given["lse_log2"] = self._row_terms(given, batch)
         given["d_bias"] = given["d_query"] = jnp.zeros((0,), np.float32)
         if "bias" in given:
-            # What no program sees has no gradient.
+            # Zeros: tiles without a visible score are never written.
             given["d_bias"] = jnp.zeros((batch, *problem.score_shape[1:]), np.float32)
         if params.deterministic:
             d_key, d_value = self._key_value_gradients(params.key_value, given, ())
             d_query, *d_bias = self._query_gradients(params.query, given)
             return d_query, d_key, d_value, *d_bias
-        shape = batch, problem.heads, problem.head_dim, _whole_length(problem.q_length)
+        shape = batch, problem.heads, problem.head_dim, _padded_length(problem.q_length)
         given["d_query"] = jnp.zeros(shape, np.float32)
         updated = ("d_query", "d_bias") if "bias" in given else ("d_query",)
-        d_key, d_value, total, *d_bias = self._key_value_gradients(params.key_value, given, updated)
-        d_query = (total * problem.options.softmax_scale).astype(problem.dtype)[..., : problem.q_length]
+        d_key, d_value, accumulator, *d_bias = self._key_value_gradients(params.key_value, given, updated)
+        d_query = (accumulator * problem.options.softmax_scale).astype(problem.dtype)[..., : problem.q_length]
         return d_query.transpose(0, 3, 1, 2), d_key, d_value, *d_bias
 
     def _key_value_gradients(
         self, tiles: Tiles, arrays: Mapping[str, Any], updated: tuple[str, ...]
     ) -> tuple[Any, ...]:
-        """``(d_key, d_value)`` and the arrays of the names ``updated``: those of dQ's products with them."""
+        """``(d_key, d_value)``, then the ``updated`` arrays; if there are any, dQ is computed as well (``FUSED``)."""
         from tilewright.kernels.flash_attention.triton.backward import attention_key_value_gradients
 
         problem = self.problem
@@ -113,7 +107,7 @@ class TritonCall:
         )  # fmt: skip
 
     def _query_gradients(self, tiles: Tiles, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """``d_query``, and ``d_bias`` where there is a bias."""
+        """``d_query``, and ``d_bias`` if there is a bias."""
         from tilewright.kernels.flash_attention.triton.backward import attention_query_gradients
 
         problem = self.problem
@@ -127,6 +121,7 @@ class TritonCall:
         )  # fmt: skip
 
     def _row_terms(self, arrays: Mapping[str, Any], batch: int) -> tuple[Any, ...]:
+        """``(delta, lse_log2)``, float32 [batch, heads, padded q_length]."""
         from tilewright.kernels.flash_attention.triton.backward import attention_row_terms
 
         heads, q_length, value_dim = self.problem.heads, self.problem.q_length, self.problem.value_dim
@@ -134,7 +129,7 @@ class TritonCall:
         return launch(
             attention_row_terms,
             [arrays["out"], arrays["d_out"], arrays["lse"], d_lse],
-            [jax.ShapeDtypeStruct((batch, heads, _whole_length(q_length)), np.float32)] * 2,
+            [jax.ShapeDtypeStruct((batch, heads, _padded_length(q_length)), np.float32)] * 2,
             grid=[_cdiv(q_length, ROW_TERMS_BLOCK) * batch * heads],
             scalars={"q_length": q_length},
             constants={
@@ -145,17 +140,20 @@ class TritonCall:
 
     def _launch(
         self, kernel: JitKernel, arrays: Mapping[str, Any], names: tuple[str, ...], outputs: list[jax.ShapeDtypeStruct],
-        tiles_of_a_head: int, constants: Mapping[str, Any], tiles: Tiles, heads: int = 0,
+        tiles_per_head: int, constants: Mapping[str, Any], tiles: Tiles, heads: int = 0,
         updated: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The outputs, then the arrays of the names ``updated``, which the kernel adds to or writes in part."""
+        """The outputs, then the ``updated`` arrays, which the kernel adds to or writes in part.
+
+        ``heads`` are those of the grid: the heads of queries if 0.
+        """
         problem, batch = self.problem, arrays["query"].shape[0]
-        absent = {name: jnp.zeros((0,), _ABSENT[name]) for name in names if name not in arrays}
+        absent = {name: jnp.zeros((0,), _ABSENT_DTYPES[name]) for name in names if name not in arrays}
         return launch(
             kernel,
             [arrays.get(name, absent.get(name)) for name in names],
             [*outputs, *(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated)],
-            grid=[tiles_of_a_head * batch * (heads or problem.heads)],
+            grid=[tiles_per_head * batch * (heads or problem.heads)],
             scalars={"q_length": problem.q_length, "kv_length": problem.kv_length},
             constants=constants,
             num_warps=tiles.num_warps,
@@ -164,33 +162,38 @@ class TritonCall:
         )
 
     def _by_queries(self, arrays: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:
-        """What kernels are told whose programs have a tile of queries and go through keys."""
-        return self._walk("key_ranges" in arrays, self.parts.band, self.problem.kv_length % tiles.block_k != 0)
+        """Constants of the tile schedule of kernels whose programs have a tile of queries and go through keys."""
+        return self._tile_schedule("key_ranges" in arrays, self.parts.band, self.problem.kv_length % tiles.block_k != 0)
 
     def _by_keys(self, arrays: Mapping[str, Any], tiles: Tiles, fused: bool) -> dict[str, Any]:
-        """What the kernel is told whose programs have a tile of keys and go through queries."""
+        """Constants of the tile schedule of the kernel whose programs have a tile of keys and go through queries."""
         problem, band = self.problem, self.parts.band
         uneven = problem.q_length % tiles.block_q != 0 or (fused and problem.kv_length % tiles.block_k != 0)
-        walk = self._walk("query_ranges" in arrays, band.transposed, uneven)
-        return walk | {"GROUPS": problem.groups, "FUSED": fused}
+        schedule = self._tile_schedule("query_ranges" in arrays, band.transposed, uneven)
+        return schedule | {"GROUPS": problem.groups, "FUSED": fused}
 
-    def _walk(self, ranged: bool, band: Band, uneven: bool) -> dict[str, Any]:
-        """Which of the parts of ``visible_span`` there are, by bits, and whether the last programs have most to do.
+    def _tile_schedule(self, ranged: bool, band: Band, uneven: bool) -> dict[str, Any]:
+        """PARTS, a bit for each part of ``visible_span`` that may occur, and LAST_FIRST.
 
-        Those begin, so that they do not end last. ``band`` is where others are seen from a program's own.
+        With LAST_FIRST the last tiles, which have most to do (a causal mask, by queries), are launched first, so that
+        they do not end last. ``band`` bounds the other index minus the program's own; ``uneven`` says that the last
+        tile of the others needs a mask.
         """
-        ends = {"LAST_FIRST": band.lowest <= -FAR and band.highest < FAR}
+        order = {"LAST_FIRST": band.lowest <= -FAR and band.highest < FAR}
         if ranged:
-            return ends | {"PARTS": 0b100}
-        return ends | {"PARTS": (band.lowest > -FAR) | 0b010 | (band.highest < FAR or uneven) << 2}
+            return order | {"PARTS": 0b100}
+        return order | {"PARTS": (band.lowest > -FAR) | 0b010 | (band.highest < FAR or uneven) << 2}
 
     def _constants(
-        self, arrays: Mapping[str, Any], ranges: str, tiles: Tiles, places: int, sharing: int
+        self, arrays: Mapping[str, Any], ranges: str, tiles: Tiles, head_count: int, sharing: int
     ) -> dict[str, Any]:
-        """What all three kernels are compiled for; ``sharing`` programs of neighbouring heads have the same keys."""
+        """Constants of all three attention kernels.
+
+        ``head_count`` is batch times heads of the grid; programs of ``sharing`` neighbouring heads read the same keys.
+        """
         problem, options, parts, band = self.problem, self.problem.options, self.parts, self.parts.band
-        worked_on = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        at_once = max(CACHED_BYTES // max(worked_on, 1), 1) * sharing
+        kv_bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        at_once = max(CACHED_BYTES // max(kv_bytes, 1), 1) * sharing
         exact = wants_exact_products(options, problem.dtype)
         return {
             "HEADS": problem.heads,
@@ -201,15 +204,15 @@ class TritonCall:
             "VALUE_DIM": padded_dim(problem.value_dim),
             "BLOCK_Q": tiles.block_q,
             "BLOCK_K": tiles.block_k,
-            "AT_ONCE": max(count for count in range(1, min(at_once, places) + 1) if places % count == 0),
+            "AT_ONCE": max(count for count in range(1, min(at_once, head_count) + 1) if head_count % count == 0),
             "SCALE": float(options.softmax_scale),
             "SOFT_CAP": float(options.logits_soft_cap or 0.0),
             "LOWEST": band.lowest,
             "HIGHEST": band.highest,
             "BANDED": parts.positions is None and band != Band(),
-            "ROWS": parts.has_rows,
-            "ROWS_BATCH": int("q_rows" in arrays and arrays["q_rows"].shape[0] > 1),
-            "COLUMNS_BATCH": int("kv_rows" in arrays and arrays["kv_rows"].shape[0] > 1),
+            "HAS_ROWS": parts.has_rows,
+            "Q_ROWS_BATCH": int("q_rows" in arrays and arrays["q_rows"].shape[0] > 1),
+            "KV_ROWS_BATCH": int("kv_rows" in arrays and arrays["kv_rows"].shape[0] > 1),
             "MASK": _shape_bits(arrays.get("mask")),
             "RANGES": _shape_bits(arrays.get(ranges)),
             "BIAS": _shape_bits(arrays.get("bias")),
@@ -221,19 +224,19 @@ class TritonCall:
 
 
 _BACKWARD_INPUTS = (
-    "query", "key", "value", "d_out", "exponents", "deltas", "bias", "q_rows", "kv_rows", "mask",
+    "query", "key", "value", "d_out", "lse_log2", "delta", "bias", "q_rows", "kv_rows", "mask",
 )  # fmt: skip
 
 
 def _shape_bits(array: jax.Array | None) -> int:
-    """Which dimensions of an array of scores are more than one, the batch the highest of four bits; -1 for no array."""
+    """Shape bits of an array of scores: its dimensions that are not 1, the batch the highest bit; -1 for no array."""
     if array is None:
         return -1
     return sum(bit for bit, size in zip((8, 4, 2, 1), array.shape, strict=True) if size > 1)
 
 
-def _whole_length(length: int) -> int:
-    """As the kernels' ``whole_length``."""
+def _padded_length(length: int) -> int:
+    """Row stride in memory, as ``scores.padded_length``."""
     return _cdiv(length, 4) * 4
 
 

@@ -1,6 +1,21 @@
-"""The forward pass of attention in Triton.
+"""The forward pass of attention in Triton: O and lse by online softmax.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
+
+  Q, K, V   query, key, value; tiles ``q`` [BLOCK_Q, DIM], ``k`` [BLOCK_K, DIM], ``v`` [BLOCK_K, VALUE_DIM]
+  S         ``scores`` = Q Kᵀ
+  logits    soft_cap(SCALE · S + bias), times log2(e), so that exponentials are exp2
+  P         ``p`` = exp2(logits - m), not normalised
+  m, l      ``row_max`` of the logits so far, ``row_sum`` of P so far (before the dropout)
+  O         ``out`` = P V / l; ``accumulator`` holds P V relative to the current m
+  lse       (m + log2(l)) · ln 2: log-sum-exp of the natural logits, -inf in fully masked rows
+
+Operands of both MMAs have the input's dtype (float32 as TF32, or as three of them for PRECISION "tf32x3"); S, P, m, l
+and the accumulator are float32.
+
+Grid: one axis, a program for each tile of BLOCK_Q queries of each head of queries, in the order of
+``scores.decode_program_id``. A program keeps its tile of Q and goes through tiles of K and V in three parts
+(``scores.visible_span``), of which the middle one evaluates no mask; PARTS has a bit for each part that may occur.
 """
 
 import triton
@@ -9,69 +24,73 @@ import triton.language as tl
 from tilewright.kernels.flash_attention.triton.scores import (
     LN2,
     LOG2E,
-    capped,
-    described,
-    kept,
-    load_only_tile,
+    capped_logits,
+    decode_program_id,
+    dropout_keep_mask,
+    load_resident_tile,
     load_tile,
-    of_batch,
-    of_head,
-    program_place,
     ranges_of_head,
+    rows_of_batch,
+    score_terms_of_head,
     store_tile,
-    visible,
+    tile_source,
+    visibility_mask,
     visible_span,
 )
 
 
 @triton.jit
-def attend(
-    accumulator, total, largest, queries, key, value, bias, row_terms, column_terms, mask, keys, kv_head, first_row,
+def forward_steps(
+    accumulator, row_sum, row_max, q, key, value, bias, q_rows, kv_rows, mask, dropout_key, kv_head, first_row,
     start, end, q_length, kv_length,
     KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, HAS_ROWS: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Goes on with one tile of queries over the keys from ``start`` to ``end``, masked or all visible."""
+    """Updates the accumulator, l and m of a tile of queries with the keys from ``start`` to ``end``.
+
+    Without ``MASKED`` all of these keys are visible, and none is beyond the length.
+    """
     rows = first_row + tl.arange(0, BLOCK_Q)[:, None]
     for column in tl.range(start, end, BLOCK_K):
         columns = column + tl.arange(0, BLOCK_K)[None, :]
-        keys_here = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
-        logits = tl.dot(queries, tl.trans(keys_here), input_precision=PRECISION)
+        k = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
+        # Fully visible plain scores stay unscaled here: their scale is applied after the maximum.
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFT_CAP > 0.0 or BIAS >= 0:
-            logits, _ = capped(
+            logits, _ = capped_logits(
                 logits, first_row, rows, column, columns, q_length, kv_length, bias, SCALE, SOFT_CAP, BIAS
             )
         elif MASKED:
             logits = logits * (SCALE * LOG2E)
         if MASKED:
-            seen = visible(
-                first_row, rows, column, columns, q_length, kv_length, row_terms, column_terms, mask, LOWEST,
-                HIGHEST, BANDED, ROWS, MASK,
+            visible = visibility_mask(
+                first_row, rows, column, columns, q_length, kv_length, q_rows, kv_rows, mask, LOWEST,
+                HIGHEST, BANDED, HAS_ROWS, MASK,
             )  # fmt: skip
-            logits = tl.where(seen, logits, float("-inf"))
+            logits = tl.where(visible, logits, float("-inf"))
         if MASKED or SOFT_CAP > 0.0 or BIAS >= 0:
-            new_largest = tl.maximum(largest, tl.max(logits, 1))
-            # −inf − −inf would be NaN where nothing was seen yet.
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(logits - shift[:, None])
+            new_row_max = tl.maximum(row_max, tl.max(logits, 1))
+            # Rows without a visible key so far have m = -inf, and -inf - (-inf) would be NaN.
+            shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+            p = tl.exp2(logits - shift[:, None])
         else:
-            new_largest = tl.maximum(largest, tl.max(logits, 1) * (SCALE * LOG2E))
-            shift = new_largest
-            weights = tl.exp2(logits * (SCALE * LOG2E) - shift[:, None])
-        correction = tl.exp2(largest - shift)
-        total = total * correction + tl.sum(weights, 1)
+            # The scale is never negative: it can follow the maximum, and be one FMA with the subtraction.
+            new_row_max = tl.maximum(row_max, tl.max(logits, 1) * (SCALE * LOG2E))
+            shift = new_row_max
+            p = tl.exp2(logits * (SCALE * LOG2E) - shift[:, None])
+        correction = tl.exp2(row_max - shift)
+        row_sum = row_sum * correction + tl.sum(p, 1)
         accumulator = accumulator * correction[:, None]
+        # Dropout comes after the sum: probabilities are normalised before some are dropped.
         if THRESHOLD > 0:
-            weights = tl.where(kept(keys, rows, columns, THRESHOLD), weights, 0.0)
-        values_here = load_tile(
-            value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA
-        )
-        accumulator = tl.dot(weights.to(values_here.dtype), values_here, accumulator, input_precision=PRECISION)
-        largest = new_largest
-    return accumulator, total, largest
+            p = tl.where(dropout_keep_mask(dropout_key, rows, columns, THRESHOLD), p, 0.0)
+        v = load_tile(value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
+        accumulator = tl.dot(p.to(v.dtype), v, accumulator, input_precision=PRECISION)
+        row_max = new_row_max
+    return accumulator, row_sum, row_max
 
 
 @triton.jit
@@ -82,53 +101,56 @@ def attention_forward(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, AT_ONCE: tl.constexpr,
     LAST_FIRST: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    BANDED: tl.constexpr, ROWS: tl.constexpr, ROWS_BATCH: tl.constexpr, COLUMNS_BATCH: tl.constexpr, MASK: tl.constexpr,
-    RANGES: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
+    BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, Q_ROWS_BATCH: tl.constexpr, KV_ROWS_BATCH: tl.constexpr,
+    MASK: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """``out`` and ``lse`` of one tile of queries of one head."""
-    tile, place = program_place((q_length + BLOCK_Q - 1) // BLOCK_Q, AT_ONCE, LAST_FIRST)
-    batch, head = place // HEADS, place % HEADS
+    """Computes ``out`` and ``lse`` of one tile of queries of one head."""
+    tile, head_index = decode_program_id((q_length + BLOCK_Q - 1) // BLOCK_Q, AT_ONCE, LAST_FIRST)
+    batch, head = head_index // HEADS, head_index % HEADS
     kv_head = head // GROUPS
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     first_row = tile * BLOCK_Q
-    wide_batch = batch.to(tl.int64)
-    query += wide_batch * q_length * (HEADS * HEAD_DIM)
-    out += wide_batch * q_length * (HEADS * HEAD_VALUE_DIM)
-    key += wide_batch * kv_length * (KV_HEADS * HEAD_DIM)
-    value += wide_batch * kv_length * (KV_HEADS * HEAD_VALUE_DIM)
-    lse += place.to(tl.int64) * q_length
-    bias, mask, dropout_keys = of_head(
+    batch_64 = batch.to(tl.int64)
+    query += batch_64 * q_length * (HEADS * HEAD_DIM)
+    out += batch_64 * q_length * (HEADS * HEAD_VALUE_DIM)
+    key += batch_64 * kv_length * (KV_HEADS * HEAD_DIM)
+    value += batch_64 * kv_length * (KV_HEADS * HEAD_VALUE_DIM)
+    lse += head_index.to(tl.int64) * q_length
+    bias, mask, dropout_key = score_terms_of_head(
         bias, mask, dropout_keys, batch, head, q_length, kv_length, HEADS, BIAS, MASK, THRESHOLD
     )
-    q_rows, kv_rows = of_batch(q_rows, kv_rows, batch, q_length, kv_length, ROWS_BATCH, COLUMNS_BATCH)
+    q_rows, kv_rows = rows_of_batch(q_rows, kv_rows, batch, q_length, kv_length, Q_ROWS_BATCH, KV_ROWS_BATCH)
     ranges = ranges_of_head(key_ranges, batch, head, q_length, HEADS, RANGES)
+    # Queries beyond the end need no mask (MASK_TAIL is false): their rows of out and lse are not stored.
     bounds = visible_span(
         first_row, q_length, kv_length, ranges, 1, BLOCK_Q, BLOCK_K, LOWEST, HIGHEST, BANDED, RANGES >= 0, False
     )
-    queries = load_only_tile(query, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
-    keys_from = described(key, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
-    values_from = described(value, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA)
+    q = load_resident_tile(query, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
+    key_source = tile_source(key, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
+    value_source = tile_source(value, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA)
     accumulator = tl.zeros((BLOCK_Q, VALUE_DIM), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    # Sinks are the log-sum-exp of a head's extra logits, whose values are zero: they begin m and l, not O.
     if SINKS:
-        largest = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + place) * LOG2E
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+        row_max = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + head_index) * LOG2E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     for part in tl.static_range(3):
         if (PARTS >> part) & 1:
-            accumulator, total, largest = attend(
-                accumulator, total, largest, queries, keys_from, values_from, bias, q_rows, kv_rows, mask, dropout_keys,
+            accumulator, row_sum, row_max = forward_steps(
+                accumulator, row_sum, row_max, q, key_source, value_source, bias, q_rows, kv_rows, mask, dropout_key,
                 kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length,
                 KV_HEADS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST, HIGHEST,
-                BANDED, ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, part != 1,
+                BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, part != 1,
             )  # fmt: skip
 
-    nothing = total == 0.0
-    safe_total = tl.where(nothing, 1.0, total)
+    # Fully masked rows have l = 0: out is 0 and lse is -inf there, not NaN.
+    fully_masked = row_sum == 0.0
+    safe_row_sum = tl.where(fully_masked, 1.0, row_sum)
     rows = first_row + tl.arange(0, BLOCK_Q)
-    log_sum = tl.where(nothing, float("-inf"), (largest + tl.log2(safe_total)) * LN2)
+    log_sum = tl.where(fully_masked, float("-inf"), (row_max + tl.log2(safe_row_sum)) * LN2)
     tl.store(lse + rows, log_sum, mask=rows < q_length)
-    accumulator = accumulator * (KEEP_SCALE / safe_total)[:, None]
+    accumulator = accumulator * (KEEP_SCALE / safe_row_sum)[:, None]
     store_tile(out, accumulator, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)

@@ -1,4 +1,4 @@
-"""How the kernels in Triton are tiled and launched: the configs that are chosen and tuned."""
+"""Configs of the Triton kernels of attention: tiles and launches, as they are chosen and tuned."""
 
 import dataclasses
 
@@ -13,14 +13,14 @@ def _is_int(value: object) -> bool:
 @stable_id("tilewright/flash_attention.Tiles", formerly=("tilewright.kernels.flash_attention.triton:Tiles",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """One kernel's tiles and launch.
+    """Tiles and launch of one kernel.
 
     Attributes:
       block_q, block_k: queries and keys per tile.
       num_warps: warps per program.
-      num_stages: stages of its pipelines.
-      tma: whether tiles are loaded by TMA where it can be had: on compute capability 9.0 and up, for rows of a whole
-        number of 16 bytes.
+      num_stages: stages of its pipelined loops.
+      tma: loads tiles by TMA where it is available: on compute capability 9.0 and up, if rows have a multiple of 16
+        bytes.
     """
 
     block_q: int
@@ -30,19 +30,19 @@ class Tiles:
     tma: bool = False
 
     def __post_init__(self) -> None:
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("block_q", MIN_DOT, 256), ("block_k", MIN_DOT, 256), ("num_warps", 1, 16),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not _is_int(value) or value & (value - 1) or not least <= value <= most:
-                raise ValueError(f"{name} must be a power of two from {least} to {most}, got {self}")
+            if not _is_int(value) or value & (value - 1) or not minimum <= value <= maximum:
+                raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
         if not _is_int(self.num_stages) or not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must be from 1 to 8, got {self}")
         if not isinstance(self.tma, bool):
             raise ValueError(f"tma must be true or false, got {self}")
 
     def shared_bytes(self, resident: int, streamed: int, depth: int, itemsize: int) -> int:
-        """About what a program takes: rows that stay and rows that stream, of so many elements together."""
+        """Estimate for a program: ``resident`` rows that stay, ``streamed`` rows a stage, ``depth`` elements a row."""
         return (resident + self.num_stages * streamed) * depth * itemsize
 
 
@@ -52,7 +52,7 @@ class Tiles:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonForwardParams:
-    """How the forward kernel runs."""
+    """Config of the forward kernel."""
 
     tiles: Tiles = Tiles(128, 64, 4, 3)
 
@@ -63,12 +63,12 @@ class TritonForwardParams:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonBackwardParams:
-    """How the backward pass runs.
+    """Config of the backward pass.
 
     Attributes:
-      key_value: of the kernel of dK and dV, which goes through tiles of queries.
-      query: of that of dQ, which goes through tiles of keys; unused if not deterministic.
-      deterministic: bitwise repeatable: dQ by a kernel of its own, two matrix products more. Otherwise the kernel of dK
+      key_value: tiles of the kernel of dK and dV, which goes through tiles of queries.
+      query: tiles of the kernel of dQ, which goes through tiles of keys; unused if not deterministic.
+      deterministic: bitwise repeatable: dQ has a kernel of its own, for two more matmuls. Otherwise the kernel of dK
         and dV adds to dQ in float32, in no fixed order.
     """
 

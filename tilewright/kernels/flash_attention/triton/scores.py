@@ -1,8 +1,21 @@
-"""What the Triton kernels of attention do with scores: tiles that are left out, logits, masks, dropout.
+"""Device helpers that the Triton kernels of attention share: tiles in memory, score masks, logits, dropout.
 
-Rows are queries and columns keys throughout. ``rows`` and ``columns`` are indices that broadcast against each other, so
-that the same functions serve tiles of scores and transposed ones. A shape's bits say which of batch, heads, queries and
-keys (8, 4, 2, 1) an array has in full; of the others it has one. -1 is no array.
+Rows are queries and columns are keys throughout. ``rows`` and ``columns`` are indices that broadcast against each
+other, so that the same functions serve S [queries, keys] and its transpose [keys, queries].
+
+Names:
+  head_index       batch · heads + head, of the heads of queries or of keys
+  LOWEST, HIGHEST  the band: key - query is between them, both included; of indices (BANDED) or positions (HAS_ROWS)
+  q_rows, kv_rows  int32 [batch or 1, 2, length]: segment ids, then positions; present with HAS_ROWS
+  ranges           int32 [batch or 1, heads or 1, entries, 2]: first and end of what RANGE queries (or keys) may see
+  BIAS, MASK, RANGES, SHAPE
+                   shape bits of an array of scores: its dimensions that are not 1, of batch (8), heads (4),
+                   queries (2) and keys (1); -1 if there is no array
+  DIM, WIDTH       head dim of a tile, padded to a power of two, and head dim in memory
+  TMA              tiles go through TMA descriptors (compute capability 9.0 and up), else through pointers
+
+Offsets inside a batch element have 32 bits, as the backend declines longer sequences; offsets of a batch element or of
+a head's scores have 64.
 """
 
 import triton
@@ -12,31 +25,35 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 RANGE: tl.constexpr = tl.constexpr(64)
-"""Queries or keys that an entry of the ranges speaks of; ``RANGE_TILE`` in ``mask_terms``."""
+"""Queries or keys that one entry of the ranges covers; ``RANGE_TILE`` in ``mask_terms``."""
 
 
 @triton.jit
-def program_place(tiles, AT_ONCE: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """The tile and the head that a program works on: the same tile of ``AT_ONCE`` heads, then the next."""
+def decode_program_id(num_tiles, AT_ONCE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Tile and head index of a program: the same tile of ``AT_ONCE`` heads comes before their next tile.
+
+    ``AT_ONCE`` heads are worked on together, so that their keys and values stay in the L2 cache.
+    """
     program = tl.program_id(0)
-    group = program // (tiles * AT_ONCE)
-    rest = program % (tiles * AT_ONCE)
+    group = program // (num_tiles * AT_ONCE)
+    rest = program % (num_tiles * AT_ONCE)
     tile = rest // AT_ONCE
+    # With a causal mask the last tiles of queries have most keys: they are launched first, lest they end last.
     if LAST_FIRST:
-        tile = tiles - 1 - tile
+        tile = num_tiles - 1 - tile
     return tile, group * AT_ONCE + rest % AT_ONCE
 
 
 @triton.jit
 def tile_offsets(head, start, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the elements of a tile of a head's rows are in ``[length, HEADS, WIDTH]``."""
+    """Offsets of a tile [BLOCK, DIM] of a head's rows in ``[length, HEADS, WIDTH]``."""
     within = tl.arange(0, BLOCK)[:, None] * (HEADS * WIDTH) + tl.arange(0, DIM)[None, :]
     return (start * HEADS + head) * WIDTH + within
 
 
 @triton.jit
-def inside_of(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of a tile there are."""
+def tile_bounds_mask(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Mask of the elements of a tile that lie within the length and the width."""
     inside = (start + tl.arange(0, BLOCK) < length)[:, None]
     if DIM != WIDTH:
         inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
@@ -44,13 +61,13 @@ def inside_of(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def described(
+def tile_source(
     tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """What ``load_tile`` and ``add_tile`` take for ``[length, HEADS, WIDTH]``: a descriptor for TMA, or the pointer."""
+    """Source that ``load_tile`` takes for ``[length, HEADS, WIDTH]``: a TMA descriptor, or the pointer itself."""
     source = tensor
     if TMA:
-        # The head leads, so that what is loaded is a matrix for Triton without a change of layout.
+        # Heads lead, so that a loaded block is [1, BLOCK, DIM], a matrix for Triton without a change of layout.
         source = tl.make_tensor_descriptor(tensor, [HEADS, length, WIDTH], [WIDTH, HEADS * WIDTH, 1], [1, BLOCK, DIM])
     return source
 
@@ -60,13 +77,13 @@ def load_tile(
     source, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     CHECKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A head's rows from ``start`` on, with zeros beyond the length (if ``CHECKED``, by TMA always) and the width."""
+    """Loads a head's rows from ``start`` on: zeros beyond the width, and beyond the length if ``CHECKED`` or by TMA."""
     if TMA:
         loaded = source.load([head, start, 0]).reshape(BLOCK, DIM)
     else:
         tile = source + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
         if CHECKED:
-            loaded = tl.load(tile, mask=inside_of(start, length, BLOCK, DIM, WIDTH), other=0.0)
+            loaded = tl.load(tile, mask=tile_bounds_mask(start, length, BLOCK, DIM, WIDTH), other=0.0)
         elif DIM != WIDTH:
             loaded = tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
         else:
@@ -75,12 +92,12 @@ def load_tile(
 
 
 @triton.jit
-def load_only_tile(
+def load_resident_tile(
     tensor, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The tile of a head's rows that a program loads once; by TMA, as where elements are would stay in registers."""
-    source = described(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
+    """Loads the tile of a head's rows that a program keeps; by TMA, as pointers would stay in registers."""
+    source = tile_source(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
     return load_tile(source, head, start, length, HEADS, BLOCK, DIM, WIDTH, True, TMA)
 
 
@@ -89,27 +106,28 @@ def store_tile(
     tensor, values, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """Stores a tile of a head's rows in the dtype of ``tensor``; leaves out what is beyond the length or the width."""
     rounded = values.to(tensor.dtype.element_ty)
     if TMA:
-        target = described(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
+        target = tile_source(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
         target.store([head, start, 0], rounded.reshape(1, BLOCK, DIM))
     else:
         tile = tensor + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
-        tl.store(tile, rounded, mask=inside_of(start, length, BLOCK, DIM, WIDTH))
+        tl.store(tile, rounded, mask=tile_bounds_mask(start, length, BLOCK, DIM, WIDTH))
 
 
 @triton.jit
-def whole_length(length):
-    """Of the rows of float32 that TMA loads or adds to: whole numbers of 16 bytes."""
+def padded_length(length):
+    """Row stride of the float32 rows that TMA reads or adds to: a whole number of 16 bytes."""
     return (length + 3) // 4 * 4
 
 
 @triton.jit
-def described_rows(tensor, count, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """What ``load_row`` takes for float32 ``[count, whole_length(length)]``."""
+def row_source(tensor, count, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Source that ``load_row`` takes for float32 ``[count, padded_length(length)]``."""
     source = tensor
     if TMA:
-        source = tl.make_tensor_descriptor(tensor, [count, length], [whole_length(length), 1], [1, BLOCK])
+        source = tl.make_tensor_descriptor(tensor, [count, length], [padded_length(length), 1], [1, BLOCK])
     return source
 
 
@@ -117,62 +135,64 @@ def described_rows(tensor, count, length, BLOCK: tl.constexpr, TMA: tl.constexpr
 def load_row(
     source, row, start, length, BLOCK: tl.constexpr, OTHER: tl.constexpr, CHECKED: tl.constexpr, TMA: tl.constexpr
 ):
-    """A part of a row; what is beyond its length is ``OTHER``, by TMA zeros.
+    """Loads ``BLOCK`` elements of a row; beyond its length they are ``OTHER``, by TMA zeros.
 
-    By TMA it takes one thread; otherwise every one loads each element that it needs.
+    By TMA one thread loads them; by pointers every thread loads each element that it needs.
     """
     if TMA:
         loaded = source.load([row, start]).reshape(BLOCK)
     else:
-        places = start + tl.arange(0, BLOCK)
-        pointers = source + row.to(tl.int64) * whole_length(length) + places
+        indices = start + tl.arange(0, BLOCK)
+        pointers = source + row.to(tl.int64) * padded_length(length) + indices
         if CHECKED:
-            loaded = tl.load(pointers, mask=places < length, other=OTHER)
+            loaded = tl.load(pointers, mask=indices < length, other=OTHER)
         else:
             loaded = tl.load(pointers)
     return loaded
 
 
 @triton.jit
-def described_sums(
+def accumulator_target(
     tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """What ``add_to_sums`` takes for ``[HEADS, WIDTH, whole_length(length)]``."""
+    """Target that ``add_to_accumulator`` takes for float32 ``[HEADS, WIDTH, padded_length(length)]``."""
     target = tensor
     if TMA:
-        padded = whole_length(length)
+        padded = padded_length(length)
         target = tl.make_tensor_descriptor(tensor, [HEADS * WIDTH, padded], [padded, 1], [DIM, BLOCK])
     return target
 
 
 @triton.jit
-def add_to_sums(
+def add_to_accumulator(
     target, values, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Adds [DIM, BLOCK] from ``start`` on to what other programs add to at the same time.
+    """Adds [DIM, BLOCK] from ``start`` on to the accumulator of a head, atomically: other programs add to it, too.
 
-    What is beyond the width and the length has to be zeros: TMA adds it to the next head.
+    ``values`` must be zeros beyond the width and the length, as TMA adds rows beyond the width to the next head.
     """
     if TMA:
         target.atomic_add([head * WIDTH, start], values)
     else:
-        padded = whole_length(length)
+        padded = padded_length(length)
         rows, columns = tl.arange(0, DIM)[:, None], start + tl.arange(0, BLOCK)[None, :]
-        places = target + head * (WIDTH * padded) + rows * padded + columns
-        tl.atomic_add(places, values, mask=(rows < WIDTH) & (columns < length), sem="relaxed")
+        pointers = target + head * (WIDTH * padded) + rows * padded + columns
+        tl.atomic_add(pointers, values, mask=(rows < WIDTH) & (columns < length), sem="relaxed")
 
 
 @triton.jit
 def visible_span(
     start, length, other_length, ranges, members, BLOCK: tl.constexpr, STEP: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, BANDED: tl.constexpr, RANGED: tl.constexpr, WHOLE: tl.constexpr,
+    HIGHEST: tl.constexpr, BANDED: tl.constexpr, RANGED: tl.constexpr, MASK_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile from ``start`` on sees: from where, to where, and between which two it sees all without a mask.
+    """Bounds ``first, full_first, full_end, end`` of what a program's tile of ``BLOCK`` from ``start`` on can see.
 
-    These are three parts, ``[first, full_first, full_end, end]`` their bounds, in steps from the first; the last step
-    may go beyond the end. ``LOWEST <= other - own <= HIGHEST`` is the band. ``ranges`` are those of so many heads,
-    [members, entries, 2]; with them nothing is seen without a mask, nor, if ``WHOLE``, by a tile beyond its length.
+    They delimit three parts: masked, fully visible (no mask is evaluated), masked again. Parts are whole steps of
+    ``STEP``, counted from a multiple of it; the last step may go beyond the end. The band is
+    ``LOWEST <= other - own <= HIGHEST``. ``ranges`` [members, entries, 2] are those of several heads, of which the
+    union is taken; they are bounds only, so with ``RANGED`` no step is fully visible. With ``MASK_TAIL`` neither is
+    any step of a tile that reaches beyond its own length.
     """
     first = start * 0
     end = first + other_length
@@ -181,15 +201,15 @@ def visible_span(
         end = tl.minimum(start + BLOCK + HIGHEST, other_length)
     if RANGED:
         entries = (length + RANGE - 1) // RANGE
-        least = first + other_length
-        greatest = first * 0
+        range_min = first + other_length
+        range_max = first * 0
         for member in tl.range(members):
             for i in tl.static_range((BLOCK + RANGE - 1) // RANGE):
                 entry = member * entries + tl.minimum(start // RANGE + i, entries - 1)
-                least = tl.minimum(least, tl.load(ranges + 2 * entry))
-                greatest = tl.maximum(greatest, tl.load(ranges + 2 * entry + 1))
-        first = tl.maximum(first, least)
-        end = tl.minimum(end, greatest)
+                range_min = tl.minimum(range_min, tl.load(ranges + 2 * entry))
+                range_max = tl.maximum(range_max, tl.load(ranges + 2 * entry + 1))
+        first = tl.maximum(first, range_min)
+        end = tl.minimum(end, range_max)
     first = first // STEP * STEP
     end = tl.maximum(end, first)
     full_first = first
@@ -197,51 +217,55 @@ def visible_span(
     if RANGED:
         full_end = first
     elif BANDED:
+        # Fully visible: inside the band for the last row of the tile (lower bound) and for its first (upper bound).
         full_first = (tl.maximum(start + BLOCK - 1 + LOWEST, 0) + STEP - 1) // STEP * STEP
         full_end = tl.minimum(full_end, tl.maximum(start + HIGHEST + 1, 0) // STEP * STEP)
         full_first = tl.minimum(tl.maximum(full_first, first), end)
-    if WHOLE:
+    if MASK_TAIL:
         full_end = tl.where(start + BLOCK > length, full_first, full_end)
-    # In whole steps between the two ends, and after the first part.
+    # The second part may be empty, but must not begin before the first part ends.
     full_end = tl.maximum(full_end, full_first)
     return first, full_first, full_end, end
 
 
 @triton.jit
-def of_batch(q_rows, kv_rows, batch, q_length, kv_length, ROWS_BATCH: tl.constexpr, COLUMNS_BATCH: tl.constexpr):
-    """Pointers to the segments and positions of a batch element's queries and keys."""
-    wide_batch = batch.to(tl.int64)
-    return q_rows + wide_batch * ROWS_BATCH * 2 * q_length, kv_rows + wide_batch * COLUMNS_BATCH * 2 * kv_length
+def rows_of_batch(q_rows, kv_rows, batch, q_length, kv_length, Q_ROWS_BATCH: tl.constexpr, KV_ROWS_BATCH: tl.constexpr):
+    """Pointers to the segment ids and positions of a batch element's queries and keys.
+
+    ``Q_ROWS_BATCH`` and ``KV_ROWS_BATCH`` are 0 where all batch elements share them, else 1.
+    """
+    batch_64 = batch.to(tl.int64)
+    return q_rows + batch_64 * Q_ROWS_BATCH * 2 * q_length, kv_rows + batch_64 * KV_ROWS_BATCH * 2 * kv_length
 
 
 @triton.jit
-def of_head(
-    bias, mask, keys, batch, head, q_length, kv_length, HEADS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
-    THRESHOLD: tl.constexpr,
+def score_terms_of_head(
+    bias, mask, dropout_keys, batch, head, q_length, kv_length, HEADS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a head's part of the bias, of the mask and of the keys of the dropout."""
-    bias_of, mask_of, keys_of = bias, mask, keys
+    """Pointers to a head's part of the bias and of the mask, and to its key of the dropout."""
+    head_bias, head_mask, dropout_key = bias, mask, dropout_keys
     if BIAS >= 0:
-        bias_of = head_of_scores(bias, batch, head, HEADS, q_length, kv_length, BIAS)
+        head_bias = scores_of_head(bias, batch, head, HEADS, q_length, kv_length, BIAS)
     if MASK >= 0:
-        mask_of = head_of_scores(mask, batch, head, HEADS, q_length, kv_length, MASK)
+        head_mask = scores_of_head(mask, batch, head, HEADS, q_length, kv_length, MASK)
     if THRESHOLD > 0:
-        keys_of = keys + (batch * HEADS + head) * 2
-    return bias_of, mask_of, keys_of
+        dropout_key = dropout_keys + (batch * HEADS + head) * 2
+    return head_bias, head_mask, dropout_key
 
 
 @triton.jit
 def ranges_of_head(ranges, batch, head, length, HEADS: tl.constexpr, RANGES: tl.constexpr):
-    """The pointer to a head's ranges, [entries, 2]."""
+    """Pointer to a head's ranges, [entries, 2]."""
     pointer = ranges
     if RANGES >= 0:
-        pointer = head_of_scores(ranges, batch, head, HEADS, (length + RANGE - 1) // RANGE * 2, 1, RANGES | 2)
+        pointer = scores_of_head(ranges, batch, head, HEADS, (length + RANGE - 1) // RANGE * 2, 1, RANGES | 2)
     return pointer
 
 
 @triton.jit
-def head_of_scores(pointer, batch, head, heads, q_length, kv_length, SHAPE: tl.constexpr):
-    """The pointer to a head's part of an array of scores."""
+def scores_of_head(pointer, batch, head, heads, q_length, kv_length, SHAPE: tl.constexpr):
+    """Pointer to a head's part of an array of scores; ``SHAPE`` are the shape bits."""
     index = batch.to(tl.int64) * 0
     if SHAPE & 8:
         index = batch.to(tl.int64)
@@ -255,13 +279,14 @@ def head_of_scores(pointer, batch, head, heads, q_length, kv_length, SHAPE: tl.c
 
 
 @triton.jit
-def pointers_of_scores(pointer, first_row, rows, first_column, columns, kv_length, SHAPE: tl.constexpr):
-    """Pointers to a tile's scores in a head's part."""
+def score_pointers(pointer, first_row, rows, first_column, columns, kv_length, SHAPE: tl.constexpr):
+    """Pointers to the scores of a tile within a head's part of an array; ``SHAPE`` are the shape bits."""
     offsets = (rows - first_row) * 0 + (columns - first_column) * 0
-    # The corner takes 64 bits, what is inside the tile does not.
+    # The corner of the tile needs 64 bits, offsets inside the tile do not.
     if SHAPE & 2:
         if SHAPE & 1:
-            pointer += (tl.program_id(0) * 0 + first_row).to(tl.int64) * kv_length  # a loop's index may be no tensor
+            # The sum with program_id makes a tensor of first_row, which may be a loop's index and have no .to().
+            pointer += (tl.program_id(0) * 0 + first_row).to(tl.int64) * kv_length
             offsets += (rows - first_row) * kv_length
         else:
             pointer += first_row
@@ -273,45 +298,45 @@ def pointers_of_scores(pointer, first_row, rows, first_column, columns, kv_lengt
 
 
 @triton.jit
-def visible(
-    first_row, rows, first_column, columns, q_length, kv_length, row_terms, column_terms, mask, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+def visibility_mask(
+    first_row, rows, first_column, columns, q_length, kv_length, q_rows, kv_rows, mask, LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr, BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Whether rows see columns.
+    """Mask of the scores of a tile that are visible: lengths, band, segments, positions and the mask array.
 
-    ``row_terms`` and ``column_terms`` are a head's segments and positions, [2, length]; ``mask`` its part of a mask.
-    With less of these comparisons ptxas makes the products of the backward pass wait for each other.
+    ``q_rows`` and ``kv_rows`` are a batch element's segment ids and positions, [2, length]; ``mask`` is a head's part.
+    Both lengths are always compared: with fewer comparisons ptxas serialises the wgmmas of the backward pass.
     """
-    here, there = rows < q_length, columns < kv_length
-    seen = there & here
+    row_inside, column_inside = rows < q_length, columns < kv_length
+    visible = column_inside & row_inside
     if BANDED:
         difference = columns - rows
-        seen = seen & (difference >= LOWEST) & (difference <= HIGHEST)
-    if ROWS:
-        row_segments = tl.load(row_terms + rows, mask=here, other=0)
-        column_segments = tl.load(column_terms + columns, mask=there, other=0)
-        row_positions = tl.load(row_terms + q_length + rows, mask=here, other=0)
-        column_positions = tl.load(column_terms + kv_length + columns, mask=there, other=0)
-        # What is outside of its length is at the end of the integers: the difference takes more bits.
-        difference = column_positions.to(tl.int64) - row_positions.to(tl.int64)
-        seen = seen & (row_segments == column_segments) & (difference >= LOWEST) & (difference <= HIGHEST)
+        visible = visible & (difference >= LOWEST) & (difference <= HIGHEST)
+    if HAS_ROWS:
+        q_segments = tl.load(q_rows + rows, mask=row_inside, other=0)
+        kv_segments = tl.load(kv_rows + columns, mask=column_inside, other=0)
+        q_positions = tl.load(q_rows + q_length + rows, mask=row_inside, other=0)
+        kv_positions = tl.load(kv_rows + kv_length + columns, mask=column_inside, other=0)
+        # Padding has the largest or the smallest int32 as its position, so the difference needs 64 bits.
+        difference = kv_positions.to(tl.int64) - q_positions.to(tl.int64)
+        visible = visible & (q_segments == kv_segments) & (difference >= LOWEST) & (difference <= HIGHEST)
     if MASK >= 0:
-        places = pointers_of_scores(mask, first_row, rows, first_column, columns, kv_length, MASK)
-        seen = seen & (tl.load(places, mask=there & here, other=0) != 0)
-    return seen
+        pointers = score_pointers(mask, first_row, rows, first_column, columns, kv_length, MASK)
+        visible = visible & (tl.load(pointers, mask=column_inside & row_inside, other=0) != 0)
+    return visible
 
 
 @triton.jit
-def capped(
-    products, first_row, rows, first_column, columns, q_length, kv_length, bias, SCALE: tl.constexpr,
+def capped_logits(
+    scores, first_row, rows, first_column, columns, q_length, kv_length, bias, SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Logits in units of log 2, and the derivative of the cap; ``SOFT_CAP`` 0 is none."""
-    logits = products * SCALE
+    """Logits times log2(e), of scores QK^T, and the derivative of the soft cap (``SOFT_CAP`` 0 is none); float32."""
+    logits = scores * SCALE
     if BIAS >= 0:
         inside = (columns < kv_length) & (rows < q_length)
-        places = pointers_of_scores(bias, first_row, rows, first_column, columns, kv_length, BIAS)
-        logits += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        pointers = score_pointers(bias, first_row, rows, first_column, columns, kv_length, BIAS)
+        logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     slope = logits
     if SOFT_CAP > 0.0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), which neither overflows nor needs a library.
@@ -322,34 +347,40 @@ def capped(
 
 
 @triton.jit
-def round_of(left, right, ROTATION: tl.constexpr):
+def threefry_round(left, right, ROTATION: tl.constexpr):
+    """One round of Threefry-2x32 on two words."""
     left = left + right
     return left, left ^ ((right << ROTATION) | (right >> (32 - ROTATION)))
 
 
 @triton.jit
-def four_rounds(left, right, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    left, right = round_of(left, right, A)
-    left, right = round_of(left, right, B)
-    left, right = round_of(left, right, C)
-    return round_of(left, right, D)
+def threefry_four_rounds(left, right, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Four rounds of Threefry-2x32 with the rotations ``A`` to ``D``, between two additions of the key."""
+    left, right = threefry_round(left, right, A)
+    left, right = threefry_round(left, right, B)
+    left, right = threefry_round(left, right, C)
+    return threefry_round(left, right, D)
 
 
 @triton.jit
-def kept(keys, rows, columns, THRESHOLD: tl.constexpr):
-    """Which probabilities the dropout keeps: see ``tilewright.kernels.dropout``; ``keys`` are a head's two words."""
-    first, second = tl.load(keys), tl.load(keys + 1)
+def dropout_keep_mask(dropout_key, rows, columns, THRESHOLD: tl.constexpr):
+    """Mask of the probabilities that the dropout keeps: ``tilewright.kernels.dropout`` with a head's key of two words.
+
+    Threefry-2x32 with 20 rounds; the counter is (row, column // 2), and the parity of the column selects the word.
+    """
+    first, second = tl.load(dropout_key), tl.load(dropout_key + 1)
     third = first ^ second ^ 0x1BD11BDA
+    # Multiplications by zero broadcast both words to the shape of the tile.
     left = rows.to(tl.uint32) + columns.to(tl.uint32) * 0 + first
     right = (columns.to(tl.uint32) >> 1) + rows.to(tl.uint32) * 0 + second
-    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
     left, right = left + second, right + third + 1
-    left, right = four_rounds(left, right, 17, 29, 16, 24)
+    left, right = threefry_four_rounds(left, right, 17, 29, 16, 24)
     left, right = left + third, right + first + 2
-    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
     left, right = left + first, right + second + 3
-    left, right = four_rounds(left, right, 17, 29, 16, 24)
+    left, right = threefry_four_rounds(left, right, 17, 29, 16, 24)
     left, right = left + second, right + third + 4
-    left, right = four_rounds(left, right, 13, 15, 26, 6)
+    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
     left, right = left + third, right + first + 5
     return tl.where((columns & 1) == 0, left, right) >= THRESHOLD

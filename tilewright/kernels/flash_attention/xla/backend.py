@@ -1,4 +1,4 @@
-"""Flash attention in plain XLA: the backend that runs anywhere."""
+"""Flash attention in plain XLA: the backend for every device."""
 
 import math
 from collections.abc import Iterable
@@ -21,40 +21,40 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 SCORE_COST = {512: 1.0, 256: 1.17, 128: 1.5}
-"""Time per score by the tile's side, relative, on a CPU with 2 MB of L2 per core; 1024 gains nothing.
+"""Relative time per score by the tile's side, on a CPU with 2 MB of L2 per core; 1024 is no faster.
 
-Smaller tiles pay where the mask empties enough of them: causal up to a length of about 1024, and windows.
+Smaller tiles pay if the mask empties enough of them: causal masks up to a length of about 1024, and windows.
 """
 
-LONGEST_ROW = 4096
-"""Most keys per tile, where queries are too few to fill a tile of the usual height."""
+MAX_ROW = 4096
+"""Maximum keys per tile, if there are too few queries to fill a tile of the usual height."""
 
 MODELLED_TILES = 1 << 20
-"""Grids beyond which finer tiles are not considered: their cost takes too long to count."""
+"""Number of tiles beyond which finer tiles are not considered: counting their cost takes too long."""
 
 STEP_SCORES = 1 << 20
-"""Scores of all heads in work at once (4 MB in float32): enough for all cores, little enough for caches."""
+"""Scores of all heads processed at once (4 MB in float32): enough for all cores, small enough for caches."""
 
 
 ACCELERATOR_SCORES = 1 << 29
-"""Scores of all heads in work at once on an accelerator: 2 GB in float32.
+"""Scores of all heads processed at once on an accelerator: 2 GB in float32.
 
-There a step of a loop costs more than what its tile could skip: on an H100 (causal, 4 × 4096, 16 heads of 128,
-bfloat16) a forward pass takes 17.2 ms with tiles of 512 and 6.8 ms with tiles of 2048, which need no loop
+There a loop step costs more than skipped tiles save: on an H100 (causal, 4 × 4096, 16 heads of 128, bfloat16) a forward
+pass takes 17.2 ms with tiles of 512 and 6.8 ms with tiles of 2048, which need no loop
 (benchmarks/results/nvidia-h100-80gb-hbm3/xla_tiles.json).
 """
 
 MIN_ACCELERATOR_BLOCK = 256
 
 SYMBOLIC_BLOCK = 128
-"""Side of a tile where the batch size or a length is a symbolic dimension: few scores of a short row are wasted."""
+"""Side of a tile if the batch size or a length is a symbolic dimension: a short row wastes few scores."""
 
 
 class XlaFlashAttention(Implementation[AttentionInputs, AttentionProblem, Results, FwdParams, BwdParams]):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
 
-    ``blocksize_heads`` counts the score matrices (batch × heads) in work at once. It is ignored where the call may be
-    partitioned over devices: then batch and heads stay whole axes, which the partitioner can cut.
+    ``blocksize_heads`` is the number of score matrices (batch × heads) processed at once. It is ignored if the call may
+    be partitioned over devices: then batch and heads stay whole axes, which the partitioner can split.
     """
 
     platform: ClassVar[Platform] = Platform.XLA
@@ -124,7 +124,7 @@ def _is_empty(inputs: AttentionInputs) -> bool:
 
 
 def _balanced(length: int, target: int) -> int:
-    """The block that cuts ``length`` into the fewest tiles of ``target`` or less, with little padding."""
+    """The block size that splits ``length`` into the fewest tiles of at most ``target``, with little padding."""
     if length <= target:
         return max(length, 1)
     tiles = math.ceil(length / target)
@@ -137,12 +137,12 @@ def _default_blocks(q_length: int, kv_length: int, matrices: int, mask: Mask | N
     block = min(SCORE_COST, key=lambda block: _cost(q_length, kv_length, block, mask))
     q_block, columns = _balanced(q_length, block), block
     if q_block < min(SCORE_COST):
-        columns = max(columns, min(STEP_SCORES // (q_block * matrices), LONGEST_ROW))
+        columns = max(columns, min(STEP_SCORES // (q_block * matrices), MAX_ROW))
     return q_block, _balanced(kv_length, columns)
 
 
 def _accelerator_blocks(q_length: int, kv_length: int, matrices: int) -> tuple[int, int]:
-    """Tiles of half the length, so that a causal mask empties one of four, unless memory wants smaller ones."""
+    """Tiles of half the length, so that a causal mask empties one of four, unless memory requires smaller ones."""
     if min(q_length, kv_length, matrices) == 0:
         return 1, 1
     side = 1 << max(math.isqrt(max(ACCELERATOR_SCORES // matrices, 1)).bit_length() - 1, 0)
@@ -152,7 +152,7 @@ def _accelerator_blocks(q_length: int, kv_length: int, matrices: int) -> tuple[i
 
 
 def _cost(q_length: int, kv_length: int, block: int, mask: Mask | None) -> float:
-    """Of one score matrix, in scores of the cheapest tiles; an array in the mask is taken to empty no tile."""
+    """Cost of one score matrix, in scores of the cheapest tiles; arrays in the mask are assumed to empty no tile."""
     grid = TileGrid(q_length, kv_length, _balanced(q_length, block), _balanced(kv_length, block))
     tiles = grid.q_tiles * grid.kv_tiles
     if tiles > MODELLED_TILES:
@@ -176,19 +176,19 @@ def _tiling(inputs: AttentionInputs, q_block: int | None, kv_block: int | None, 
     group = heads // max(kv_heads, 1)
     if symbolic or _may_be_partitioned():
         return Tiling(batch, kv_heads, group, grid, batch, kv_heads)
-    wanted = max((heads_at_once or STEP_SCORES // (q_block * kv_block)) // max(group, 1), 1)
-    head_size = _divisor(kv_heads, wanted)
-    batch_size = _divisor(batch, wanted // kv_heads) if head_size == kv_heads else 1
+    target_heads = max((heads_at_once or STEP_SCORES // (q_block * kv_block)) // max(group, 1), 1)
+    head_size = _divisor(kv_heads, target_heads)
+    batch_size = _divisor(batch, target_heads // kv_heads) if head_size == kv_heads else 1
     return Tiling(batch, kv_heads, group, grid, batch_size, head_size)
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """The greatest divisor that is not above ``at_most`` (or 1)."""
+    """The largest divisor up to ``at_most``, at least 1."""
     return max(part for part in range(1, number + 1) if number % part == 0 and (part <= at_most or part == 1))
 
 
 def _may_be_partitioned() -> bool:
-    """Whether a partitioner may cut this program along batch or heads, which a loop over them would make it gather."""
+    """True if a partitioner may split this program along batch or heads, which a loop over them would gather."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         manual = set(mesh.manual_axes)

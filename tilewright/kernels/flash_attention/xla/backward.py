@@ -1,4 +1,4 @@
-"""The backward pass in plain XLA: probabilities recomputed from lse, over the tiles that the mask leaves."""
+"""The backward pass in plain XLA: recomputes P from lse, over the tiles that are not fully masked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla.tiles import (
     Scores,
+    TileRun,
     Tiling,
-    Visits,
     is_unrolled,
     over_steps,
     pad_scores,
     read,
+    run_tiles,
     schedule,
-    visit,
     write,
 )
 from tilewright.kernels.masks import Index
@@ -32,17 +32,17 @@ def attention_backward(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None, tiling: Tiling
 ) -> dict[str, Array | None]:
     """Gradients by argument name; None for an absent bias or absent sinks."""
-    given = inputs
+    caller_inputs = inputs
     axes = varying_axes((inputs, d_out))
     inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
     dtype = accumulation_dtype(inputs.query.dtype)
     d_bias = None if inputs.bias is None else vary_over(axes, jnp.zeros(inputs.bias.shape, dtype))
 
-    def one(step, d_bias):
+    def run_step(step, d_bias):
         return _step(inputs, d_out, exponent, delta, tiling, step, d_bias)
 
-    d_bias, (d_query, d_key, d_value) = over_steps(tiling, one, pad_scores(d_bias, tiling))
+    d_bias, (d_query, d_key, d_value) = over_steps(tiling, run_step, pad_scores(d_bias, tiling))
     batch, q_length, heads, _ = inputs.query.shape
     if inputs.bias is not None:
         d_bias = d_bias[tuple(slice(0, size) for size in inputs.bias.shape)].astype(inputs.bias.dtype)
@@ -53,7 +53,7 @@ def attention_backward(
         "bias": d_bias,
         "softmax_aux": sinks_gradient(inputs, delta, exponent),
     }
-    return {name: _summed_as(getattr(given, name), gradient) for name, gradient in gradients.items()}
+    return {name: _summed_as(getattr(caller_inputs, name), gradient) for name, gradient in gradients.items()}
 
 
 def _summed_as(argument: jax.Array | None, gradient: jax.Array | None) -> Any:
@@ -78,7 +78,7 @@ def _step(
     d_out_tiles = tiling.q_tiles(tiling.take(d_out, step, batch_axis=0, head_axis=2))
     rows = [tiling.take(part, step, batch_axis=0, head_axis=1).transpose(0, 2, 1) for part in (exponent, delta)]
     exponent_tiles, delta_tiles = tiling.q_tiles(rows[0], fill=jnp.inf), tiling.q_tiles(rows[1])
-    visits = schedule(tiling, tiling.take_mask(inputs.mask, step))
+    runs = schedule(tiling, tiling.take_mask(inputs.mask, step))
 
     def body(row, column, masked, carry):
         d_query, d_key, d_value, d_bias = carry
@@ -88,7 +88,7 @@ def _step(
             d_bias = _add_bias(d_bias, d_logits, tiling, step, row, column)
         return _add(d_query, row, parts[0]), _add(d_key, column, parts[1]), _add(d_value, column, parts[2]), d_bias
 
-    carry = _visit(visits, body, tiling, scores, value, d_bias)
+    carry = _accumulate(runs, body, tiling, scores, value, d_bias)
     d_query, d_key, d_value, d_bias = carry
     d_query = tiling.q_rows(d_query) * inputs.options.softmax_scale
     d_key = _kv_columns(tiling, d_key)
@@ -102,15 +102,15 @@ def _step(
     return d_bias, gradients
 
 
-def _visit(
-    visits: list[Visits],
+def _accumulate(
+    runs: list[TileRun],
     body: Callable[..., Any],
     tiling: Tiling,
     scores: Scores,
     value: jax.Array,
     d_bias: jax.Array | None,
 ) -> Any:
-    """The accumulated gradients as arrays of tiles; key's and value's with the depth before the position."""
+    """Accumulates the gradients as arrays of tiles; those of key and value are transposed within a tile."""
     grid = tiling.grid
     dtype = accumulation_dtype(scores.query.dtype)
     q_tile, k_tile, v_tile = scores.query.shape[1:], scores.key.shape[1:], value.shape[1:]
@@ -120,10 +120,10 @@ def _visit(
         (grid.kv_tiles, (*v_tile[:2], v_tile[3], v_tile[2])),
     )
     axes = varying_axes(scores.query)
-    if not is_unrolled(visits):
+    if not is_unrolled(runs):
         zeros = vary_over(axes, tuple(jnp.zeros((count, *shape), dtype) for count, shape in tiles))
-        return visit(visits, body, (*zeros, d_bias))
-    *lists, d_bias = visit(visits, body, (*([None] * count for count, _ in tiles), d_bias))
+        return run_tiles(runs, body, (*zeros, d_bias))
+    *lists, d_bias = run_tiles(runs, body, (*([None] * count for count, _ in tiles), d_bias))
     filled = [
         jnp.stack([vary_over(axes, jnp.zeros(shape, dtype)) if part is None else part for part in parts])
         for parts, (_, shape) in zip(lists, tiles, strict=True)
@@ -145,7 +145,7 @@ def _tile(
     options = scores.inputs.options
     query, key = read(scores.query, row), read(scores.key, column)
 
-    def product(subscripts: str, left: jax.Array, right: jax.Array) -> Any:
+    def matmul(subscripts: str, left: jax.Array, right: jax.Array) -> Any:
         dtype = accumulation_dtype(query.dtype)
         return jnp.einsum(subscripts, left, right, precision=options.precision, preferred_element_type=dtype)
 
@@ -153,21 +153,23 @@ def _tile(
     if factor != 1.0:
         logits = logits * factor
     probabilities = jnp.exp(logits - exponent[..., None])
-    d_weights = product("bhgqv,bhkv->bhgqk", d_out, value)
-    weights = probabilities
+    d_probabilities = matmul("bhgqv,bhkv->bhgqk", d_out, value)
+    dropped_probabilities = probabilities
     if scores.dropout_keys is not None:
-        kept = jnp.where(scores.keep(row, column), 1.0 / (1.0 - options.dropout_prob), 0.0).astype(weights.dtype)
-        weights, d_weights = weights * kept, d_weights * kept
-    d_logits = probabilities * (d_weights - delta[..., None])
+        keep_scale = jnp.where(scores.keep(row, column), 1.0 / (1.0 - options.dropout_prob), 0.0).astype(
+            dropped_probabilities.dtype
+        )
+        dropped_probabilities, d_probabilities = dropped_probabilities * keep_scale, d_probabilities * keep_scale
+    d_logits = probabilities * (d_probabilities - delta[..., None])
     if slope is not None:
         d_logits = d_logits * slope
-    low = d_logits.astype(query.dtype)
+    d_logits_low = d_logits.astype(query.dtype)
     # The transposed operand is the small one: contracting the rows of a whole tile of scores is twice as slow on CPU.
     return (
         d_logits,
-        product("bhgqk,bhkd->bhgqd", low, key),
-        product("bhgqd,bhgqk->bhdk", query, low),
-        product("bhgqv,bhgqk->bhvk", d_out, weights.astype(d_out.dtype)),
+        matmul("bhgqk,bhkd->bhgqd", d_logits_low, key),
+        matmul("bhgqd,bhgqk->bhdk", query, d_logits_low),
+        matmul("bhgqv,bhgqk->bhvk", d_out, dropped_probabilities.astype(d_out.dtype)),
     )
 
 
@@ -177,7 +179,7 @@ def _add(store: Any, index: Index, part: jax.Array) -> Any:
 
 
 def _kv_columns(tiling: Tiling, tiles: jax.Array) -> Any:
-    """``[kv_tiles, b, kv_heads, d, block_k]`` to ``[b, kv_heads, kv_length, d]``."""
+    """Reshapes ``[kv_tiles, b, kv_heads, d, block_k]`` to ``[b, kv_heads, kv_length, d]``."""
     columns = tiles.transpose(1, 2, 0, 4, 3)
     columns = columns.reshape(*columns.shape[:2], -1, columns.shape[4])
     return columns[:, :, : tiling.grid.kv_length]

@@ -1,4 +1,4 @@
-"""The forward pass in plain XLA: online softmax over the tiles that the mask leaves.
+"""The forward pass in plain XLA: online softmax over the tiles that are not fully masked.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022).
 """
@@ -16,8 +16,8 @@ from tilewright.kernels.flash_attention.xla.tiles import (
     is_unrolled,
     over_steps,
     read,
+    run_tiles,
     schedule,
-    visit,
     write,
 )
 from tilewright.kernels.masks import Index
@@ -39,18 +39,18 @@ def attention_forward(inputs: AttentionInputs, tiling: Tiling) -> Results:
 def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, Any]:
     scores = Scores.of(inputs, tiling, step)
     value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
-    visits = schedule(tiling, tiling.take_mask(inputs.mask, step))
+    runs = schedule(tiling, tiling.take_mask(inputs.mask, step))
     initial = _initial(inputs, tiling, step, scores.query, value)
     grid = tiling.grid
 
-    if is_unrolled(visits):
+    if is_unrolled(runs):
         fresh = None if inputs.softmax_aux is None else initial
         states: Any = [fresh] * grid.q_tiles
 
         def body(row, column, masked, states):
             return write(states, row, _tile(scores, value, row, column, masked, read(states, row)))
 
-        states = visit(visits, body, states)
+        states = run_tiles(runs, body, states)
         states = [initial if state is None else state for state in states]
         rows = tuple(jnp.stack([state[part] for state in states]) for part in range(3))
     else:
@@ -61,12 +61,12 @@ def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, An
             state = _tile(scores, value, row, column, masked, state)
             return tuple(write(store, row, part) for store, part in zip(stores, state, strict=True))
 
-        rows = visit(visits, body, stores)
+        rows = run_tiles(runs, body, stores)
     return _finish(inputs, tiling, rows)
 
 
 def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: jax.Array, value: jax.Array) -> RowState:
-    """Greatest logit, normaliser and weighted sum of a row tile before its first key: the sinks' alone."""
+    """Row maximum, row sum and unnormalised output of a row tile before its first key: those of the sinks."""
     dtype = accumulation_dtype(inputs.query.dtype)
     shape = query.shape[1:-1]
     axes = varying_axes(inputs)
@@ -75,8 +75,8 @@ def _initial(inputs: AttentionInputs, tiling: Tiling, step: Index, query: jax.Ar
         return *vary_over(axes, (jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))), weighted
     sinks = tiling.take(inputs.softmax_aux[None].astype(dtype), step, batch_axis=0, head_axis=1)
     parts = sinks_statistics(sinks.reshape(tiling.head_size, tiling.group, 1, -1))
-    greatest, total = (jnp.broadcast_to(part, shape) for part in parts)
-    return greatest, total, weighted
+    row_max, total = (jnp.broadcast_to(part, shape) for part in parts)
+    return row_max, total, weighted
 
 
 def _tile(
@@ -84,32 +84,32 @@ def _tile(
 ) -> RowState:
     logits, factor, _ = scores.logits(row, column, masked)
     options = scores.inputs.options
-    greatest = jnp.max(logits, axis=-1)
+    row_max = jnp.max(logits, axis=-1)
     if factor != 1.0:
-        greatest, logits = greatest * factor, logits * factor
+        row_max, logits = row_max * factor, logits * factor
     if state is not None:
-        greatest = jnp.maximum(greatest, state[0])
-    shift = finite_shift(greatest)
-    weights = jnp.exp(logits - shift[..., None])
-    total = jnp.sum(weights, axis=-1)
+        row_max = jnp.maximum(row_max, state[0])
+    shift = finite_shift(row_max)
+    probabilities = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(probabilities, axis=-1)
     if scores.dropout_keys is not None:
-        weights = jnp.where(scores.keep(row, column), weights, 0.0)
+        probabilities = jnp.where(scores.keep(row, column), probabilities, 0.0)
     weighted = jnp.einsum(
         "bhgqk,bhkv->bhgqv",
-        weights.astype(value.dtype),
+        probabilities.astype(value.dtype),
         read(value, column),
         precision=options.precision,
-        preferred_element_type=weights.dtype,
+        preferred_element_type=probabilities.dtype,
     )
     if state is None:
-        return greatest, total, weighted
+        return row_max, total, weighted
     shrink = jnp.exp(state[0] - shift)
-    return greatest, state[1] * shrink + total, state[2] * shrink[..., None] + weighted
+    return row_max, state[1] * shrink + total, state[2] * shrink[..., None] + weighted
 
 
 def _finish(inputs: AttentionInputs, tiling: Tiling, rows: tuple[Any, ...]) -> tuple[Any, Any]:
-    greatest, total, weighted = rows
-    share = (1.0 - inputs.options.dropout_prob) * total
-    out = weighted / jnp.where(total == 0.0, 1.0, share)[..., None]
-    lse = greatest + jnp.log(total)
+    row_max, total, weighted = rows
+    denominator = (1.0 - inputs.options.dropout_prob) * total
+    out = weighted / jnp.where(total == 0.0, 1.0, denominator)[..., None]
+    lse = row_max + jnp.log(total)
     return tiling.q_rows(out.astype(inputs.query.dtype)), tiling.q_rows(lse)

@@ -1,4 +1,4 @@
-"""How XLA attention is cut: groups of heads, tiles of their scores, the order in which tiles are visited."""
+"""The tiling of XLA attention: groups of heads, tiles of their scores, and the order of tiles."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ from tilewright.kernels.softmax import accumulation_dtype
 from tilewright.ops.kernel.arrays import is_symbolic
 
 UNROLLED_TILES = 4
-"""Visits up to which the program is written out: no loop, static slices, and nothing rescaled on a row's first tile."""
+"""Number of tiles up to which the program is unrolled: no loop, static slices, no rescaling on a row's first tile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
-    """The cut of one call; a step works on ``batch_size`` × ``head_size`` key/value heads and all their queries."""
+    """The tiling of one call; a step processes ``batch_size`` × ``head_size`` key/value heads and all their queries."""
 
     batch: int
     kv_heads: int
@@ -57,7 +57,7 @@ class Tiling:
 
     @property
     def is_ragged(self) -> bool:
-        """True if the last column of tiles may reach beyond the keys."""
+        """True if the last column of tiles may extend beyond the keys."""
         return is_symbolic(self.kv_padding) or self.kv_padding > 0
 
     def starts(self, step: Index) -> tuple[Index, Index]:
@@ -109,8 +109,8 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Visits:
-    """Tiles that share one body: rows and columns of tiles, of which the first ``count`` are visited."""
+class TileRun:
+    """Tiles that share one loop body: their row and column indices, of which the first ``count`` are valid."""
 
     masked: bool
     rows: Any
@@ -118,8 +118,8 @@ class Visits:
     count: Any
 
 
-def schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
-    """The tiles to visit: those the mask cuts, then those it leaves whole; numpy if the mask is static."""
+def schedule(tiling: Tiling, mask: Mask | None) -> list[TileRun]:
+    """The tiles to process, partial ones first, then full ones; numpy arrays if the mask is static."""
     grid = tiling.grid
     if grid.is_symbolic:
         return _symbolic_schedule(tiling, mask)
@@ -135,7 +135,7 @@ def schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
         classes = possible[rows, columns]
         chosen = [np.flatnonzero(classes == kind) for kind in (TileClass.PARTIAL, TileClass.FULL)]
         return [
-            Visits(masked, rows[index], columns[index], len(index))
+            TileRun(masked, rows[index], columns[index], len(index))
             for masked, index in zip((True, False), chosen, strict=True)
         ]
     if not rows.size:
@@ -143,53 +143,53 @@ def schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
     classes = reduce_classes(mask.classify(grid))[rows, columns]
     if tiling.is_ragged:
         classes = jnp.where(columns == grid.kv_tiles - 1, jnp.minimum(classes, TileClass.PARTIAL), classes)
-    visits = []
+    runs = []
     for masked, kind in ((True, TileClass.PARTIAL), (False, TileClass.FULL)):
         (index,) = jnp.nonzero(classes == kind, size=rows.size, fill_value=0)
         count = jnp.sum(classes == kind, dtype=jnp.int32)
-        visits.append(Visits(masked, jnp.asarray(rows)[index], jnp.asarray(columns)[index], count))
-    return visits
+        runs.append(TileRun(masked, jnp.asarray(rows)[index], jnp.asarray(columns)[index], count))
+    return runs
 
 
-def _symbolic_schedule(tiling: Tiling, mask: Mask | None) -> list[Visits]:
-    """The tiles to visit, of lengths that only a call of the exported program will know."""
+def _symbolic_schedule(tiling: Tiling, mask: Mask | None) -> list[TileRun]:
+    """The tiles to process if the lengths are known only to a call of the exported program."""
     grid = tiling.grid
     size = grid.q_tiles * grid.kv_tiles
     tiles = jnp.arange(size, dtype=jnp.int32)
     rows, columns = tiles // grid.kv_tiles, tiles % grid.kv_tiles
     if mask is None:
-        return [Visits(True, rows, columns, jnp.asarray(size, jnp.int32))]
+        return [TileRun(True, rows, columns, jnp.asarray(size, jnp.int32))]
     classes = reduce_classes(jnp.asarray(mask.classify(grid))).reshape(-1)
     classes = jnp.where(columns == grid.kv_tiles - 1, jnp.minimum(classes, TileClass.PARTIAL), classes)
-    visits = []
+    runs = []
     for masked, kind in ((True, TileClass.PARTIAL), (False, TileClass.FULL)):
         chosen = classes == kind
-        order = jnp.argsort(~chosen, stable=True)  # those that are visited first, in their order
-        visits.append(Visits(masked, rows[order], columns[order], jnp.sum(chosen, dtype=jnp.int32)))
-    return visits
+        order = jnp.argsort(~chosen, stable=True)  # the chosen tiles first, in their order
+        runs.append(TileRun(masked, rows[order], columns[order], jnp.sum(chosen, dtype=jnp.int32)))
+    return runs
 
 
-def is_unrolled(visits: list[Visits]) -> bool:
-    """Whether ``visit`` writes the tiles out, so that carries may be lists."""
-    return all(isinstance(part.count, int) for part in visits) and sum(part.count for part in visits) <= UNROLLED_TILES
+def is_unrolled(runs: list[TileRun]) -> bool:
+    """True if ``run_tiles`` unrolls the tiles, so that carries may be lists."""
+    return all(isinstance(run.count, int) for run in runs) and sum(run.count for run in runs) <= UNROLLED_TILES
 
 
-def visit(visits: list[Visits], body: Callable[[Index, Index, bool, Any], Any], carry: Any) -> Any:
+def run_tiles(runs: list[TileRun], body: Callable[[Index, Index, bool, Any], Any], carry: Any) -> Any:
     """Calls ``carry = body(row, column, masked, carry)`` for each tile."""
-    unrolled = is_unrolled(visits)
-    for part in visits:
+    unrolled = is_unrolled(runs)
+    for run in runs:
         if unrolled:
-            for row, column in zip(part.rows.tolist(), part.columns.tolist(), strict=True):
-                carry = body(row, column, part.masked, carry)
+            for row, column in zip(run.rows.tolist(), run.columns.tolist(), strict=True):
+                carry = body(row, column, run.masked, carry)
             continue
-        if isinstance(part.count, int) and part.count == 0:
+        if isinstance(run.count, int) and run.count == 0:
             continue
-        rows, columns = jnp.asarray(part.rows), jnp.asarray(part.columns)
+        rows, columns = jnp.asarray(run.rows), jnp.asarray(run.columns)
 
-        def step(t, carry, rows=rows, columns=columns, masked=part.masked):
+        def step(t, carry, rows=rows, columns=columns, masked=run.masked):
             return body(rows[t], columns[t], masked, carry)
 
-        carry = lax.fori_loop(0, part.count, step, carry)
+        carry = lax.fori_loop(0, run.count, step, carry)
     return carry
 
 
@@ -209,9 +209,9 @@ def write(store: Any, index: Index, entry: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """The logits of one step's tiles, and what drops out of them.
+    """The logits of one step's tiles, and their dropout.
 
-    ``query`` and ``key`` are tiled; ``factor`` is the part of the softmax scale that was not folded into ``query``.
+    ``query`` and ``key`` are tiled; ``factor`` is the part of the softmax scale that is not folded into ``query``.
     """
 
     tiling: Tiling
@@ -253,7 +253,9 @@ class Scores:
         )
 
     def logits(self, row: Index, column: Index, masked: bool) -> tuple[Any, float, Any]:
-        """``(x, factor, slope)``: the logits are ``factor · x``, −inf where hidden; slope is the soft cap's or None."""
+        """``(x, factor, slope)``: the logits are ``factor · x``, −inf if masked; slope is the soft cap's derivative or
+        None.
+        """
         options = self.inputs.options
         x = jnp.einsum(
             "bhgqd,bhkd->bhgqk",
@@ -268,14 +270,14 @@ class Scores:
         if self.bias is not None:
             x = x + self._split_heads(score_tile(self.bias, self.tiling, row, column)).astype(x.dtype)
         if options.logits_soft_cap is not None:
-            bent = jnp.tanh(x / options.logits_soft_cap)
-            x, slope = bent * options.logits_soft_cap, 1.0 - bent * bent
+            tanh = jnp.tanh(x / options.logits_soft_cap)
+            x, slope = tanh * options.logits_soft_cap, 1.0 - tanh * tanh
         if masked:
             x = jnp.where(self._visible(row, column), x, -jnp.inf)
         return x, factor, slope
 
     def keep(self, row: Index, column: Index) -> Any:
-        """The elements that dropout keeps."""
+        """Marks the elements that dropout keeps."""
         grid = self.tiling.grid
         block = (grid.block_q, grid.block_k)
         assert_even = grid.block_k % 2 == 0
@@ -302,14 +304,14 @@ class Scores:
 
 
 def scale_is_folded(scale: float, dtype: DTypeLike) -> bool:
-    """Whether the query may be multiplied by the scale beforehand: where that rounds no more than the product does."""
+    """True if multiplying the query by the scale beforehand rounds no more than the matmul does."""
     if jnp.dtype(dtype).itemsize >= 4:
         return True
     return jnp.dtype(dtype) == jnp.bfloat16 and abs(math.frexp(scale)[0]) == 0.5
 
 
 def pad_scores(array: jax.Array | None, tiling: Tiling) -> Any:
-    """A bias with its full dimensions extended to whole tiles."""
+    """A bias with its full dimensions padded to whole tiles."""
     if array is None:
         return None
     for axis, padding in ((2, tiling.q_padding), (3, tiling.kv_padding)):
@@ -341,9 +343,11 @@ def _pad(array: jax.Array, axis: int, padding: int, fill: float = 0.0) -> Any:
     return lax.pad(array, jnp.asarray(fill, array.dtype), widths)
 
 
-def over_steps(tiling: Tiling, one: Callable[[Index, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-    """``one(step, carry) -> (carry, results)`` for every step; results come back as ``[batch, kv_heads, ...]``."""
+def over_steps(tiling: Tiling, run_step: Callable[[Index, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+    """Calls ``run_step(step, carry) -> (carry, results)`` for every step; results are ``[batch, kv_heads, ...]``."""
     if tiling.steps == 1:
-        return one(0, carry)
-    carry, stacked = lax.scan(lambda carry, step: one(step, carry), carry, jnp.arange(tiling.steps, dtype=jnp.int32))
+        return run_step(0, carry)
+    carry, stacked = lax.scan(
+        lambda carry, step: run_step(step, carry), carry, jnp.arange(tiling.steps, dtype=jnp.int32)
+    )
     return carry, jax.tree.map(tiling.merge_steps, stacked)

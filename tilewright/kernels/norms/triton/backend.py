@@ -1,4 +1,4 @@
-"""The norms in Triton, on NVIDIA GPUs: one pass over memory forward, one backward."""
+"""The Triton backend of the norms, on NVIDIA GPUs: one pass over memory forward, one backward."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -27,19 +27,19 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
 MAX_ROWS = 1 << 30
-"""Rows are counted in 32 bits."""
+"""Largest number of rows: kernels count them in 32 bits."""
 
 EVICTION = {"forward": "", "backward": "evict_first"}
-"""Hints of loads of rows: with "evict_first" forward, 16384 rows of 8192 bfloat16 took 188 µs on an H100, not 182."""
+"""Cache hints of loads of rows. "evict_first" forward: 188 µs instead of 182 for 16384 × 8192 bfloat16 on an H100."""
 
 MAX_UNPACKED = {"forward": 32, "backward": 20}
-"""Elements of a row in each thread that may be kept in float32; of more, 16-bit ones are kept as they are."""
+"""Elements of rows that a thread may hold in float32; if it has more, 16-bit ones stay packed."""
 
 type Params = NormForwardParams | NormBackwardParams
 
 
 class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwardParams, NormBackwardParams]):
-    """Float16, bfloat16 and float32; sums are in float32, in one order."""
+    """Serves float16, bfloat16 and float32; sums are in float32, in one order."""
 
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = NormForwardParams
@@ -47,14 +47,14 @@ class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwar
     late_import: ClassVar[str] = "triton"
 
     def not_supported_reasons(self, problem: NormProblem, device: Device, direction: Direction) -> list[str]:
-        why = unavailable(device)
+        reasons = unavailable(device)
         dtypes = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype}
         for name, dtype in dtypes.items():
             if dtype is not None and dtype.name not in ("float16", "bfloat16", "float32"):
-                why.append(f"{name} must be float16, bfloat16 or float32, not {dtype}")
+                reasons.append(f"{name} must be float16, bfloat16 or float32, not {dtype}")
         if problem.rows > MAX_ROWS:
-            why.append(f"{problem.rows=} must be at most {MAX_ROWS}")
-        return why
+            reasons.append(f"{problem.rows=} must be at most {MAX_ROWS}")
+        return reasons
 
     def heuristic(self, problem: NormProblem, device: Device, direction: Direction) -> Params:
         return forward_params(problem, device) if direction == "forward" else backward_params(problem, device)
@@ -63,8 +63,8 @@ class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwar
         return candidates(problem, device, direction)
 
     def config_reasons(self, problem: NormProblem, device: Device, direction: Direction, params: Params) -> list[str]:
-        taken = self.footprints(problem, device, direction, params)
-        return params_reasons(problem, direction, params) + launch_reasons(taken, device)
+        footprints = self.footprints(problem, device, direction, params)
+        return params_reasons(problem, direction, params) + launch_reasons(footprints, device)
 
     def footprints(
         self, problem: NormProblem, device: Device, direction: Direction, params: Params
@@ -75,20 +75,20 @@ class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwar
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
         by_row = [None if x is None else x.reshape(1, -1, columns) for x in (inputs.x, inputs.residual)]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
-        found = _over_groups(functools.partial(_forward, options=inputs.options, params=params), by_row, shared)
-        out, total = found
+        call = functools.partial(_forward, options=inputs.options, params=params)
+        out, total = _over_groups(call, by_row, shared)
         return NormResults(out.reshape(shape), None if total is None else total.reshape(shape))
 
     def backward(
         self, inputs: NormInputs, results: NormResults, cotangents: NormResults, params: NormBackwardParams
     ) -> dict[str, Any]:
-        """One array is the gradient of x and of the residual."""
+        """Gradients by name; those of x and of the residual are the same array."""
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
         arrays = (normed(inputs, results), cotangents.out, cotangents.total)
         by_row = [None if x is None else x.reshape(1, -1, columns) for x in arrays]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
-        found = _over_groups(functools.partial(_backward, options=inputs.options, params=params), by_row, shared)
-        d_x, d_weight, d_bias = found
+        call = functools.partial(_backward, options=inputs.options, params=params)
+        d_x, d_weight, d_bias = _over_groups(call, by_row, shared)
         gradients = {"x": d_x.reshape(shape)}
         if inputs.residual is not None:
             gradients["residual"] = gradients["x"]
@@ -100,9 +100,9 @@ class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwar
 
 
 def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> Any:
-    """``run(by_row, shared)``, of which every array has groups as its first axis; under ``vmap`` there are more.
+    """Returns ``run(by_row, shared)``, all of whose arrays have groups as their first axis; ``vmap`` multiplies groups.
 
-    What ``shared`` holds has one group for all or as many as there are.
+    Arrays in ``shared`` have one group for all rows, or as many groups as ``by_row``.
     """
 
     @jax.custom_batching.custom_vmap
@@ -120,38 +120,42 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
         by_row = jax.tree.map(merged, by_row, batched[0])
         if any(jax.tree.leaves(batched[1])) or any(x.shape[0] > 1 for x in jax.tree.leaves(shared)):
             shared = jax.tree.map(merged, shared, batched[1])
-        found = _over_groups(run, by_row, shared)
-        found = jax.tree.map(lambda x: x.reshape(size, groups, *x.shape[1:]), found)
-        return found, jax.tree.map(lambda _: True, found)
+        results = _over_groups(run, by_row, shared)
+        results = jax.tree.map(lambda x: x.reshape(size, groups, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
 
     return call(by_row, shared)
 
 
 def _packed(x: jax.Array, params: Params, direction: Direction) -> bool:
-    """Whether threads keep their elements as they are stored."""
+    """True if threads hold 16-bit rows as they are stored: in float32 they would not fit into registers."""
     problem = NormProblem.of(NormInputs(x, None, None, None, NormOptions("rms")))
     return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
 
 
-def _struct(shape: tuple[int, ...], dtype: object, wanted: bool = True) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
+def _struct(shape: tuple[int, ...], dtype: object, present: bool = True) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an output; without elements if it is not ``present``."""
+    return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
 
 
 def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForwardParams) -> Any:
+    """``(out, total)``, [groups, rows, columns] each; total is None without a residual."""
     from tilewright.kernels.norms.triton import kernels
 
     (x, residual), (weight, bias) = by_row, shared
     shape = x.shape
-    if all(array.shape[0] == 1 for array in jax.tree.leaves(shared)):  # of one weight all rows are of one group
+    # Groups that share weight and bias are one group of more rows.
+    if all(array.shape[0] == 1 for array in jax.tree.leaves(shared)):
         x, residual = jax.tree.map(lambda array: array.reshape(1, -1, shape[2]), (x, residual))
     groups, rows, columns = x.shape
-    if shape[0] > 1:  # params are for one of them
+    # Params were chosen for one group before vmap.
+    if shape[0] > 1:
         problem = NormProblem.of(NormInputs(x, residual, weight, bias, options))
         params = forward_params(problem, current_device())
     absent = jnp.zeros((0,), x.dtype)
     tiles = -(-rows // params.rows_per_program)
-    kept = {"even": rows % params.rows_per_program == 0, "packed": _packed(x, params, "forward")}
-    kept |= {"eviction": EVICTION["forward"]}
+    one_pass = {"even": rows % params.rows_per_program == 0, "packed": _packed(x, params, "forward")}
+    one_pass |= {"eviction": EVICTION["forward"]}
     out, total = launch(
         kernels.forward if params.passes == 1 else kernels.forward_wide,
         [x, *(absent if array is None else array for array in (residual, weight, bias))],
@@ -170,7 +174,7 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
             "weight_offset": float(options.weight_offset),
             "weight_stride": columns if groups > 1 else 0,
         }
-        | (kept if params.passes == 1 else {}),
+        | (one_pass if params.passes == 1 else {}),
         num_warps=params.num_warps,
         num_stages=2,
     )
@@ -178,6 +182,7 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
 
 
 def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwardParams) -> Any:
+    """``(d_x, d_weight, d_bias)``: [groups, rows, columns], then [groups, columns] or None without such an input."""
     from tilewright.kernels.norms.triton import kernels
 
     (x, d_out, d_total), (weight, bias) = by_row, shared
@@ -199,15 +204,17 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         "weight_stride": weight_stride,
     }
     scale = absent if weight is None else weight
-    sums = absent if whole else _row_sums(x, scale, d_out, common)
-    parts = (groups, programs, columns)
+    statistics = absent if whole else _row_statistics(x, scale, d_out, common)
+    partials = (groups, programs, columns)
     d_x, d_weight, d_bias = launch(
         kernels.backward,
-        [x, scale, d_out, absent if d_total is None else d_total, sums],
+        [x, scale, d_out, absent if d_total is None else d_total, statistics],
         [
             _struct(x.shape, x.dtype),
             *(
-                _struct(parts, f32, False) if array is None else _struct(parts, f32 if programs > 1 else array.dtype)
+                _struct(partials, f32, False)
+                if array is None
+                else _struct(partials, f32 if programs > 1 else array.dtype)
                 for array in (weight, bias)
             ),
         ],
@@ -230,19 +237,20 @@ def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwa
         num_stages=params.num_stages,
     )
     given = weight is not None, bias is not None
+    # One program has written the sums themselves, in their own dtypes.
     if programs > 1 and any(given):
-        d_weight, d_bias = _summed(d_weight, d_bias, weight, bias)
-    found = zip((d_weight, d_bias), given, strict=True)
-    return d_x, *(each.reshape(groups, columns) if is_there else None for each, is_there in found)
+        d_weight, d_bias = _sum_partials(d_weight, d_bias, weight, bias)
+    gradients = zip((d_weight, d_bias), given, strict=True)
+    return d_x, *(gradient.reshape(groups, columns) if is_given else None for gradient, is_given in gradients)
 
 
-def _row_sums(x: jax.Array, scale: jax.Array | None, d_out: jax.Array, constants: dict[str, Any]) -> Any:
-    """What the backward kernel needs of rows that it does not see as a whole."""
+def _row_statistics(x: jax.Array, scale: jax.Array | None, d_out: jax.Array, constants: dict[str, Any]) -> Any:
+    """Statistics of rows for the backward kernel, float32 [5, groups, rows], where it works on blocks of columns."""
     from tilewright.kernels.norms.triton import kernels
 
     groups, rows, _ = x.shape
-    (sums,) = launch(
-        kernels.row_sums,
+    (statistics,) = launch(
+        kernels.row_statistics,
         [x, scale, d_out],
         [_struct((5, groups, rows), jnp.float32)],
         grid=[groups * rows],
@@ -250,11 +258,13 @@ def _row_sums(x: jax.Array, scale: jax.Array | None, d_out: jax.Array, constants
         constants=constants | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
         num_warps=16,
     )
-    return sums
+    return statistics
 
 
-def _summed(weight_parts: jax.Array, bias_parts: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> Any:
-    """The gradients of weight and bias of the programs' parts."""
+def _sum_partials(
+    weight_parts: jax.Array, bias_parts: jax.Array, weight: jax.Array | None, bias: jax.Array | None
+) -> Any:
+    """Gradients of weight and bias, from the programs' partial sums [groups, programs, columns]."""
     from tilewright.kernels.norms.triton import kernels
 
     groups, programs, columns = (bias_parts if weight is None else weight_parts).shape

@@ -1,26 +1,44 @@
 # mypy: disable-error-code="assignment"
-"""The norms in Triton: one pass over memory forward, one backward, for rows that fit into registers.
+"""Layer norm and RMS norm in Triton: one pass over memory forward, one backward, for rows that fit into registers.
 
-A tile is ``block_rows`` rows. Rows that fit are read once and stay in registers, as ``blocks`` blocks of
-``block_columns``. The backward programs are few and persistent: each takes tile after tile and sums its share of the
-gradients of weight and bias in float32, element by element, in the order of its tiles; ``sum_partials`` adds up the
-shares of the programs. Every sum so has one order, and results are the same bit for bit.
+  x          the normed row: the input, plus the residual where there is one (their sum is the output ``total``)
+  mean, rstd mean(x) and 1 / sqrt(var(x) + eps); an RMS norm has mean 0 and mean(x²) instead of the variance
+  x̂          ``x_hat`` = (x - mean) · rstd
+  w, b       weight + weight_offset, and bias; out = x̂ · w + b
+  g          ``d_out``, the cotangent of out
+  t          ``d_total``, the cotangent of total
+  c1, c2     mean(g · w · x̂) and mean(g · w); an RMS norm has no c2
+  dx         rstd · (g · w - c1 · x̂ - c2) + t
+  dw, db     sums of g · x̂ and of g over all rows
+  pivot      a value near the mean that is subtracted before x is summed and squared, lest the sums cancel
+  mean_rest  mean(x - mean), the rounding error of a float32 mean, subtracted as well; with a pivot, mean - pivot
 
-Symbols: x the normed row, x̂ = (x − mean) · rstd, w = weight + offset, g = d_out, c1 = mean(g·w·x̂), c2 = mean(g·w),
-dx = rstd · (g·w − c1·x̂ − c2), where an RMS norm has neither mean nor c2.
+Arithmetic is float32; arrays are loaded and stored in their own dtypes. Every sum has one order, so that results are
+the same bit for bit.
 
-Arrays are [groups, rows, columns]; groups are what vmap made, each with a weight and a bias of its own, or with one
-for all (``weight_stride`` 0). ``even`` says that tiles end with the rows. ``eviction`` is the hint of loads of rows.
+Arrays are [groups, rows, columns]. Groups come from vmap, each with a weight and a bias of its own, or with one for all
+(``weight_stride`` 0). A tile is ``block_rows`` rows, held in ``blocks`` blocks of ``block_columns`` columns. ``even``:
+the rows are a multiple of the tile, so their mask is skipped. ``eviction``: the cache hint for loads of rows.
+``packed``: 16-bit rows stay 16-bit in registers, and are promoted to float32 at each use.
+
+Grids:
+  forward         a program for each tile of each group
+  forward_wide    a program for each row that does not fit into registers: two passes, the second from the L2 cache
+  backward        few, persistent programs for each group: every program takes each ``programs``-th tile, and sums its
+                  partial dw and db in float32. Rows that do not fit (not ``whole``) are cut into blocks of columns, the
+                  second axis of the grid, and their statistics come from row_statistics.
+  row_statistics  a program for each row
+  sum_partials    a program for each block of columns of each group: adds up the programs' partial dw and db
 """
 
 import triton
 import triton.language as tl
 
 OPAQUE = tl.constexpr("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }")
-"""Grids have two axes, so this changes nothing, but no compiler knows that."""
+"""Identity that the compiler cannot see through: grids have two axes, so %ctaid.z is 0."""
 
 MEANINGS = {OPAQUE.value: lambda x: x}
-"""For the interpreter."""
+"""Python equivalents of the inline assembly, for the interpreter."""
 
 
 @triton.jit
@@ -34,16 +52,17 @@ def _load(
     even: tl.constexpr,
     eviction: tl.constexpr,
 ):
-    """Blocks of columns from the one that ``pointer`` is at; 0 beyond the columns and where not ``inside``."""
-    found = ()
+    """Loads ``blocks`` blocks of columns from ``pointer`` on; 0 beyond the columns and in rows not ``inside``."""
+    loaded = ()
     for block in tl.static_range(blocks):
-        here = pointer + block * block_columns
+        pointers = pointer + block * block_columns
+        # Only the last block can reach beyond the columns.
         if even and (columns % block_columns == 0 or block < blocks - 1):
-            found += (tl.load(here, eviction_policy=eviction),)
+            loaded += (tl.load(pointers, eviction_policy=eviction),)
         else:
             mask = inside & (block * block_columns + column < columns)
-            found += (tl.load(here, mask=mask, other=0.0, eviction_policy=eviction),)
-    return found
+            loaded += (tl.load(pointers, mask=mask, other=0.0, eviction_policy=eviction),)
+    return loaded
 
 
 @triton.jit
@@ -58,19 +77,19 @@ def _store(
     block_columns: tl.constexpr,
     even: tl.constexpr,
 ):
-    """One of the blocks that ``_load`` loads."""
-    here, rounded = pointer + block * block_columns, value.to(pointer.dtype.element_ty)
+    """Stores one of the blocks that ``_load`` loads, in the dtype of the array."""
+    pointers, rounded = pointer + block * block_columns, value.to(pointer.dtype.element_ty)
     if even and (columns % block_columns == 0 or block < blocks - 1):
-        tl.store(here, rounded)
+        tl.store(pointers, rounded)
     else:
-        tl.store(here, rounded, mask=inside & (block * block_columns + column < columns))
+        tl.store(pointers, rounded, mask=inside & (block * block_columns + column < columns))
 
 
 @triton.jit
-def _float(x, packed: tl.constexpr):
-    """x in float32; of ``packed`` 16-bit x, converted here and now.
+def _to_float32(x, packed: tl.constexpr):
+    """Promotes x to float32, and does so anew at each use if ``packed``.
 
-    Else the compiler converts once and keeps twice the registers until the last use, which spills in wide rows.
+    Otherwise the compiler promotes once and keeps twice the registers until the last use, which spills in wide rows.
     """
     if packed:
         x = tl.inline_asm_elementwise(OPAQUE, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -78,41 +97,44 @@ def _float(x, packed: tl.constexpr):
 
 
 @triton.jit
-def _scale(weight, weight_offset: tl.constexpr, packed: tl.constexpr):
-    """The weight in float32, with what is added to it."""
-    scale = _float(weight, packed and weight.dtype != tl.float32)
+def _offset_weight(weight, weight_offset: tl.constexpr, packed: tl.constexpr):
+    """w in float32: the weight plus its offset."""
+    w = _to_float32(weight, packed and weight.dtype != tl.float32)
     if weight_offset != 0:
-        scale += weight_offset
-    return scale
+        w += weight_offset
+    return w
 
 
 @triton.jit
 def _add_pairs(a, b, c, d):
+    """Adds two sums at once, for ``tl.reduce``: one round of shuffles and barriers instead of two."""
     return a + c, b + d
 
 
 @triton.jit
 def _add_triples(a, b, c, d, e, f):
+    """Adds three sums at once."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def _add_quadruples(a, b, c, d, e, f, g, h):
+    """Adds four sums at once."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def _mean(stored, blocks: tl.constexpr, columns: tl.constexpr):
-    """The means of rows; beyond the columns ``stored`` is 0."""
-    plain = stored[0].to(tl.float32)
+def _mean(x_blocks, blocks: tl.constexpr, columns: tl.constexpr):
+    """Means of the rows of a tile, [block_rows, 1]; ``x_blocks`` are 0 beyond the columns."""
+    x_sum = x_blocks[0].to(tl.float32)
     for block in tl.static_range(1, blocks):
-        plain += stored[block].to(tl.float32)
-    return tl.sum(plain, 1, keep_dims=True) * (1.0 / columns)
+        x_sum += x_blocks[block].to(tl.float32)
+    return tl.sum(x_sum, 1, keep_dims=True) * (1.0 / columns)
 
 
 @triton.jit
 def _pivot(x, inside, columns: tl.constexpr, block_columns: tl.constexpr):
-    """The mean of a row's first block: near that of the row, so that little is lost where sums cancel."""
+    """Mean of a row's first block: near that of the row, so that little is lost where sums cancel."""
     value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     return tl.sum(value, 0) / min(columns, block_columns)
 
@@ -141,7 +163,7 @@ def forward(
     weight_stride: tl.constexpr,
     eviction: tl.constexpr,
 ):
-    """Rows that fit into registers: ``out`` and ``total`` of ``block_rows`` of them."""
+    """Computes ``out`` and ``total`` of a tile of rows that fit into registers."""
     blocks: tl.constexpr = (columns + block_columns - 1) // block_columns
     padded: tl.constexpr = columns % block_columns != 0
     group, tile = tl.program_id(0) * 0, tl.program_id(0)
@@ -152,53 +174,57 @@ def forward(
     column = tl.arange(0, block_columns)[None, :]
     start = (group.to(tl.int64) * rows + first) * columns
     offset = tl.arange(0, block_rows)[:, None] * columns + column
-    shared = group * weight_stride
-    stored = _load(x + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
+    weight_start = group * weight_stride
+    x_blocks = _load(x + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
     if has_residual:
-        added = _load(residual + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
-    # Before the sums, so that waiting for them is not added to waiting for the rows.
+        addend_blocks = _load(residual + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
+    # Weight and bias are loaded before the sums, so that their latency overlaps that of the rows.
     if has_weight:
-        scales = _load(weight + shared + column, column >= 0, column, blocks, columns, block_columns, True, "")
+        w_blocks = _load(weight + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
     if has_bias:
-        shifts = _load(bias + shared + column, column >= 0, column, blocks, columns, block_columns, True, "")
+        b_blocks = _load(bias + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
+    # The norm is of the total as it is stored, rounded to its dtype: backward reads no other.
     if has_residual:
-        rounded = ()
+        total_blocks = ()
         for block in tl.static_range(blocks):
-            value = stored[block].to(tl.float32) + added[block].to(tl.float32)
-            rounded += (value.to(x.dtype.element_ty),)
-            _store(total + start + offset, rounded[block], inside, column, block, blocks, columns, block_columns, even)
-        stored = rounded
+            value = x_blocks[block].to(tl.float32) + addend_blocks[block].to(tl.float32)
+            rounded = value.to(x.dtype.element_ty)
+            total_blocks += (rounded,)
+            _store(total + start + offset, rounded, inside, column, block, blocks, columns, block_columns, even)
+        x_blocks = total_blocks
     mean = 0.0
     if layer:
-        mean = _mean(stored, blocks, columns)
-    rest = 0.0
-    squares = tl.zeros([block_rows, block_columns], tl.float32)
-    rests = tl.zeros([block_rows, block_columns], tl.float32)
+        mean = _mean(x_blocks, blocks, columns)
+    mean_rest = 0.0
+    square_terms = tl.zeros([block_rows, block_columns], tl.float32)
+    rest_terms = tl.zeros([block_rows, block_columns], tl.float32)
     for block in tl.static_range(blocks):
-        value = _float(stored[block], packed)
+        value = _to_float32(x_blocks[block], packed)
         if layer:
             value = value - mean
             if padded and block == blocks - 1:
+                # Zeros beyond the columns have become -mean.
                 value = tl.where(block * block_columns + column < columns, value, 0.0)
-            rests += value
-        squares += value * value
-    if layer and x.dtype.element_ty == tl.float32:  # see backward
-        rest, variance = tl.reduce((rests, squares), 1, _add_pairs, keep_dims=True)
-        rest = rest * (1.0 / columns)
-        variance = variance * (1.0 / columns) - rest * rest
+            rest_terms += value
+        square_terms += value * value
+    # The rounding of a float32 mean matters to float32 rows only: see _tile_statistics.
+    if layer and x.dtype.element_ty == tl.float32:
+        mean_rest, variance = tl.reduce((rest_terms, square_terms), 1, _add_pairs, keep_dims=True)
+        mean_rest = mean_rest * (1.0 / columns)
+        variance = variance * (1.0 / columns) - mean_rest * mean_rest
     else:
-        variance = tl.sum(squares, 1, keep_dims=True) * (1.0 / columns)
-    factor = tl.rsqrt(variance + eps)
+        variance = tl.sum(square_terms, 1, keep_dims=True) * (1.0 / columns)
+    rstd = tl.rsqrt(variance + eps)
     for block in tl.static_range(blocks):
-        value = _float(stored[block], packed)
+        normed = _to_float32(x_blocks[block], packed)
         if layer:
-            value = value - mean - rest
-        value = value * factor
+            normed = normed - mean - mean_rest
+        normed = normed * rstd
         if has_weight:
-            value = value * _scale(scales[block], weight_offset, packed)
+            normed = normed * _offset_weight(w_blocks[block], weight_offset, packed)
         if has_bias:
-            value = value + shifts[block].to(tl.float32)
-        _store(out + start + offset, value, inside, column, block, blocks, columns, block_columns, even)
+            normed = normed + b_blocks[block].to(tl.float32)
+        _store(out + start + offset, normed, inside, column, block, blocks, columns, block_columns, even)
 
 
 @triton.jit
@@ -222,15 +248,15 @@ def forward_wide(
     weight_offset: tl.constexpr,
     weight_stride: tl.constexpr,
 ):
-    """The same of one row that does not fit: it is read twice, the second time from the L2 cache."""
+    """Computes ``out`` and ``total`` of a row that does not fit, and is read twice, the second time from L2."""
     row = tl.program_id(0).to(tl.int64)
-    start, shared = row * columns, row // rows * weight_stride
-    pivot, center = 0.0, 0.0
+    start, weight_start = row * columns, row // rows * weight_stride
+    pivot, mean_rest = 0.0, 0.0
     if layer:
         column = tl.arange(0, block_columns)
         pivot = _pivot(x + start + column, column < columns, columns, block_columns)
-    plain = tl.zeros([block_columns], tl.float32)
-    squares = tl.zeros([block_columns], tl.float32)
+    shifted_terms = tl.zeros([block_columns], tl.float32)
+    square_terms = tl.zeros([block_columns], tl.float32)
     for first in tl.range(0, columns, block_columns):
         column = first + tl.arange(0, block_columns)
         inside = column < columns
@@ -240,15 +266,17 @@ def forward_wide(
             value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
             tl.store(total + start + column, value, mask=inside)
         value = tl.where(inside, value.to(tl.float32) - pivot, 0.0)
-        plain += value
-        squares += value * value
-    variance = tl.sum(squares, 0) * (1.0 / columns)
+        shifted_terms += value
+        square_terms += value * value
+    variance = tl.sum(square_terms, 0) * (1.0 / columns)
     if layer:
-        center = tl.sum(plain, 0) * (1.0 / columns)
-        variance = tl.maximum(variance - center * center, 0.0)
-    factor = tl.rsqrt(variance + eps)
+        mean_rest = tl.sum(shifted_terms, 0) * (1.0 / columns)
+        # var(x) = mean((x - pivot)²) - (mean - pivot)²; rounding can make it negative.
+        variance = tl.maximum(variance - mean_rest * mean_rest, 0.0)
+    rstd = tl.rsqrt(variance + eps)
     if has_residual:
-        tl.debug_barrier()  # what is read now may be what another thread has written
+        # A barrier of the block: the second pass may read elements of total that other threads have written.
+        tl.debug_barrier()
     for first in tl.range(0, columns, block_columns):
         column = first + tl.arange(0, block_columns)
         inside = column < columns
@@ -256,23 +284,23 @@ def forward_wide(
             value = tl.load(total + start + column, mask=inside, other=0.0).to(tl.float32)
         else:
             value = tl.load(x + start + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        value = (value - pivot - center) * factor
+        value = (value - pivot - mean_rest) * rstd
         if has_weight:
-            scale = tl.load(weight + shared + column, mask=inside, other=0.0, eviction_policy="evict_last")
-            value = value * _scale(scale, weight_offset, False)
+            w_block = tl.load(weight + weight_start + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            value = value * _offset_weight(w_block, weight_offset, False)
         if has_bias:
-            shift = tl.load(bias + shared + column, mask=inside, other=0.0, eviction_policy="evict_last")
-            value = value + shift.to(tl.float32)
+            b_block = tl.load(bias + weight_start + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            value = value + b_block.to(tl.float32)
         tl.store(out + start + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def row_sums(
+def row_statistics(
     x,
     weight,
     d_out,
     rows,
-    sums,
+    statistics,
     columns: tl.constexpr,
     block_columns: tl.constexpr,
     layer: tl.constexpr,
@@ -281,43 +309,138 @@ def row_sums(
     weight_offset: tl.constexpr,
     weight_stride: tl.constexpr,
 ):
-    """rstd, c1, c2, and the mean as a sum of two, of one row that does not fit into registers, [5, groups · rows]."""
+    """Computes rstd, c1, c2, pivot and mean - pivot of a row that does not fit into registers.
+
+    ``statistics`` is float32 [5, groups · rows], in this order; an RMS norm writes the first two only.
+    """
     row = tl.program_id(0).to(tl.int64)
     all_rows = tl.num_programs(0)
-    start, shared = row * columns, row // rows * weight_stride
+    start, weight_start = row * columns, row // rows * weight_stride
     pivot = 0.0
     if layer:
         column = tl.arange(0, block_columns)
         pivot = _pivot(x + start + column, column < columns, columns, block_columns)
-    plain = tl.zeros([block_columns], tl.float32)
-    squares = tl.zeros([block_columns], tl.float32)
-    gradients = tl.zeros([block_columns], tl.float32)
-    products = tl.zeros([block_columns], tl.float32)
+    shifted_terms = tl.zeros([block_columns], tl.float32)
+    square_terms = tl.zeros([block_columns], tl.float32)
+    c2_terms = tl.zeros([block_columns], tl.float32)
+    c1_terms = tl.zeros([block_columns], tl.float32)
     for first in tl.range(0, columns, block_columns):
         column = first + tl.arange(0, block_columns)
         inside = column < columns
         value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - pivot, 0.0)
-        gradient = tl.load(d_out + start + column, mask=inside, other=0.0).to(tl.float32)
+        gw = tl.load(d_out + start + column, mask=inside, other=0.0).to(tl.float32)
         if has_weight:
-            scale = tl.load(weight + shared + column, mask=inside, other=0.0, eviction_policy="evict_last")
-            gradient = gradient * _scale(scale, weight_offset, False)
-        plain += value
-        squares += value * value
-        gradients += gradient
-        products += gradient * value
-    variance = tl.sum(squares, 0) * (1.0 / columns)
-    c1 = tl.sum(products, 0) * (1.0 / columns)
+            weight_block = tl.load(weight + weight_start + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            gw = gw * _offset_weight(weight_block, weight_offset, False)
+        shifted_terms += value
+        square_terms += value * value
+        c2_terms += gw
+        c1_terms += gw * value
+    variance = tl.sum(square_terms, 0) * (1.0 / columns)
+    c1 = tl.sum(c1_terms, 0) * (1.0 / columns)
     if layer:
-        center, c2 = tl.sum(plain, 0) * (1.0 / columns), tl.sum(gradients, 0) * (1.0 / columns)
-        variance -= center * center
-        c1 -= center * c2
-        tl.store(sums + 2 * all_rows + row, c2)
-        tl.store(sums + 3 * all_rows + row, pivot)
-        tl.store(sums + 4 * all_rows + row, center)
-    factor = tl.rsqrt(tl.maximum(variance, 0.0) + eps)
-    tl.store(sums + row, factor)
-    tl.store(sums + all_rows + row, c1 * factor)
+        mean_rest, c2 = tl.sum(shifted_terms, 0) * (1.0 / columns), tl.sum(c2_terms, 0) * (1.0 / columns)
+        variance -= mean_rest * mean_rest
+        # c1 was summed with x - pivot; x - mean is less by mean_rest.
+        c1 -= mean_rest * c2
+        tl.store(statistics + 2 * all_rows + row, c2)
+        tl.store(statistics + 3 * all_rows + row, pivot)
+        tl.store(statistics + 4 * all_rows + row, mean_rest)
+    rstd = tl.rsqrt(tl.maximum(variance, 0.0) + eps)
+    tl.store(statistics + row, rstd)
+    tl.store(statistics + all_rows + row, c1 * rstd)
+
+
+@triton.jit
+def _tile_statistics(
+    x_blocks,
+    g_blocks,
+    w_blocks,
+    column,
+    block_rows: tl.constexpr,
+    blocks: tl.constexpr,
+    columns: tl.constexpr,
+    block_columns: tl.constexpr,
+    packed: tl.constexpr,
+    layer: tl.constexpr,
+    has_weight: tl.constexpr,
+    eps: tl.constexpr,
+    weight_offset: tl.constexpr,
+):
+    """Mean, mean_rest, rstd, c1 and c2 of the rows of a tile that is in registers, each [block_rows, 1].
+
+    All sums are of one reduction, as each reduction costs a round of shuffles and barriers.
+    """
+    padded: tl.constexpr = columns % block_columns != 0
+    mean, mean_rest, c2 = 0.0, 0.0, 0.0
+    if layer:
+        mean = _mean(x_blocks, blocks, columns)
+    square_terms = tl.zeros([block_rows, block_columns], tl.float32)
+    c1_terms = tl.zeros([block_rows, block_columns], tl.float32)
+    c2_terms = tl.zeros([block_rows, block_columns], tl.float32)
+    rest_terms = tl.zeros([block_rows, block_columns], tl.float32)
+    for block in tl.static_range(blocks):
+        value, gw = x_blocks[block].to(tl.float32), g_blocks[block].to(tl.float32)
+        if has_weight:
+            gw = gw * _offset_weight(w_blocks[block], weight_offset, packed)
+        if layer:
+            value = value - mean
+            if padded and block == blocks - 1:
+                # Zeros beyond the columns have become -mean.
+                value = tl.where(block * block_columns + column < columns, value, 0.0)
+            c2_terms += gw
+            rest_terms += value
+        square_terms += value * value
+        # No mask for c1 and c2: beyond the columns g is 0.
+        c1_terms += gw * value
+    if layer:
+        if x_blocks[0].dtype == tl.float32:
+            # The mean is rounded like its largest term: in rows around 1000 mean_rest is up to 1e-4.
+            terms = (square_terms, c1_terms, c2_terms, rest_terms)
+            variance, c1, c2, mean_rest = tl.reduce(terms, 1, _add_quadruples, keep_dims=True)
+            mean_rest = mean_rest * (1.0 / columns)
+            variance, c1 = variance - columns * mean_rest * mean_rest, c1 - mean_rest * c2
+        else:
+            variance, c1, c2 = tl.reduce((square_terms, c1_terms, c2_terms), 1, _add_triples, keep_dims=True)
+        c2 = c2 * (1.0 / columns)
+    else:
+        variance, c1 = tl.reduce((square_terms, c1_terms), 1, _add_pairs, keep_dims=True)
+    rstd = tl.rsqrt(variance * (1.0 / columns) + eps)
+    c1 = c1 * (1.0 / columns) * rstd
+    return mean, mean_rest, rstd, c1, c2
+
+
+@triton.jit
+def _load_statistics(statistics, inside, all_rows, layer: tl.constexpr):
+    """Mean, mean_rest, rstd, c1 and c2 of the rows at ``statistics``, which row_statistics has written.
+
+    The mean is the pivot, and mean_rest what is missing from it.
+    """
+    mean, mean_rest, c2 = 0.0, 0.0, 0.0
+    rstd = tl.load(statistics, mask=inside, other=0.0)
+    c1 = tl.load(statistics + all_rows, mask=inside, other=0.0)
+    if layer:
+        c2 = tl.load(statistics + 2 * all_rows, mask=inside, other=0.0)
+        mean = tl.load(statistics + 3 * all_rows, mask=inside, other=0.0)
+        mean_rest = tl.load(statistics + 4 * all_rows, mask=inside, other=0.0)
+    return mean, mean_rest, rstd, c1, c2
+
+
+@triton.jit
+def _store_column_sums(
+    pointer,
+    offset,
+    terms,
+    column,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+    columns: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    """Stores a block of a program's partial dw or db: the sums of ``terms`` over the rows of a tile."""
+    column_sums = tl.sum(terms, 0)[None, :]
+    _store(pointer + offset + column, column_sums, column >= 0, column, block, blocks, columns, block_columns, True)
 
 
 @triton.jit
@@ -326,7 +449,7 @@ def backward(
     weight,
     d_out,
     d_total,
-    sums,
+    statistics,
     rows,
     programs,
     d_x,
@@ -349,12 +472,12 @@ def backward(
     eviction: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """``d_x`` of every ``programs``-th tile of a group, and the tiles' share of ``d_weight`` and ``d_bias``.
+    """Computes dx of every ``programs``-th tile of a group, and the partial dw and db of these tiles.
 
-    Of ``whole`` rows the sums are formed here; else they come in ``sums``, and a program has one block of columns.
+    ``whole`` rows are in registers, and their statistics are computed here; otherwise they are loaded from
+    ``statistics``, and a program has one block of columns.
     """
     blocks: tl.constexpr = (columns + block_columns - 1) // block_columns if whole else 1
-    padded: tl.constexpr = columns % block_columns != 0
     group, program, all_rows = tl.program_id(0) * 0, tl.program_id(0), rows
     if grouped:
         group, program = program // programs, program % programs
@@ -364,111 +487,76 @@ def backward(
     if not whole:
         column += tl.program_id(1) * block_columns
     offset = tl.arange(0, block_rows)[:, None] * columns + column
-    weight_sums, bias_sums = (), ()
+    w_blocks, dw_blocks, db_blocks = (), (), ()
     if has_weight:
-        shared = group * weight_stride
-        scales = _load(weight + shared + column, column >= 0, column, blocks, columns, block_columns, True, "")
+        weight_start = group * weight_stride
+        w_blocks = _load(weight + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
     for _ in tl.static_range(blocks):
         if has_weight:
-            weight_sums += (tl.zeros([block_rows, block_columns], tl.float32),)
+            dw_blocks += (tl.zeros([block_rows, block_columns], tl.float32),)
         if has_bias:
-            bias_sums += (tl.zeros([block_rows, block_columns], tl.float32),)
+            db_blocks += (tl.zeros([block_rows, block_columns], tl.float32),)
     tiles = tl.cdiv(rows, block_rows)
-    for turn in tl.range(program, tiles, programs, num_stages=stages):
-        tile = turn
-        if not whole:  # what was read last for the sums is still in the L2 cache
-            tile = tiles - 1 - turn
+    for item in tl.range(program, tiles, programs, num_stages=stages):
+        tile = item
+        # Backwards, as the rows that row_statistics has read last are still in the L2 cache.
+        if not whole:
+            tile = tiles - 1 - item
         row = tile * block_rows + tl.arange(0, block_rows)[:, None]
         inside = row < rows
         start = (group_rows + tile * block_rows) * columns
-        values = _load(x + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
-        gradients = _load(d_out + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
+        x_blocks = _load(x + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
+        g_blocks = _load(d_out + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
         if has_d_total:
-            others = _load(d_total + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
-        mean, rest, c2 = 0.0, 0.0, 0.0
+            t_blocks = _load(d_total + start + offset, inside, column, blocks, columns, block_columns, even, eviction)
         if whole:
-            if layer:
-                mean = _mean(values, blocks, columns)
-            squares = tl.zeros([block_rows, block_columns], tl.float32)
-            products = tl.zeros([block_rows, block_columns], tl.float32)
-            weighteds = tl.zeros([block_rows, block_columns], tl.float32)
-            rests = tl.zeros([block_rows, block_columns], tl.float32)
-            for block in tl.static_range(blocks):
-                value, weighted = values[block].to(tl.float32), gradients[block].to(tl.float32)
-                if has_weight:
-                    weighted = weighted * _scale(scales[block], weight_offset, packed)
-                if layer:
-                    value = value - mean
-                    if padded and block == blocks - 1:
-                        value = tl.where(block * block_columns + column < columns, value, 0.0)
-                    weighteds += weighted
-                    rests += value
-                squares += value * value
-                # Beyond the last column the gradient is 0, and so is all that it is multiplied with.
-                products += weighted * value
-            if layer:
-                if x.dtype.element_ty == tl.float32:
-                    # A mean is rounded like the largest of its terms; beside one of 1000 the rest is up to 1e-4.
-                    terms = (squares, products, weighteds, rests)
-                    variance, c1, c2, rest = tl.reduce(terms, 1, _add_quadruples, keep_dims=True)
-                    rest = rest * (1.0 / columns)
-                    variance, c1 = variance - columns * rest * rest, c1 - rest * c2
-                else:
-                    variance, c1, c2 = tl.reduce((squares, products, weighteds), 1, _add_triples, keep_dims=True)
-                c2 = c2 * (1.0 / columns)
-            else:
-                variance, c1 = tl.reduce((squares, products), 1, _add_pairs, keep_dims=True)
-            factor = tl.rsqrt(variance * (1.0 / columns) + eps)
-            c1 = c1 * (1.0 / columns) * factor
+            mean, mean_rest, rstd, c1, c2 = _tile_statistics(
+                x_blocks, g_blocks, w_blocks, column, block_rows, blocks, columns, block_columns, packed, layer,
+                has_weight, eps, weight_offset,
+            )  # fmt: skip
         else:
-            here = sums + group_rows + row
-            factor = tl.load(here, mask=inside, other=0.0)
-            c1 = tl.load(here + all_rows, mask=inside, other=0.0)
-            if layer:
-                c2 = tl.load(here + 2 * all_rows, mask=inside, other=0.0)
-                mean = tl.load(here + 3 * all_rows, mask=inside, other=0.0)
-                rest = tl.load(here + 4 * all_rows, mask=inside, other=0.0)
-        new_weight_sums, new_bias_sums = (), ()
+            mean, mean_rest, rstd, c1, c2 = _load_statistics(statistics + group_rows + row, inside, all_rows, layer)
+        new_dw_blocks, new_db_blocks = (), ()
         for block in tl.static_range(blocks):
-            value, gradient = _float(values[block], packed), _float(gradients[block], packed)
+            x_hat, g = _to_float32(x_blocks[block], packed), _to_float32(g_blocks[block], packed)
             if layer:
-                value = value - mean - rest
-            value = value * factor
-            change = gradient
+                x_hat = x_hat - mean - mean_rest
+            x_hat = x_hat * rstd
+            d_x_block = g
             if has_weight:
-                change = gradient * _scale(scales[block], weight_offset, packed)
-                new_weight_sums += (weight_sums[block] + gradient * value,)
+                d_x_block = g * _offset_weight(w_blocks[block], weight_offset, packed)
+                new_dw_blocks += (dw_blocks[block] + g * x_hat,)
             if has_bias:
-                new_bias_sums += (bias_sums[block] + gradient,)
-            change -= value * c1
+                new_db_blocks += (db_blocks[block] + g,)
+            d_x_block -= x_hat * c1
             if layer:
-                change -= c2
-            change = change * factor
+                d_x_block -= c2
+            d_x_block = d_x_block * rstd
             if has_d_total:
-                change += others[block].to(tl.float32)
-            _store(d_x + start + offset, change, inside, column, block, blocks, columns, block_columns, even)
-        weight_sums, bias_sums = new_weight_sums, new_bias_sums
-    share = tl.program_id(0).to(tl.int64) * columns
+                d_x_block += t_blocks[block].to(tl.float32)
+            _store(d_x + start + offset, d_x_block, inside, column, block, blocks, columns, block_columns, even)
+        dw_blocks, db_blocks = new_dw_blocks, new_db_blocks
+    # Partial sums are [groups, programs, columns]: programs of one group are neighbours.
+    partial = tl.program_id(0).to(tl.int64) * columns
     for block in tl.static_range(blocks):
         if has_weight:
-            found = tl.sum(weight_sums[block], 0)[None, :]
-            _store(d_weight + share + column, found, column >= 0, column, block, blocks, columns, block_columns, True)
+            _store_column_sums(d_weight, partial, dw_blocks[block], column, block, blocks, columns, block_columns)
         if has_bias:
-            found = tl.sum(bias_sums[block], 0)[None, :]
-            _store(d_bias + share + column, found, column >= 0, column, block, blocks, columns, block_columns, True)
+            _store_column_sums(d_bias, partial, db_blocks[block], column, block, blocks, columns, block_columns)
 
 
 @triton.jit
-def _sum_of(parts, result, column, columns, programs: tl.constexpr, block_programs: tl.constexpr):
+def _sum_over_programs(parts, result, column, columns, programs: tl.constexpr, block_programs: tl.constexpr):
+    """Sums [groups, programs, columns] over the programs, for a block of columns of one group."""
     group = tl.program_id(1).to(tl.int64)
-    part = tl.arange(0, block_programs)[:, None]
+    program = tl.arange(0, block_programs)[:, None]
     inside = column < columns
     sums = tl.zeros([block_programs, column.shape[1]], tl.float32)
     for first in tl.static_range(0, programs, block_programs):
-        here = (group * programs + first + part) * columns + column
-        sums += tl.load(parts + here, mask=inside & (first + part < programs), other=0.0)
-    sum_of_all = tl.sum(sums, 0)[None, :]
-    tl.store(result + group * columns + column, sum_of_all.to(result.dtype.element_ty), mask=inside)
+        offsets = (group * programs + first + program) * columns + column
+        sums += tl.load(parts + offsets, mask=inside & (first + program < programs), other=0.0)
+    column_sums = tl.sum(sums, 0)[None, :]
+    tl.store(result + group * columns + column, column_sums.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -484,9 +572,9 @@ def sum_partials(
     has_weight: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """``d_weight`` and ``d_bias``, [groups, columns], of the programs' shares, [groups, programs, columns]."""
+    """Computes dw and db, [groups, columns], from the programs' partial sums, [groups, programs, columns]."""
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)[None, :]
     if has_weight:
-        _sum_of(weight_parts, d_weight, column, columns, programs, block_programs)
+        _sum_over_programs(weight_parts, d_weight, column, columns, programs, block_programs)
     if has_bias:
-        _sum_of(bias_parts, d_bias, column, columns, programs, block_programs)
+        _sum_over_programs(bias_parts, d_bias, column, columns, programs, block_programs)

@@ -1,4 +1,4 @@
-"""How the norms' Triton kernels are launched: params, the heuristics for them, and what is worth measuring."""
+"""Configs of the norms' Triton kernels: params, heuristics, and candidates for tuning."""
 
 import dataclasses
 import itertools
@@ -11,54 +11,57 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
 VECTOR_BYTES = 16
-"""That a thread loads at once."""
+"""Bytes that a thread loads with one instruction."""
 
 MAX_KEPT = {"forward": 64, "backward": 36}
-"""Elements of rows that a thread may keep: of more, registers spill."""
+"""Elements of rows that a thread may hold in registers: more would spill."""
 
 MAX_KEPT_BYTES = {"forward": 64 << 10, "backward": 32 << 10}
-"""Of a program's rows: a thread of 1024 forward, or of 512 backward, has registers for 64 bytes of each array."""
+"""Bytes of a program's rows: 1024 threads forward, 512 backward, with registers for 64 bytes of each array."""
 
 STAGED_BYTES = 64 << 10
-"""Of x and d_out that an SM of an H100 has to have under way for the speed of its memory."""
+"""Bytes of x and d_out that an SM of an H100 must have in flight to reach its memory bandwidth."""
 
 MAX_CANDIDATES = 40
 
 MIN_PROGRAMS = 5
-"""Backward, of few rows: at least one program for each so many SMs, and no more shares to be added than that."""
+"""SMs per program, at most, backward with few rows; more programs would mean more partial sums to add up."""
 
-_ARE_NO_POWERS = ("num_programs", "num_stages")
+_NOT_POWERS_OF_TWO = ("num_programs", "num_stages")
 
 
 def power_above(size: int) -> int:
-    """The least power of two that is not below."""
+    """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def power_below(size: float) -> int:
-    """The greatest power of two that is not above; at least 1."""
+    """The largest power of two that is at most ``size``; at least 1."""
     return 1 << max(int(size).bit_length() - 1, 0)
 
 
 def _check(params: "NormForwardParams | NormBackwardParams", **limits: int) -> None:
+    """Raises a ValueError unless each field is an integer within its limit and, where needed, a power of two."""
     for field in dataclasses.fields(params):
-        value, most = getattr(params, field.name), limits.get(field.name, 1 << 20)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{type(params).__name__} needs an integer from 1 to {most}, got {field.name}={value!r}")
-        if field.name not in _ARE_NO_POWERS and value & (value - 1):
+        value, maximum = getattr(params, field.name), limits.get(field.name, 1 << 20)
+        if type(value) is not int or not 1 <= value <= maximum:
+            raise ValueError(
+                f"{type(params).__name__} needs an integer from 1 to {maximum}, got {field.name}={value!r}"
+            )
+        if field.name not in _NOT_POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{type(params).__name__} needs a power of two, got {field.name}={value}")
 
 
 @stable_id("tilewright/norms.NormForwardParams")
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormForwardParams:
-    """How the forward kernel is launched.
+    """Config of the forward kernel.
 
     Attributes:
       rows_per_program: rows that a program norms at once.
-      block_columns: columns of a block; as many blocks as cover a row are worked on together or one after the other.
+      block_columns: columns of a block; with one pass all blocks of a row are in registers, with two one at a time.
       num_warps: warps of a program.
-      passes: 1 keeps a program's rows in registers, 2 reads them twice.
+      passes: 1 holds a program's rows in registers, 2 reads them twice.
     """
 
     rows_per_program: int
@@ -73,12 +76,12 @@ class NormForwardParams:
 @stable_id("tilewright/norms.NormBackwardParams")
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormBackwardParams:
-    """How the backward kernels are launched.
+    """Config of the backward kernels.
 
     Attributes:
       rows_per_program, block_columns, num_warps, passes: as forward.
-      num_programs: programs that share all rows, each with its own part of the gradients of weight and bias.
-      num_stages: tiles that are loaded ahead, and the one at work; with 1 there is no pipeline.
+      num_programs: persistent programs over which rows are spread, each with partial gradients of weight and bias.
+      num_stages: tiles that are in flight or in use; with 1 there is no pipeline.
     """
 
     rows_per_program: int
@@ -93,7 +96,7 @@ class NormBackwardParams:
 
 
 def kept_elements(problem: NormProblem, params: NormForwardParams | NormBackwardParams) -> int:
-    """Of a row in each thread, by kernels that keep rows."""
+    """Elements of rows in the registers of a thread, with one pass."""
     blocks = -(-problem.columns // params.block_columns)
     return -(-params.rows_per_program * blocks * params.block_columns // (32 * params.num_warps))
 
@@ -101,21 +104,21 @@ def kept_elements(problem: NormProblem, params: NormForwardParams | NormBackward
 def params_reasons(
     problem: NormProblem, direction: Direction, params: NormForwardParams | NormBackwardParams
 ) -> list[str]:
-    """Why params cannot serve a problem: what is kept must fit into registers."""
-    why = []
-    kept, most = kept_elements(problem, params), MAX_KEPT[direction]
-    if params.passes == 1 and kept > most:
-        why.append(f"{kept} elements of rows of each thread do not fit into registers; at most {most} do")
-    of_program, most = params.rows_per_program * problem.row_bytes, MAX_KEPT_BYTES[direction]
-    if params.passes == 1 and of_program > most:
-        why.append(f"{of_program} bytes of rows do not fit into the registers of a program; at most {most} do")
+    """Reasons why params cannot serve a problem: with one pass, a program's rows must fit into registers."""
+    reasons = []
+    kept, maximum = kept_elements(problem, params), MAX_KEPT[direction]
+    if params.passes == 1 and kept > maximum:
+        reasons.append(f"{kept} elements of rows of each thread do not fit into registers; at most {maximum} do")
+    row_bytes, maximum = params.rows_per_program * problem.row_bytes, MAX_KEPT_BYTES[direction]
+    if params.passes == 1 and row_bytes > maximum:
+        reasons.append(f"{row_bytes} bytes of rows do not fit into the registers of a program; at most {maximum} do")
     if params.passes == 2 and direction == "forward" and params.rows_per_program > 1:
-        why.append(f"with {params.passes=} a program norms one row, got {params.rows_per_program=}")
-    return why
+        reasons.append(f"with {params.passes=} a program norms one row, got {params.rows_per_program=}")
+    return reasons
 
 
 def footprint(problem: NormProblem, direction: Direction, params: NormForwardParams | NormBackwardParams) -> Footprint:
-    """Shared memory holds the tiles that are loaded ahead, and a few numbers of each row."""
+    """Threads of a block; backward also its shared memory: the tiles in flight and scratch of the reductions."""
     threads = 32 * params.num_warps
     if not isinstance(params, NormBackwardParams):
         return Footprint(threads=threads)
@@ -126,7 +129,7 @@ def footprint(problem: NormProblem, direction: Direction, params: NormForwardPar
 
 
 def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
-    """One 16-byte load of each thread for rows of up to 4 KB, two up to 16 KB, then more; more where rows are few."""
+    """Heuristic: one 16-byte load per thread for rows of up to 4 KB, two up to 16 KB; more for few or wide rows."""
     vector, sms = VECTOR_BYTES // problem.dtype.itemsize, max(device.cores, 1)
     vectors = max(problem.columns / vector, 1)
     if problem.row_bytes > MAX_KEPT_BYTES["forward"]:
@@ -140,8 +143,9 @@ def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
     if vectors > 128 * warps:
         warps = min(power_above(math.ceil(vectors / 128)), 32)
     rows = 1
-    if vectors <= 64:  # a row is for one warp at most
-        rows = power_below(128 / vectors) * (1 if vectors >= 32 else 8)  # of 128 bfloat16: 64 rows 12.6 µs, 32 13.6
+    # Narrow rows: at most two loads of a warp. Of 128 bfloat16, 64 rows a program took 12.6 µs, 32 rows 13.6.
+    if vectors <= 64:
+        rows = power_below(128 / vectors) * (1 if vectors >= 32 else 8)
         while rows > 1 and problem.rows < 4 * sms * rows:
             rows //= 2
         warps = min(power_above(math.ceil(rows * vectors / 32)), 4)
@@ -149,7 +153,7 @@ def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
 
 
 def _block_columns(problem: NormProblem, rows: int, warps: int) -> int:
-    """A power of two that covers the columns, or one load of each thread where that would leave many without any."""
+    """A block that covers the columns; where padding it to a power of two would idle many threads, one load of each."""
     block, vector = power_above(problem.columns), VECTOR_BYTES // problem.dtype.itemsize
     if block < (1.25 if rows == 1 else 1.5) * problem.columns:
         return block
@@ -157,7 +161,7 @@ def _block_columns(problem: NormProblem, rows: int, warps: int) -> int:
 
 
 def backward_params(problem: NormProblem, device: Device) -> NormBackwardParams:
-    """16 KB of x for each SM at a time, in one program or several, and as many tiles ahead as memory takes."""
+    """Heuristic: tiles of 16 KB of x for each SM, in one program or several, and as many stages as memory needs."""
     size, sms = problem.dtype.itemsize, max(device.cores, 1)
     if problem.row_bytes > MAX_KEPT_BYTES["backward"]:
         return _balanced(NormBackwardParams(1, 2048 // size, sms, 2, 2, passes=2), problem, sms)
@@ -166,13 +170,14 @@ def backward_params(problem: NormProblem, device: Device) -> NormBackwardParams:
     while rows > 1 and problem.rows * MIN_PROGRAMS < sms * rows:
         rows //= 2
     if problem.options.kind == "layer" and problem.row_bytes <= 512:
-        rows, per_sm = max(rows // 2, 1), 2 * per_sm  # a round of sums more to wait for, and registers for more of that
-    warps = power_above(math.ceil(rows * problem.columns / 640))  # 10 to 20 elements of each thread
+        # A layer norm waits for one reduction more: more programs hide it, and smaller tiles leave registers for them.
+        rows, per_sm = max(rows // 2, 1), 2 * per_sm
+    warps = power_above(math.ceil(rows * problem.columns / 640))  # 10 to 20 elements per thread
     return _backward_params(problem, sms, rows, per_sm, min(max(warps, 2), 16))
 
 
 def _backward_params(problem: NormProblem, sms: int, rows: int, per_sm: int, warps: int) -> NormBackwardParams:
-    """For a tile of rows, programs of an SM and warps of a program."""
+    """Params for a tile of ``rows``, with the blocks and stages that go with them; ``per_sm`` programs share an SM."""
     block = _block_columns(problem, rows, warps)
     tile_bytes = 2 * per_sm * rows * problem.row_bytes
     stages = min(max(1 + round(STAGED_BYTES / tile_bytes), 3), 5)
@@ -183,9 +188,9 @@ def _backward_params(problem: NormProblem, sms: int, rows: int, per_sm: int, war
 
 
 def _balanced(params: NormBackwardParams, problem: NormProblem, programs: int) -> NormBackwardParams:
-    """With as few programs as have no more tiles each: fewer shares are to be added, and programs end together.
+    """Lowers ``num_programs`` as far as no program gets more tiles: fewer partial sums, and programs end together.
 
-    Of one tile each nothing can be loaded ahead.
+    Programs of one tile have nothing to prefetch: they get one stage.
     """
     tiles = max(-(-problem.rows // params.rows_per_program), 1)
     each = -(-tiles // programs)
@@ -196,7 +201,7 @@ def _balanced(params: NormBackwardParams, problem: NormProblem, programs: int) -
 def candidates(
     problem: NormProblem, device: Device, direction: Direction
 ) -> list[NormForwardParams] | list[NormBackwardParams]:
-    """What is worth measuring, the most like the heuristic first, which is not among them."""
+    """Params that are worth measuring beside the heuristic's, those nearest to it first."""
 
     def nearest[P: (NormForwardParams, NormBackwardParams)](best: P, found: Iterable[P]) -> list[P]:
         able = [
@@ -214,13 +219,13 @@ def candidates(
 
 
 def _distance(best: NormForwardParams | NormBackwardParams, params: NormForwardParams | NormBackwardParams) -> float:
-    """In doublings of a field."""
+    """Number of doublings or halvings of fields between two params."""
     pairs = zip(dataclasses.astuple(best), dataclasses.astuple(params), strict=True)
-    return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
+    return sum(abs(math.log2(left / right)) for left, right in pairs)
 
 
 def _forward_candidates(problem: NormProblem) -> Iterator[NormForwardParams]:
-    """One to eight loads of each thread."""
+    """Params with one to eight loads of each thread, and with two passes for rows beyond 16 KB."""
     vector = VECTOR_BYTES // problem.dtype.itemsize
     for rows, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)):
         if rows > 1 and problem.rows <= rows:
@@ -234,20 +239,20 @@ def _forward_candidates(problem: NormProblem) -> Iterator[NormForwardParams]:
 
 
 def _backward_candidates(problem: NormProblem, device: Device) -> Iterator[NormBackwardParams]:
-    """Other tiles, programs of an SM, warps and stages."""
+    """Params with other tiles, programs per SM, warps and stages."""
     sms, size = max(device.cores, 1), problem.dtype.itemsize
     if problem.row_bytes <= MAX_KEPT_BYTES["backward"]:
         for rows, per_sm, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
-            of_sm = rows * per_sm * problem.row_bytes
+            sm_bytes = rows * per_sm * problem.row_bytes
             per_thread = rows * problem.columns / (32 * warps)
-            if of_sm > max(1 << 15, problem.row_bytes) or of_sm < 1 << 12 or not 4 <= per_thread <= 32:
+            if sm_bytes > max(1 << 15, problem.row_bytes) or sm_bytes < 1 << 12 or not 4 <= per_thread <= 32:
                 continue
             if rows > 1 and problem.rows < rows:
                 continue
-            made = _backward_params(problem, sms, rows, per_sm, warps)
-            for stages in dict.fromkeys((made.num_stages, 1, 2, 3, 4)):
-                if made.num_stages > 1 or stages == 1:
-                    yield dataclasses.replace(made, num_stages=stages)
+            base = _backward_params(problem, sms, rows, per_sm, warps)
+            for stages in dict.fromkeys((base.num_stages, 1, 2, 3, 4)):
+                if base.num_stages > 1 or stages == 1:
+                    yield dataclasses.replace(base, num_stages=stages)
     if problem.row_bytes >= MAX_KEPT_BYTES["backward"]:
         for rows, columns, warps, stages in itertools.product((1, 2), (1024, 2048), (2, 4), (2, 3)):
             params = NormBackwardParams(rows, columns * 2 // size, sms, warps, stages, passes=2)

@@ -1,4 +1,4 @@
-"""Attention of packed queries over pages in CUDA C++, on Hopper: its variants, what is served, and the launch."""
+"""Attention of packed queries over pages in CUDA C++, on Hopper: variants, support reasons, and launch."""
 
 import dataclasses
 from pathlib import Path
@@ -33,13 +33,13 @@ FIELDS = (
     "tokens", "sequences", "heads", "kv_heads", "head_dim", "dtype", "num_pages", "page_size", "columns", "left",
     "right",
 )  # fmt: skip
-"""What describes a call: ``columns`` of the page table, ``dtype`` an index into ``DTYPES``."""
+"""The fields that describe a call: ``columns`` of the page table, ``dtype`` an index into ``DTYPES``."""
 
 MAX_SEQUENCES = 4096
-"""As many as one block of threads sorts."""
+"""Maximum number of sequences, which one block of threads sorts."""
 
 COUNT_LIMIT = 1 << 31
-"""Tokens of the cache and rows of the query are counted by 32 bits."""
+"""Limit of tokens of the cache and of rows of the query, which 32-bit integers count."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ KERNEL = CudaKernel(TABLE)
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaPackedParams:
-    """None: sizes follow from what shared memory and registers hold."""
+    """Empty: all sizes follow from shared memory and registers."""
 
 
 class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, CudaPackedParams]):
-    """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
+    """Supports packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     forward_params: ClassVar[type] = CudaPackedParams
@@ -129,7 +129,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
     ) -> list[Footprint]:
-        """A block for each multiprocessor; shared memory is among the requirements."""
+        """One block per multiprocessor; shared memory is checked by the requirements."""
         return [Footprint(device.cores)]
 
     def builds(
@@ -151,7 +151,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
 
 
 def problem_fields(problem: PagedProblem) -> dict[str, int]:
-    """A call as the table's fields."""
+    """Describes a call by the table's fields."""
     options = problem.options
     return {
         "tokens": problem.tokens,

@@ -1,19 +1,42 @@
-// Attention of packed queries over pages for compute capability 9.0a, where chunks and decoded tokens come in one call.
+// Attention of packed queries over a paged KV cache for compute capability 9.0a. One call mixes sequences that prefill
+// a chunk of tokens with sequences that decode a few tokens.
 //
-// Chunks wait for the tensor cores, decoded tokens for memory. So a block, one for each multiprocessor, works on one of
-// each at any time, and takes the next of each from a queue when it is done with one:
+// Prefill is bound by the tensor cores and decode by HBM, so the grid has one persistent CTA for each SM, and each CTA
+// works on one item of each kind at any time. It takes the next item of each kind from a queue in global memory (see
+// packed_plan.cuh). A chunk item has up to 128 rows, which are up to 128 / group tokens times the `group` query heads
+// that share a KV head. A decode item has at most 8 rows of one sequence, and all keys or, if those exceed the SM's
+// share of the remaining keys, a part of them (split-KV).
 //
-// - Two warpgroups have up to 128 rows of a chunk, 64 each: up to 128 / group tokens, each with all heads that share a
-//   key head. The product QKᵀ of the next block of keys runs beside PV of this one, and they take turns at products and
-//   weights (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2).
-// - One has the tokens of a sequence that has few, at most eight rows. It computes the transposed products, with these
-//   as the columns, of which `wgmma` may have as few as eight, where of rows it has 64. One product at a time, which
-//   needs little memory.
-// - Two warps of the fourth copy, one for each queue. The others look what comes next and clear values that no row
-//   sees.
+//   warpgroup 0, setmaxnreg 32
+//     warp 0    copy<kChunks>         TMA loads of Q, K and V for the chunk queue
+//     warp 1    copy<kDecoded>        TMA loads of Q, K and V for the decode queue
+//     warp 2    look_ahead<kChunks>   takes the next item, zeroes rows of V that no query sees
+//     warp 3    look_ahead<kDecoded>  the same for the decode queue
+//   warpgroup 1, setmaxnreg 64        decode: S^T = K Q^T, O^T += V^T P^T, P through shared memory
+//   warpgroups 2, 3, setmaxnreg 208   attend: S = Q K^T, O += P V for 64 rows each, P in registers
 //
-// Sequences are sorted by one block of a launch before: the longest come first. Keys of one that is decoded are cut to
-// parts if they are more than a multiprocessor's share of what is left.
+// The decode warpgroup computes transposed products because wgmma has M = 64 but N as small as 8: the item's rows are
+// the N dimension. It has one wgmma group in flight at a time, which keeps its part of shared memory small.
+//
+// Timeline of a chunk item of four KV blocks. The next QK^T runs beside the PV of this block, and the two warpgroups
+// ping-pong between wgmma and softmax (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2):
+//
+//   warp 0   K0 Q K1 V0 K2 V1 K3 V2 V3 | next item ...
+//   warp 2   next item, zeroes V0 and V3 after their TMA load if the item's keys begin or end inside them
+//   WG 2     S0 | softmax 0 | S1, O += P0 V0 | softmax 1      | S2, O += P1 V1 | softmax 2      | ...
+//   WG 3     S0 | softmax 0 |                | S1, O += P0 V0 | softmax 1      | S2, O += P1 V1 | ...
+//
+// Symbols (rows of an item are token-major: row r is token r / group, query head r % group of the KV head):
+//
+//   Q             [128 or 8, head_dim]  Side::query, shared memory
+//   K, V          [128 or 64, head_dim] Side::unit, a ring in shared memory; one unit holds K or V of one KV block
+//   S             `logits`              fp32 registers of a warpgroup, not yet scaled
+//   P             `weights`             registers (chunks) or SharedStorage::weights (decode), not yet divided by l
+//   O             `out`                 fp32 registers, not yet divided by l
+//   m, l          `row_max`, `total`    m is the subtracted maximum, which may lag the true one (see kSlack)
+//   lse           m * scale + log(l)    global memory, natural logarithm, -inf for a row that sees no key
+//
+// A plan kernel runs first: one of its CTAs sorts the sequences, longest first.
 #pragma once
 
 #include <algorithm>
@@ -36,9 +59,10 @@ namespace tilewright::paged {
 using namespace cute;
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kSlack = 8;  // how far, as a power of two, weights may be beyond 1
+constexpr float kSlack = 8;  // m is raised only if P would exceed 2^8: rescaling O is rare
 
 template <class Element>
+// Two floats as a pair of 16-bit elements, `low` in the lower half.
 CUTLASS_DEVICE uint32_t pack(float low, float high) {
   const float from[2] = {low, high};
   uint32_t packed;
@@ -46,14 +70,14 @@ CUTLASS_DEVICE uint32_t pack(float low, float high) {
   return packed;
 }
 
-// 2 to the power, without a way out for results too small to be normal.
+// 2^exponent in one instruction; a subnormal result becomes 0.
 CUTLASS_DEVICE float power_of_two(float exponent) {
   float found;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(exponent));
   return found;
 }
 
-// So many bits from the lowest one on, or all.
+// A mask of the lowest `count` bits, at most 32.
 CUTLASS_DEVICE uint32_t first_bits(int count) {
   uint32_t found;
   asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(found) : "r"(count));
@@ -66,14 +90,15 @@ CUTLASS_DEVICE float reciprocal(float number) {
   return found;
 }
 
-// The transposed 8 × 8 matrix of a warp.
+// Transposes the 8 x 8 matrix of 16-bit elements that a warp holds.
 CUTLASS_DEVICE uint32_t transposed(uint32_t part) {
   uint32_t found;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(part));
   return found;
 }
 
-// Whether it holds for a thread of the warpgroup that calls it, at a barrier of its own.
+// True if `holds` for any thread of the calling warpgroup: a barrier with an OR reduction, on a named barrier that
+// nothing else uses.
 CUTLASS_DEVICE bool any_of_warpgroup(int barrier, bool holds) {
   int found;
   asm volatile(
@@ -85,15 +110,17 @@ CUTLASS_DEVICE bool any_of_warpgroup(int barrier, bool holds) {
   return found != 0;
 }
 
-// Where keys and values lie.
+// The paged KV cache as bytes: `table` is [sequences, columns], a page has 2^page_bits tokens, and a token has
+// row_bytes bytes for all KV heads.
 struct Pages {
   const char *key, *value;
   const int* table;
   int columns, num_pages, page_bits, row_bytes;
 };
 
-// By a warp, for one of the sequences: if an item of it is among the first ones, keys and values that come first are
-// brought to the L2 cache. Nothing else is read while the plan is made; with more of them its kernel would end later.
+// Prefetches the first 128 visible tokens of K and V of a sequence to the L2 cache if one of its items is in the first
+// wave. Called by one warp per sequence. HBM is otherwise idle while the plan is made; prefetching more would make the
+// plan kernel end later.
 CUTLASS_DEVICE void fetch_first(const int* cum, const int* lengths, const PlanSizes& p, const Pages& pages,
                                 int sequence) {
   constexpr int kTokens = 64;
@@ -101,7 +128,7 @@ CUTLASS_DEVICE void fetch_first(const int* cum, const int* lengths, const PlanSi
   const int length = min(max(lengths[sequence], 0), kFar);
   if (count <= 0) return;
   const bool decoded = count <= p.most_decoded;
-  int before = 0;  // items of a head
+  int before = 0;  // items of one KV head that the queue holds before those of this sequence
   for (int i = lane; i < p.sequences; i += 32) {
     const int theirs = cum[i + 1] - cum[i];
     if (theirs > 0 && (theirs <= p.most_decoded) == decoded && lengths[i] > length) {
@@ -135,25 +162,25 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const int* cu
 
 template <class Element, int kHeadDim>
 struct PackedHopper {
-  static constexpr int kHalf = 64, kHalves = kHeadDim / kHalf;  // columns of 128 bytes, as the copy engine swizzles
+  static constexpr int kHalf = 64, kHalves = kHeadDim / kHalf;  // 64 columns are the 128 bytes of SWIZZLE_128B
   static constexpr int kRows = 128, kKeys = 128, kUnits = kHeadDim == 64 ? 8 : 4;
-  // Of decoded tokens: 48 KB of keys and values. With more of them under way what chunks want comes later.
+  // The decode ring holds 48 KB of K and V. More decode loads in flight delay the loads of chunks.
   static constexpr int kColumns = 8, kDecodedKeys = 64, kDecodedUnits = kHeadDim == 64 ? 6 : 3;
-  static constexpr int kWeights = 4;  // blocks whose weights have memory of their own; two are in use at most
-  static constexpr int kGroup = 8;    // rows whose chunks of 16 bytes are swizzled
+  static constexpr int kWeights = 4;  // buffers of P for decode; at most two are in use at a time
+  static constexpr int kGroup = 8;    // rows of the swizzle atom, in which 16-byte chunks are permuted
   static constexpr int kThreads = 4 * kWarpgroup, kWarps = 4;
-  static constexpr int kCopyRegisters = 32, kDecodeRegisters = 64, kChunkRegisters = 208;  // of a thread
+  static constexpr int kCopyRegisters = 32, kDecodeRegisters = 64, kChunkRegisters = 208;  // per thread, by setmaxnreg
   static_assert(kCopyRegisters + kDecodeRegisters + 2 * kChunkRegisters <= 512);
-  enum NamedBarrier { kStep = 3, kVote, kPingPong };  // of decoded tokens; of chunks, one for each warpgroup
+  enum NamedBarrier { kStep = 3, kVote, kPingPong };  // kStep, kVote: decode; kPingPong + {0, 1}: chunk warpgroups
 
   template <int kSize, int kDims, int kCount>
   using RowLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                            cute::Shape<Int<kSize>, Int<kDims>, Int<kCount>>{}));
-  // Groups of eight keys, each with all its columns, so that a copy brings whole pages.
+  // K as groups of 8 keys with all their columns, so that one TMA copy brings a whole page.
   template <int kSize, int kCount>
   using KeyLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                            cute::Shape<Int<kSize>, Int<kHeadDim>, Int<kCount>>{}, Step<_2, _1, _3>{}));
-  // The same memory with the head dims as rows.
+  // The same shared memory read as V^T: head dims are the rows.
   template <int kSize, int kCount>
   using ValueLayout =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
@@ -171,29 +198,30 @@ struct PackedHopper {
   using MmaVP = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, cute::Shape<_64, Int<kColumns>, Int<kDecodedKeys>>,
                            GMMA::Major::MN, GMMA::Major::K>()));
-  static constexpr int kLogits = kKeys / 2;  // of each thread
-  static constexpr int kOut = kHeadDim / 2;
+  static constexpr int kLogits = kKeys / 2;  // elements of S per thread
+  static constexpr int kOut = kHeadDim / 2;  // elements of O per thread
 
-  // Keys and values of decoded tokens are read once, but to say so made reading them slower.
+  // Decode reads K and V once, which calls for EVICT_FIRST; measured, that hint made the loads slower.
   static constexpr uint64_t kHint = uint64_t(TMA::CacheHintSm90::EVICT_NORMAL);
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
 
-  // A tile of a chunk, or the tokens of a sequence with all keys or a part of them, and a key head. Some row sees keys
-  // from `low` on and before `high`, every row those from `all_low` on and before `all_high`.
+  // A work item: a tile of a chunk, or the decode tokens of a sequence with all keys or a part of them, for one KV
+  // head. Keys [low, high) are visible to some row, keys [all_low, all_high) to every row; all four are token positions
+  // of the sequence.
   struct Item {
-    int sequence, head, token, count, position, length;
+    int sequence, head, token, count, position, length;  // KV head; first token of `count`; its position; keys
     int low, high, all_low, all_high;
-    int first, blocks;  // of keys; no item is left if negative
-    int part, parts;    // of the keys of decoded tokens
-    int slot;           // of the first part's results, with those of the others behind
+    int first, blocks;  // KV blocks [first, first + blocks); blocks < 0: the queue is empty
+    int part, parts;    // split-KV of decode items: this part and the number of parts
+    int slot;           // index of the first part's Partial; those of the other parts follow
   };
 
-  // Which of an item's blocks want more than the products.
+  // The KV blocks of an item that need masking or zeroed rows of V. Blocks are counted from the item's first one.
   struct Limits {
-    int masked_before, masked_from;  // some row does not see all keys of these
-    int cleared[2];                  // no row sees some of the keys of these; none if negative
+    int masked_before, masked_from;  // blocks before / from on: some row does not see all keys
+    int cleared[2];                  // blocks with keys that no row sees; -1: none
 
     template <int kKeysOf>
     static CUTLASS_DEVICE Limits of(const Item& item) {
@@ -206,23 +234,27 @@ struct PackedHopper {
     CUTLASS_DEVICE int clears() const { return (cleared[0] >= 0) + (cleared[1] >= 0); }
   };
 
-  // What the warps that plan, copy and compute hand each other for a queue. A unit has the keys of a block or its
-  // values. They come as they are wanted: the values of a block behind its keys, or behind those of the next.
+  // The shared memory of one queue. A unit is a ring slot that holds K or V of one KV block. Units are loaded in the
+  // order of use: K0 V0 K1 V1 ..., or with kLate, where S of the next block is issued before PV, K0 K1 V0 K2 V1 ....
   template <int kRowsOf, int kQueriesOf, int kKeysOf, int kUnitsOf, int kReadersOf, bool kLateOf>
   struct Side {
     static constexpr int kRows = kRowsOf, kQueries = kQueriesOf, kKeys = kKeysOf, kUnits = kUnitsOf;
-    static constexpr int kReaders = kReadersOf;   // warps
-    static constexpr bool kLate = kLateOf;        // whether values come behind the next keys
-    static constexpr int kPlaces = kQueries + 2;  // an item whose results are written, the loaded ones, the planned one
+    static constexpr int kReaders = kReadersOf;   // warps that arrive on `empty` and `query_empty`
+    static constexpr bool kLate = kLateOf;        // V of a block is loaded after K of the next block
+    static constexpr int kPlaces = kQueries + 2;  // items: storing O, loaded, taken
     alignas(1024) Element query[kQueries][kRows * kHeadDim];
     alignas(1024) Element unit[kUnits][kKeys * kHeadDim];
     Item items[kPlaces];
-    int present[kUnits];   // a bit for each page
-    volatile int loading;  // whether there may be more to load
+    int present[kUnits];   // K units: bit i says that the i-th copied piece has a page
+    volatile int loading;  // 1 until the copy warp has reached the end of the queue
+    // query_full, full: the copy warp arrives with the transaction bytes. query_empty, empty: each of the kReaders
+    // warps arrives. wanted: the copy warp asks look_ahead for the next item. ready: look_ahead has written that item.
+    // to_clear: the copy warp has issued the load of a V unit with rows to zero. cleared: look_ahead has zeroed them.
     typename Full::ValueType query_full[kQueries], full[kUnits];
     typename Empty::ValueType query_empty[kQueries], empty[kUnits], wanted, ready;
-    typename Empty::ValueType to_clear[kUnits], cleared[kUnits];  // numbered by themselves
+    typename Empty::ValueType to_clear[kUnits], cleared[kUnits];  // slot, phase: of the count of zeroed units
 
+    // `number` counts units since the kernel began; unit number % kUnits holds it, and the parity flips each round.
     static CUTLASS_DEVICE uint32_t phase_of(uint32_t number) { return number / kUnits % 2; }
 
     CUTLASS_DEVICE void wait(uint32_t number) { Full::wait(&full[number % kUnits], phase_of(number)); }
@@ -231,13 +263,13 @@ struct PackedHopper {
       if (threadIdx.x % 32 == 0) Empty::arrive(&empty[number % kUnits]);
     }
 
-    // Returns which pages are there.
+    // Waits for a K unit and returns `present`.
     CUTLASS_DEVICE int wait_for_keys(uint32_t number) {
       wait(number);
       return present[number % kUnits];
     }
 
-    // For one of the units of which rows are cleared.
+    // Waits until look_ahead has zeroed the rows of the number-th such V unit.
     CUTLASS_DEVICE void wait_cleared(uint32_t number) { Empty::wait(&cleared[number % kUnits], phase_of(number)); }
 
     CUTLASS_DEVICE void wait_for_query(int count) { Full::wait(&query_full[count % kQueries], count / kQueries % 2); }
@@ -265,35 +297,35 @@ struct PackedHopper {
   using Chunks = Side<kRows, 1, kKeys, kUnits, 2 * kWarps, true>;
   using Decoded = Side<kColumns, 2, kDecodedKeys, kDecodedUnits, kWarps, false>;
 
-  // What a part of the keys gives: sums of values and of weights, less than these by their greatest logit.
+  // The split-KV result of one part of the keys: O and l before normalisation, relative to the part's maximum m.
   struct Partial {
-    float out[4 * kHalves][kWarpgroup];
+    float out[4 * kHalves][kWarpgroup];  // in register order: [element, thread]
     float row_max[kColumns], total[kColumns];
   };
 
   struct SharedStorage {
     Chunks chunks;
     Decoded decoded;
-    alignas(1024) Element weights[kWeights][kColumns * kDecodedKeys];
-    alignas(128) uint4 results[2 * kWarps][64];  // of each warp of a chunk, 16 rows of 64 bytes on their way
-    float most[kWarps][kColumns], total[kWarps][kColumns];
-    int last;  // whether an item is the last one of its parts
+    alignas(1024) Element weights[kWeights][kColumns * kDecodedKeys];  // P of decode items
+    alignas(128) uint4 results[2 * kWarps][64];  // staging of O, 16 rows of 64 bytes per warp
+    float most[kWarps][kColumns], total[kWarps][kColumns];  // m and l of decode items, per warp
+    int last;  // this CTA was the last to finish a part of its item
   };
 
   struct Params {
-    CUtensorMap queries[2], key, value;  // the queries of each queue
-    const int* table;
+    CUtensorMap queries[2], key, value;  // TMA descriptors; Q has one for the box of each queue
+    const int* table;                    // page table, [sequences, columns]
     Element* out;
     float* lse;
     Plan* plan;
-    int* arrived;  // parts, where those of a head begin
+    int* arrived;  // finished parts, at the slot of an item's first part
     Partial* partials;
     int sequences, heads, kv_heads, group, num_pages, columns;
-    int page_bits;   // of tokens in a page
-    int piece_bits;  // of keys that a copy brings
-    int left, right;
-    int each[2];  // tokens of an item at most
-    int inverse;  // x / group is x · inverse >> 16 for few x
+    int page_bits;    // log2 of the page size in tokens
+    int piece_bits;   // log2 of the keys of one TMA copy: min(page size, kDecodedKeys)
+    int left, right;  // a query at position i sees keys [i - left, i + right]
+    int each[2];      // max tokens of an item, by queue
+    int inverse;      // x / group == x * inverse >> 16 for the rows x < 128 of an item
     float scale;
   };
 
@@ -306,7 +338,8 @@ struct PackedHopper {
                           int64_t(sizeof(Partial)));
   }
 
-  // A dimension of an array, the innermost first, and how much of it a copy brings; strides in elements.
+  // A dimension of a TMA descriptor, innermost first: size and box in elements of that dimension, stride in elements of
+  // the array.
   struct Extent {
     int64_t size, stride, box;
   };
@@ -344,7 +377,8 @@ struct PackedHopper {
       TILEWRIGHT_RETURN_IF_ERROR(tensor_map(&p.queries[queue], input<Element>(arguments, 0), extents));
     }
     const int64_t row = kv_heads * dim;
-    // [8 rows, columns] of all groups of rows of all pages; what lies behind the last page is filled with zeros.
+    // The cache as [KV head, group of 8 rows, half, row, 64 columns], groups counted over all pages. TMA fills groups
+    // behind the last page with zeros.
     const Extent extents[] = {{kHalf, 1, kHalf},
                               {kGroup, row, kGroup},
                               {kHalves, kHalf, kHalves},
@@ -383,7 +417,8 @@ struct PackedHopper {
                        p.num_pages,
                        p.page_bits,
                        int(row * int64_t(sizeof(Element)))};
-    // Each compares its sequence with all others, which takes longer than it saves if they are many.
+    // Each prefetching CTA compares its sequence with all others; above 1024 sequences that takes longer than the
+    // prefetch saves.
     const unsigned fetching = p.sequences <= 1024 ? unsigned(p.sequences) : 0;
     TILEWRIGHT_RETURN_IF_ERROR(launch<plan_kernel>(dim3(1 + fetching), dim3(unsigned(plan.threads)), plan.bytes, stream,
                                                    input<int>(arguments, 5), input<int>(arguments, 4), sizes,
@@ -399,7 +434,7 @@ struct PackedHopper {
 
   CUTLASS_DEVICE void operator()(const Params& p, SharedStorage& s) const {
 #if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
-    const int group = cutlass::canonical_warp_group_idx();  // 0 copies, 1 decodes, the others have a chunk
+    const int group = cutlass::canonical_warp_group_idx();  // 0: copy and look_ahead, 1: decode, 2 and 3: attend
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0 && cute::elect_one_sync()) {
       for (const CUtensorMap* map : {&p.queries[0], &p.queries[1], &p.key, &p.value}) {
@@ -428,22 +463,23 @@ struct PackedHopper {
 #endif
   }
 
-  // Takes items from a queue, each when the warp that copies says that it will soon want it, and clears values that no
-  // row sees: they may be anything, and 0 · NaN is NaN.
+  // The look_ahead warp of a queue. It takes the next item when the copy warp arrives on `wanted`, and zeroes the rows
+  // of V that no query sees: such memory may hold NaN, and 0 * NaN is NaN.
   template <Queue kQueue, class Side>
   static CUTLASS_DEVICE void look_ahead(const Params& p, Side& s) {
     const int lane = threadIdx.x % 32;
     const Segment* const sorted =
         reinterpret_cast<const Segment*>(p.plan + 1) + (kQueue == kChunks ? 0 : p.sequences + 2);
-    uint32_t taken = 0, clears = 0;  // units of earlier items, and those that were cleared
-    int last_rows = Side::kKeys;     // of the last block of the item before, those that some row sees
+    uint32_t taken = 0, clears = 0;  // units of earlier items; V units zeroed so far
+    int last_rows = Side::kKeys;     // visible rows in the last block of the previous item
     auto wait = [&](uint32_t unit) {
-      // Not before it is being loaded: of a round before that, the unit's barrier would say the same.
+      // Wait first for `to_clear`, on which the copy warp arrives after it has issued this unit's load. Before that,
+      // the parity of full[unit] may still be that of an earlier round.
       Empty::wait(&s.to_clear[clears % Side::kUnits], Side::phase_of(clears));
       s.wait(unit);
     };
     auto clear = [&](uint32_t unit, int from, int to) {
-      // Four rows at a time.
+      // A warp zeroes four rows at a time: 8 lanes write the 128 bytes of a row's half, so swizzling does not matter.
       CUTLASS_PRAGMA_NO_UNROLL
       for (int row = from + lane / 8; row < to; row += 4) {
         CUTLASS_PRAGMA_UNROLL
@@ -453,10 +489,11 @@ struct PackedHopper {
         }
       }
     };
-    // Up to the end of the last page that some row sees: the copy engine made zeros of what is behind.
+    // Zeroes up to the end of the last page with visible keys. TMA has already written zeros behind it.
     auto clear_behind = [&](uint32_t unit, int row) {
       clear(unit, row, min((((row - 1) >> p.page_bits) + 1) << p.page_bits, Side::kKeys));
     };
+    // The async-proxy fence orders the zeros, written by the generic proxy, before the wgmma reads.
     auto cleared = [&] {
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
@@ -474,7 +511,8 @@ struct PackedHopper {
       item.blocks = -1;
       const int items = p.plan->items[kQueue];
       if (number < items) {
-        // The last one that begins no later: known if none is cut, or found among 32 at a time.
+        // Find the last segment whose first item is <= number: directly if no segment is split, else by a 32-way search
+        // over the sorted segments.
         int low = 0, size = p.plan->segments[kQueue];
         if (kQueue == kDecoded && items == size * p.kv_heads) {
           low = number / p.kv_heads;
@@ -488,7 +526,8 @@ struct PackedHopper {
           size = min(step, size - passed);
         }
         const Segment segment = sorted[low];
-        // Tiles of a chunk that read the same keys come one behind the other, of which the last tokens see most.
+        // Tiles of a chunk that read the same keys are adjacent in the queue. The tile with the last tokens sees the
+        // most keys and comes first.
         const int coord = number - segment.first_item;
         const int nth = kQueue == kChunks ? coord % segment.items : coord / p.kv_heads;
         const int offset = kQueue == kChunks ? (segment.items - 1 - nth) * p.each[kChunks] : 0;
@@ -543,32 +582,32 @@ struct PackedHopper {
     }
   }
 
-  // The page of a sequence that holds a key, or one that is none, of which the copy engine makes zeros: also behind
-  // `columns` of the table.
+  // The page that holds a key of a sequence. Columns outside the table, and invalid entries, give num_pages: TMA fills
+  // a page beyond the cache with zeros.
   static CUTLASS_DEVICE int page_of(const Params& p, int sequence, int key, int columns) {
     const int column = key >> p.page_bits;
     const int page = column < columns ? p.table[int64_t(sequence) * p.columns + column] : p.num_pages;
     return unsigned(page) < unsigned(p.num_pages) ? page : p.num_pages;
   }
 
-  // Of all groups of rows the one with a key of a page.
+  // The index, over all pages, of the group of 8 rows that holds a key of a page.
   static CUTLASS_DEVICE int group_of(const Params& p, int page, int key) {
     return (page << (p.page_bits - 3)) + (key & ((1 << p.page_bits) - 1)) / kGroup;
   }
 
   template <Queue kQueue, class Side>
-  static CUTLASS_DEVICE void copy(const Params& p, Side& s) {
-    // Blocks of keys before the end of an item at which the next one is looked for.
+  static CUTLASS_DEVICE void copy(const Params& p, Side& s) {  // one warp: TMA loads of a queue's items
+    // The copy warp asks for the next item when this many KV blocks of the current one are left.
     constexpr int kAhead = 5;
     const int lane = threadIdx.x % 32, copies = Side::kKeys >> p.piece_bits;
     const int part = (lane & (copies - 1)) << p.piece_bits;
-    uint32_t number = 0, clears = 0;  // of the unit, and among those that are cleared
+    uint32_t number = 0, clears = 0;  // units issued so far; V units to be zeroed so far
     for (int count = 0;; ++count) {
       Empty::wait(&s.ready, count % 2);
       const Item& item = s.items[count % Side::kPlaces];
       const Limits limits = Limits::template of<Side::kKeys>(item);
       const int blocks = item.blocks, first = item.first, sequence = item.sequence, head = item.head;
-      // Pages that no row sees are not read.
+      // Do not load pages that no row sees.
       const int columns = min(p.columns, (item.high + (1 << p.page_bits) - 1) >> p.page_bits);
       auto tile_coord_of = [&](int block) { return (first + block) * Side::kKeys + part; };
       auto load = [&](const CUtensorMap& map, int block, int page) {
@@ -629,14 +668,15 @@ struct PackedHopper {
     }
   }
 
-  // What is subtracted from logits in the units of `scale`: the greatest one, if any is seen.
+  // m in units of `scale`, or 0 for a row that has seen no key, so that -inf - (-inf) does not occur.
   static CUTLASS_DEVICE float subtrahend(float row_max, float scale) {
     return row_max == -INFINITY ? 0.0f : row_max * scale;
   }
 
-  // What earlier sums of a row or column are multiplied with when another logit becomes the greatest.
+  // Sets m to `most` and returns the factor by which l and O of the row (decode: column) are rescaled.
   static CUTLASS_DEVICE float raise(float& row_max, float most, float scale2) {
-    // Exactly 1 where nothing changes, which a product and a difference in one rounding are not.
+    // Return exactly 1 if m is unchanged: the compiler may fuse the multiplication and the difference into one FMA,
+    // whose single rounding can give another value.
     const float shrink = row_max == most ? 1.0f : power_of_two(row_max * scale2 - subtrahend(most, scale2));
     row_max = most;
     return shrink;
@@ -646,10 +686,10 @@ struct PackedHopper {
     return total == 0 ? -INFINITY : subtrahend(row_max, scale) + logf(total);
   }
 
-  // Row r of an item is that of token r / group and head r % group.
+  // The token of an item's row: row r is token r / group, query head r % group.
   static CUTLASS_DEVICE int token_of(const Params& p, int row) { return (row * p.inverse) >> 16; }
 
-  // Where an item's first row lies among those of all tokens and heads, and where another one of it does.
+  // The index of an item's first row in [tokens, heads]; row_of gives that of another row, `first` that of row 0.
   static CUTLASS_DEVICE int64_t first_row_of(const Params& p, const Item& item) {
     return int64_t(item.token) * p.heads + item.head * p.group;
   }
@@ -659,15 +699,16 @@ struct PackedHopper {
     return first + token * p.heads + (row - token * p.group);
   }
 
-  // Two warpgroups, each with half of the rows.
+  // Chunk items: two warpgroups, each with 64 of the 128 rows. `half` is 0 or 1.
   static CUTLASS_DEVICE void attend(const Params& p, SharedStorage& storage, int half) {
     Chunks& s = storage.chunks;
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const int first_row = half * 64 + 16 * warp + lane / 4;  // the thread's other row is 8 below
-    // Where these are in an item.
+    // Token and offset in [tokens, heads] of the thread's two rows, relative to the item's first row.
     const int tokens[2] = {token_of(p, first_row), token_of(p, first_row + 8)};
     const int places[2] = {int(row_of(p, 0, first_row)), int(row_of(p, 0, first_row + 8))};
-    // Where a lane stores 16 bytes of results, and loads those of its row: chunks of rows are swizzled.
+    // Staging of O: where stmatrix of this lane writes its 16-byte chunk, and where the lane reads a chunk of its row.
+    // Chunks of a row are permuted against bank conflicts.
     uint4* const results = storage.results[kWarps * half + warp];
     const int stored = lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2), loaded = lane / 4 * 4 + (lane % 4 ^ lane / 8);
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
@@ -685,11 +726,11 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == kLogits && decltype(size(weights))::value == kLogits);
     static_assert(decltype(size(out))::value == kOut);
     mma_pv.accumulate_ = GMMA::ScaleOut::One;
-    float row_max[2], subtracted[2], total[2], shrink[2];
-    int limit[2];  // the bits of what logits must not be beyond, or less than all if it is negative
+    float row_max[2], subtracted[2], total[2], shrink[2];  // m, m * scale2, l and the rescale factor of two rows
+    int limit[2];  // bits of m + slack as an int, or INT_MIN if that is negative
     const int all_present = (1 << (kKeys >> p.piece_bits)) - 1;
-    uint32_t taken = 0, clears = 0;  // units, and those that were cleared
-    if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kPingPong);  // the other's turn comes first
+    uint32_t taken = 0, clears = 0;  // units consumed; zeroed V units consumed
+    if (half == 1) cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kPingPong);  // half 0 goes first
 
     for (int count = 0;; ++count) {
       s.wait_for_query(count);
@@ -697,7 +738,7 @@ struct PackedHopper {
       const int blocks = item.blocks;
       if (blocks < 0) return;
       const Limits limits = Limits::template of<kKeys>(item);
-      if (item.count * p.group <= 64 * half) {  // no row is this warpgroup's
+      if (item.count * p.group <= 64 * half) {  // this warpgroup has no row: only release the units
         s.release_query(count);
         for (int unit = 0; unit < 2 * blocks; ++unit) {
           s.wait(taken + unit);
@@ -729,12 +770,13 @@ struct PackedHopper {
         cute::gemm(mma_pv, weights, values(_, _, _, unit), out);
         warpgroup_commit_batch();
       };
-      // Masks a block's logits and turns them into weights. Returns whether sums so far are to be multiplied with
-      // `shrink`: not for a little, since weights may as well be beyond 1.
+      // Masks S of a block and turns S into P. Returns true if O must be rescaled by `shrink`. A small increase of the
+      // maximum does not rescale, since P may exceed 1 (kSlack).
       auto softmax = [&](int block, int present, auto first) -> bool {
         if (limits.mask(block) || present != all_present) {
           const int start = (item.first + block) * kKeys;
-          // A bit for each key of the thread, which has two of eight neighbours.
+          // One bit for each key of the thread, which holds two of every 8 neighbouring keys. The bits of missing pages
+          // are 0.
           uint32_t there = ~0u;
           if (present != all_present) {
             const int bits = p.piece_bits - 2;
@@ -744,7 +786,7 @@ struct PackedHopper {
             }
           }
           auto bits_before = [&](int key) {
-            const int behind = key - lane % 4 * 2;  // the thread's first one
+            const int behind = key - lane % 4 * 2;  // keys from the thread's first key on
             return first_bits(max((behind >> 3) * 2 + min(behind & 7, 2), 0));
           };
           CUTLASS_PRAGMA_UNROLL
@@ -759,7 +801,8 @@ struct PackedHopper {
             }
           }
         }
-        // Of numbers that are not negative the greatest is that of their bits, found for three at a time.
+        // Non-negative floats are ordered as their bits are, so __vimax3_s32 takes the maximum of three in one
+        // instruction. Where m + slack is negative, limit is INT_MIN and the exact test below decides.
         bool beyond = false;
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < (first ? 0 : 2); ++r) {
@@ -772,7 +815,7 @@ struct PackedHopper {
           beyond = beyond || max(most[0], most[1]) > limit[r];
         }
         bool raised = false;
-        if (first || __any_sync(~0u, beyond)) {  // of an item's first block none is known
+        if (first || __any_sync(~0u, beyond)) {  // the first block of an item has no m yet
           float most[2];
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
@@ -785,7 +828,7 @@ struct PackedHopper {
           raised = __any_sync(~0u, most[0] > row_max[0] + slack || most[1] > row_max[1] + slack);
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            // Each row for itself: rows that are no token's must not change what others get.
+            // Decide for each row alone: padding rows must not change the result of others.
             const float now = most[r] > row_max[r] + slack ? most[r] : row_max[r];
             shrink[r] = raise(row_max[r], now, scale2);
             subtracted[r] = subtrahend(now, scale2);
@@ -828,7 +871,8 @@ struct PackedHopper {
         for (int block = 1; block < blocks; ++block) {
           const uint32_t of_keys = ++taken, of_values = ++taken;
           present = s.wait_for_keys(of_keys);
-          // The warpgroups take turns: the products of one come beside the weights of the other.
+          // Ping-pong: one warpgroup issues its wgmmas while the other computes its softmax. The other arrives on this
+          // barrier once its S is complete.
           if (both) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, uint32_t(kPingPong + half));
           start_logits(of_keys);
           start_out(block - 1, of_values);
@@ -868,7 +912,7 @@ struct PackedHopper {
         weight[r] = total[r] == 0 ? 0.0f : reciprocal(total[r]);
         to[r] = p.out + (base + places[r]) * kHeadDim + lane % 4 * 8;
       }
-      // Through shared memory, so that 64 bytes of a row are written at once: less than 32 took much longer.
+      // Store O through shared memory, so that a row gets 64 bytes per store: segments below 32 bytes were much slower.
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kOut; i += 16) {
         CUTLASS_PRAGMA_UNROLL
@@ -897,7 +941,7 @@ struct PackedHopper {
     }
   }
 
-  // Results of decoded tokens, as the threads of a warpgroup have them.
+  // Stores the O, m and l that the decode warpgroup holds in registers as one split-KV part.
   template <class Out>
   static CUTLASS_DEVICE void store_part(Partial& part, const Out& out, const float (&row_max)[2],
                                         const float (&total)[2]) {
@@ -916,7 +960,7 @@ struct PackedHopper {
   static CUTLASS_DEVICE void add_part(const Partial& part, Out& out, float (&row_max)[2], float (&total)[2],
                                       float scale2) {
     const int thread = threadIdx.x % kWarpgroup;
-    float most[2], of_part[2], more[4 * kHalves];  // loaded beside each other
+    float most[2], of_part[2], more[4 * kHalves];  // all loads are issued before the first use
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < 2; ++c) {
       most[c] = __ldcg(&part.row_max[thread % 4 * 2 + c]);
@@ -934,12 +978,12 @@ struct PackedHopper {
     }
   }
 
-  // Columns of the transposed products are an item's rows.
+  // Decode items: one warpgroup. An item's rows are the columns of S^T [64 keys, 8] and O^T [head_dim, 8].
   static CUTLASS_DEVICE void decode(const Params& p, SharedStorage& storage) {
     Decoded& s = storage.decoded;
     const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-    const int column = lane % 4 * 2;             // the thread's other column is the next one
-    const int first_key = 16 * warp + lane / 4;  // of a block; the thread's other key is 8 behind
+    const int column = lane % 4 * 2;             // the thread also holds column + 1
+    const int first_key = 16 * warp + lane / 4;  // key within the block; the thread also holds first_key + 8
     const float scale2 = p.scale * kLog2e, slack = kSlack / scale2;
     const int all_present = (1 << (kDecodedKeys >> p.piece_bits)) - 1;
 
@@ -960,7 +1004,7 @@ struct PackedHopper {
     static_assert(decltype(size(logits))::value == 4 && decltype(size(out))::value == 4 * kHalves);
     mma_vp.accumulate_ = GMMA::ScaleOut::One;
     float row_max[2], total[2], shrink[2];
-    uint32_t taken = 0, clears = 0;  // units, and those that were cleared
+    uint32_t taken = 0, clears = 0;  // units consumed; zeroed V units consumed
 
     for (int count = 0;; ++count) {
       s.wait_for_query(count);
@@ -968,8 +1012,8 @@ struct PackedHopper {
       const int blocks = item.blocks;
       if (blocks < 0) return;
       const Limits limits = Limits::template of<kDecodedKeys>(item);
-      const uint32_t earlier = taken / 2;  // blocks of earlier items
-      // Those of the block before may still be read, for warps that are behind.
+      const uint32_t earlier = taken / 2;  // KV blocks of earlier items
+      // P is a ring: warps that lag may still have wgmmas that read P of the previous block.
       auto weights_of = [&](int block) { return (earlier + block) % kWeights; };
 
       auto start_logits = [&](uint32_t number) {
@@ -993,8 +1037,8 @@ struct PackedHopper {
         cute::gemm(mma_vp, values(_, _, _, unit), weights(_, _, _, weights_of(block)), out);
         warpgroup_commit_batch();
       };
-      // Turns a block's logits into weights, by the greatest logit of the blocks before. Whether one of these is so far
-      // beyond that it takes its place is known to all when all have written theirs, and then they are written again.
+      // Turns S into P with the m of the earlier blocks and writes P to shared memory. Only the vote, after all threads
+      // have written, tells whether some logit exceeds m + slack; m is then raised and P is written again.
       auto softmax = [&](int block, int present) -> bool {
         if (limits.mask(block) || present != all_present) {
           const int start = (item.first + block) * kDecodedKeys;
@@ -1019,7 +1063,7 @@ struct PackedHopper {
           }
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            // The lane's are two neighbouring keys of column lane / 4 then.
+            // After the transpose a lane holds two neighbouring keys of column lane / 4.
             const uint32_t word = transposed(pack<Element>(found[2 * r], found[2 * r + 1]));
             const int chunk = (2 * warp + r) ^ (lane / 4);
             Element* const row = storage.weights[weights_of(block)] + lane / 4 * kDecodedKeys;
@@ -1060,7 +1104,8 @@ struct PackedHopper {
       clear(out);
       row_max[0] = row_max[1] = -INFINITY;
       total[0] = total[1] = 0;
-      // What has been read makes room at once: with products of two blocks under way, less would be.
+      // Each unit is released as soon as it has been read. Overlapping the wgmmas of two blocks would hold units longer
+      // and leave fewer loads in flight.
       if (blocks == 0) s.release_query(count);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int block = 0; block < blocks; ++block) {
@@ -1069,8 +1114,8 @@ struct PackedHopper {
         warpgroup_wait<0>();
         warpgroup_fence_operand(logits);
         if (block + 1 == blocks) s.release_query(count);
-        // Keys are held for longer than they are wanted, since those of chunks come sooner where fewer of these are
-        // under way: until weights are made, or, of every other block, until the product with values is under way.
+        // Throttle the decode loads: K is released only after softmax, and while chunks still load, K of every other
+        // block only when PV has been issued. With fewer decode loads in flight, the loads of chunks arrive sooner.
         const bool yielding = taken / 2 % 2 == 0 && storage.chunks.loading;
         const bool raised = softmax(block, present);
         if (!yielding) s.release(taken);
@@ -1093,7 +1138,8 @@ struct PackedHopper {
           for (int distance = 4; distance < 32; distance *= 2) total[c] += __shfl_xor_sync(~0u, total[c], distance);
           if (lane < 4) storage.total[warp][column + c] = total[c];
         }
-        // It is written again behind a barrier of the next item that has keys.
+        // No barrier is needed after the reads: storage.total is next written after a barrier of the next item that has
+        // keys.
         sync_warpgroup(kStep);
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
@@ -1111,7 +1157,7 @@ struct PackedHopper {
         if (thread == 0) storage.last = atomicAdd(p.arrived + item.slot, 1) == item.parts - 1;
         sync_warpgroup(kStep);
         if (!storage.last) continue;
-        // All are there: put together by the last one to come, in an order that is always the same.
+        // All parts have arrived. The last CTA combines them in a fixed order, so the result is deterministic.
         __threadfence();
         clear(out);
         row_max[0] = row_max[1] = -INFINITY;

@@ -1,4 +1,9 @@
-// The order in which packed attention takes its work: sequences sorted by one block of threads, the longest first.
+// The work queues of packed attention (packed_hopper.cuh). One CTA sorts the sequences, longest first, into two queues:
+// chunks (prefill) and decoded tokens. For each queue the workspace holds sorted segments; an item is found from its
+// number by a search for the last segment whose `first_item` is not greater.
+//
+// Workspace: Plan | Segment[sequences + 2] of chunks | Segment[sequences + 2] of decode | int arrived[slots] | padding
+// to 128 bytes | Partial[slots].
 #pragma once
 
 #include <algorithm>
@@ -8,40 +13,40 @@
 
 namespace tilewright::paged {
 
-constexpr int kFar = 1 << 29;  // beyond every position, so that sums of three stay in 32 bits
+constexpr int kFar = 1 << 29;  // greater than any position, and small enough that sums of three fit 32 bits
 
-// Tokens of one sequence, or of none. An item is a tile of a chunk, or the tokens that are decoded with a part of their
-// keys, and a key head.
+// The query tokens of one sequence, or tokens that belong to none. Each segment has `items` items for each KV head:
+// tiles of a chunk, or for decoded tokens the split-KV parts of their keys.
 struct alignas(16) Segment {
-  int sequence, token, count;  // the first token and how many there are
-  int position;                // of the first token
-  int length;                  // keys there are pages for
-  int first_item, items;       // where its items begin, and how many each head has
-  int slot;                    // of the first part's results, in units of key heads
+  int sequence, token, count;  // the first token's index among all tokens, and their number
+  int position;                // of the first token in its sequence
+  int length;                  // keys, at most as many as the page table has room for
+  int first_item, items;       // number of its first item, and items per KV head
+  int slot;                    // split-KV parts of the earlier split segments, per KV head
 };
 
-// What the planning kernel leaves in the workspace. Chunks' segments are followed by those that are decoded.
+// The head of the workspace; arrays of two are indexed by Queue. The segments of chunks and of decode follow.
 struct Plan {
-  int next[2];   // items of each queue that have been taken
-  int items[2];  // how many there are
-  int segments[2];
+  int next[2];      // next item; CTAs take one more by atomicAdd
+  int items[2];     // number of items
+  int segments[2];  // number of segments
   int unused[2];
 };
 
 enum Queue { kChunks, kDecoded };
 
 constexpr int kPlanThreads = 1024;
-// Most SMs that work is shared out among: more than any device of this capability has.
+// Max SMs that the plan counts with: more than any device of compute capability 9.0 has.
 constexpr int kMaxBlocks = 144;
-constexpr int kMaxParts = 64, kMinPart = 8;  // of a decoded token's keys; blocks of these that one has at least
+constexpr int kMaxParts = 64, kMinPart = 8;  // max split-KV parts of a segment; min KV blocks of a part
 
-// What comes one behind the other in the workspace.
+// Byte offsets in the workspace.
 struct PlanMemory {
   int64_t arrived, partials, bytes;
 
-  // A part has at least three quarters of a multiprocessor's share of the keys that are left (see `parts_of`). So there
-  // are at most 4/3 · SMs times the sum of what each segment has of those that are left at its turn, a sum
-  // that is at most 1 + the logarithm of how many blocks of keys there are.
+  // A part has at least 3/4 of an SM's share of the keys that are left when its segment is split (see `parts_of`). The
+  // number of parts is therefore at most 4/3 * SMs * the sum, over segments, of the fraction of the remaining keys that
+  // the segment has. That sum is at most 1 + log(number of KV blocks).
   static PlanMemory of(int64_t sequences, int64_t kv_heads, int64_t capacity, int64_t block_keys,
                        int64_t partial_bytes) {
     const int64_t blocks = std::max<int64_t>(1, sequences * ((capacity + block_keys - 1) / block_keys));
@@ -56,19 +61,19 @@ struct PlanMemory {
 };
 
 struct PlanSizes {
-  int tokens, sequences, kv_heads, capacity;
-  int most_decoded;  // tokens of a sequence whose rows are few
-  int each;          // tokens of a tile of a chunk
-  int blocks;        // that take an item each without asking
-  int block_keys;    // in a block of keys of decoded tokens
-  int left, right;   // how far a token sees beside itself
+  int tokens, sequences, kv_heads, capacity;  // capacity: keys that a row of the page table holds
+  int most_decoded;                           // max tokens of a segment that goes to the decode queue
+  int each;                                   // max tokens of a chunk item
+  int blocks;                                 // CTAs; CTA i starts with item i of each queue, without an atomic
+  int block_keys;                             // keys of a KV block of decode items
+  int left, right;                            // a query at position i sees keys [i - left, i + right]
 };
 
-// How the block that plans is launched, and any beside it.
+// Launch shape of the plan kernel; its prefetching CTAs have the same.
 struct PlanLaunch {
   int threads;
-  int lane_bits;  // lanes that share the comparisons of a segment with the others, as a power of two
-  int64_t bytes;  // of shared memory
+  int lane_bits;  // log2 of the lanes that share the comparisons of one segment
+  int64_t bytes;  // shared memory
 
   static PlanLaunch of(int64_t sequences) {
     const int64_t segments = sequences + 2, padded = (segments + 3) / 4 * 4;
@@ -79,7 +84,8 @@ struct PlanLaunch {
   }
 };
 
-// Sums or greatest values of all elements up to each, of which none is negative. `of_warps` has room for one of each.
+// Inclusive prefix sum or prefix maximum of non-negative values, in place, by all threads of a CTA. `of_warps` has room
+// for one value per warp.
 template <class Combine>
 static __device__ void scan(int* values, int size, int* of_warps, const Combine& combine) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
@@ -105,7 +111,7 @@ static __device__ void scan(int* values, int size, int* of_warps, const Combine&
   }
 }
 
-// The keys that some of a segment's tokens see.
+// The keys [low, high) that some token of a segment sees; `position` is that of the first of `count` tokens.
 struct VisibleKeys {
   int low, high;
 
@@ -115,10 +121,10 @@ struct VisibleKeys {
   }
 };
 
-// How many parts a segment's keys are cut to, so that one is about a multiprocessor's share of what is `left`, this
-// segment's with it (Polychronopoulos and Kuck, "Guided self-scheduling", 1987): large ones first, smaller ones to fill
-// up what these leave. Where there are several segments for each multiprocessor anyway, a part may have as many shares,
-// up to three. Of the last segment there are no more parts than SMs, or some would have two.
+// The number of split-KV parts of a decode segment with `blocks` KV blocks, so that a part is about one SM's share of
+// the `left` blocks, which include this segment (guided self-scheduling: Polychronopoulos and Kuck, 1987): large parts
+// come first, and smaller ones fill the gaps these leave. With several segments per SM, a part may have as many shares,
+// at most three. A segment never has more parts, over all KV heads, than there are SMs: some SM would have two.
 static __device__ int parts_of(int blocks, int left, int segments, const PlanSizes& p) {
   const float num_sms = float(min(p.blocks, kMaxBlocks)), heads = __fdividef(float(p.kv_heads), num_sms);
   const float shares = min(max(float(segments) * heads, 1.0f), 3.0f);
@@ -130,22 +136,22 @@ static __device__ int parts_of(int blocks, int left, int segments, const PlanSiz
   return (blocks + each - 1) / each;
 }
 
-// By all threads of a block. Boundaries that do not rise are made to; tokens before and behind those of the sequences
-// get segments without keys.
+// Makes the plan; called by all threads of one CTA. Decreasing entries of `cum` are raised to the maximum so far.
+// Tokens before the first and behind the last sequence form segments without keys, so there are sequences + 2 segments.
 static __device__ void make_plan(const int* cum, const int* lengths, const PlanSizes& p, int lane_bits, int* memory,
                                  Plan* plan, int* arrived) {
   const int segments = p.sequences + 2, padded = (segments + 3) / 4 * 4;
-  int* const keys = memory;            // of sorting: the length, and in the last bit which queue; none if negative
-  int* const work = keys + padded;     // tiles of a chunk, or blocks of keys
-  int* const parts = work + padded;    // of decoded ones, in order; in the upper half of those that are cut
-  int* const bounds = parts + padded;  // [segments + 1]
+  int* const keys = memory;            // sort keys: 2 * length + queue, or -1 for no tokens
+  int* const work = keys + padded;     // items of a chunk per KV head, or KV blocks of decoded tokens
+  int* const parts = work + padded;    // parts of decode segments by rank; bits 16 and up: if split
+  int* const bounds = parts + padded;  // [segments + 1] first tokens
   int* const of_warps = bounds + padded + 4;
   int* const items = of_warps + kPlanThreads / 32;
   int* const counts = items + 2;
   Segment* const sorted = reinterpret_cast<Segment*>(plan + 1);
   const int first = int(threadIdx.x), threads = int(blockDim.x);
 
-  // Loops are not unrolled: most calls go once through each, and wait for every instruction to be fetched.
+  // Loops are not unrolled: most calls run each loop once, and the time is that of fetching the instructions.
   if (first < 2) items[first] = counts[first] = 0;
 #pragma unroll 1
   for (int i = first; i < max(padded, segments + 1); i += threads) {
@@ -161,7 +167,7 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
     const int count = i < segments ? bounds[i + 1] - bounds[i] : 0, length = keys[i];
     const Queue queue = count <= p.most_decoded ? kDecoded : kChunks;
     const VisibleKeys visible_keys = VisibleKeys::of(length - count, count, min(length, p.capacity), p.left, p.right);
-    // At most so many that their sum is no overflow.
+    // Clamped so that the sum over all segments fits 32 bits.
     const int ends = (visible_keys.high + p.block_keys - 1) / p.block_keys;
     const int blocks = min(ends - visible_keys.low / p.block_keys, INT_MAX / segments);
     keys[i] = count == 0 ? -1 : 2 * length + queue;
@@ -169,12 +175,14 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
     work[i] = count == 0 ? 0 : queue == kChunks ? (count + p.each - 1) / p.each : blocks;
   }
   __syncthreads();
+  // Rank each segment by comparing it with all others of its queue, 2^lane_bits lanes for each segment.
   const int lanes = 1 << lane_bits, lane = first & (lanes - 1);
 #pragma unroll 1
   for (int base = 0; base < segments; base += threads >> lane_bits) {
     const int i = base + (first >> lane_bits), mine = i < segments ? keys[i] : -1;
     const Queue queue = Queue(mine & 1);
-    int rank = 0, beside = 0;  // segments that come first; the work of these, or of decoded ones that of all others
+    int rank = 0, beside = 0;  // segments in front; their work, or for decode that of the others
+    // For chunks `beside` is the number of items in front; for decode the KV blocks of this segment and those behind.
     if (mine >= 0) {
 #pragma unroll 1
       for (int j = 4 * lane; j < padded; j += 4 * lanes) {
@@ -184,7 +192,7 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
         const int their_work[4] = {four_work.x, four_work.y, four_work.z, four_work.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          // Of equal ones that in front comes first; none does that is negative.
+          // Ties are broken by index. Negative keys (no tokens) are never in front.
           const bool like = ((theirs[k] ^ mine) & 1) == 0, before = theirs[k] + int(j + k < i) > mine;
           rank += like & before;
           beside += like & (before == (queue == kChunks)) ? their_work[k] : 0;
@@ -222,7 +230,8 @@ static __device__ void make_plan(const int* cum, const int* lengths, const PlanS
     plan->segments[first] = counts[first];
   }
   const int decoded = counts[kDecoded];
-  if (items[kDecoded] == decoded * p.kv_heads) return;  // none is cut
+  if (items[kDecoded] == decoded * p.kv_heads) return;  // no segment is split
+  // Item numbers and slots of decode segments are prefix sums of their parts.
   scan(parts, decoded, of_warps, [](int a, int b) { return a + b; });
 #pragma unroll 1
   for (int rank = first + 1; rank < decoded; rank += threads) {

@@ -1,46 +1,397 @@
-"""Attention over pages of latents on Hopper: what TMA brings once is the keys of one product and the values of another.
+"""Multi-head latent attention over pages on Hopper: what TMA loads once is K of one MMA and V of another.
 
-A program has 64 query rows and a tile of 64 latents at a time. An output of 64 × 512 does not fit one warpgroup's
-registers, so two share it by columns. The first computes the logits of all columns and the softmax, and leaves the
-probabilities and what scales earlier sums in shared memory for the second, which only adds up its half. The logits of
-the next tile and the first half of this one's output are in flight together (Shah et al., "FlashAttention-3", 2024,
-section 3.2), so that exponentials are computed beside products of both warpgroups. A tile lies in shared memory in
-three parts, each of which is loaded anew as soon as its last product is done.
+A CTA (a Pallas program) has 64 query rows (token by token, its heads) and one split of their keys; a step is a block of
+64 latents. O of 64 × 512 does not fit the registers of one warpgroup, so two consumers share it by columns: the first
+computes the scores of all columns, the softmax and the left half of O, and hands P and alpha through shared memory to
+the second, which computes the right half. A third warpgroup is the producer.
+
+=======  ==================================================  ===================  =====================================
+symbol   meaning                                             shape                where it lives
+=======  ==================================================  ===================  =====================================
+Q        queries in three parts of columns, as C             [64, 576]            SMEM, ``q_left``, ``q_right``,
+                                                                                  ``q_rest``
+C        latents of a step: K are all columns, V the first   [64, 576]            SMEM, rings ``left`` (256 columns),
+         512. In three parts, each of which is loaded anew                        ``right`` (256), ``rest`` (64)
+         as soon as its last MMA is done
+S        QCᵀ; scaled and masked: the logits                  [64, 64] float32     registers of the first consumer
+P        exp2(logits · multiplier − m)                       [64, 64]             SMEM, in the stage of ``rest`` that S
+                                                                                  has been computed from
+m, l     running max of the logits in base 2, and sum of P   [64] float32         registers of the first consumer
+alpha    exp2(m before the step − m): rescales l and O       [64] float32         registers; SMEM, ``scales``
+O        PV: the left 256 columns, the right 256             2 × [64, 256] f32    registers of each consumer
+=======  ==================================================  ===================  =====================================
+
+One CTA of T steps; time runs to the right, and what stands below each other overlaps. L, R and r are the parts of C::
+
+    producer       Q  R0 r0 L0  R1 r1 L1       R2 r2 L2         ...
+    first, MMA            S0        S1 P0·L0         S2 P1·L1   ...   P(T-1)·L(T-1)
+    first, ALU               P0           P1 · αO          P2   ...                  O / l, lse -> store
+    second, MMA                   P0·R0            P1·R1        ...   P(T-1)·R(T-1)
+    second, ALU                           αO               αO   ...                  O / l -> store
+
+S of step i and the left PV of step i−1 are issued together (Shah et al., "FlashAttention-3", 2024, section 3.2), so
+that the softmax of step i runs beside MMAs of both consumers.
 """
 
-from typing import Any
+import dataclasses
+import functools
+from typing import Self
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.ring import Ring, bind_rings
-from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.softmax import (
+    SoftmaxTile,
+    initial_statistics,
+    normaliser,
+    online_softmax,
+    row_lse,
+    split_scale,
+)
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.latent_work import (
+    BLOCK_K,
+    CONSUMERS,
     HALF,
-    KEYS,
-    SIZES,
-    STAGES,
+    LATENT_DIM,
+    NORMALISER,
     VALUE_DIM,
     LatentCall,
     LatentPlan,
+    LatentScratch,
+    LatentWork,
     work_of_program,
 )
 
-VISIT_BITS = 24
-"""Bits of the number of a tile's visit; lengths have 30."""
+STEP_BITS = 24
+"""Bits of the index of a step; lengths have 30, and a step has 64 keys."""
 
 CHUNK = 64
-"""Columns that are read and written at once where rows are cleared."""
+"""Columns of V that are read and written at once where rows are cleared."""
 
-FIRST, SECOND, PRODUCER = range(WARPGROUPS := 3)
-"""The warpgroups: logits and the first half of the output, the second half, loads."""
+FIRST, SECOND, PRODUCER = range(WARPGROUPS := CONSUMERS + 1)
+"""The warpgroups: scores, softmax and the left half of O; the right half; loads."""
+
+LEFT, RIGHT, REST = pl.ds(0, HALF), pl.ds(HALF, HALF), pl.ds(VALUE_DIM, LATENT_DIM - VALUE_DIM)
+"""Columns of the parts of a latent, and of a query."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentRefs:
+    """References to the operands and results of `latent_kernel` in global memory."""
+
+    query: Ref
+    pages: Ref
+    page_table: Ref
+    lengths: Ref
+    out: Ref
+    lse: Ref
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentContext:
+    """All that a role of a warpgroup needs.
+
+    Attributes:
+      my_rows: rows of the sequence that this CTA has.
+      zero: 0, but no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array.
+    """
+
+    call: LatentCall
+    dtype: DTypeLike
+    refs: LatentRefs
+    scratch: LatentScratch
+    work: LatentWork
+    warpgroup: jax.Array
+    my_rows: pl.Slice
+    zero: jax.Array
+
+    @classmethod
+    def of_program(cls, call: LatentCall, dtype: DTypeLike, refs: LatentRefs, scratch: LatentScratch) -> Self:
+        """The context of this CTA."""
+        work = work_of_program(call, lax.axis_index("program"), refs.lengths)
+        warpgroup = lax.axis_index("warpgroup")
+        my_rows = pl.ds(work.row_tile * ROWS, ROWS)
+        return cls(call, dtype, refs, scratch, work, warpgroup, my_rows, zero=warpgroup * 0)
+
+    def page_of(self, step: Scalar) -> jax.Array:
+        """Entry of the page table for a step, or behind the last step for the last one."""
+        block = self.work.first + lax.min(step, self.work.total - 1)
+        column = lax.min(lax.div(block, jnp.int32(self.call.blocks_per_page)), jnp.int32(self.call.columns - 1))
+        return self.refs.page_table[self.work.sequence * self.call.columns + column]
+
+    def row_of(self, step: Scalar) -> jax.Array:
+        """First row of a step in its page."""
+        return lax.rem(self.work.first + step, jnp.int32(self.call.blocks_per_page)) * BLOCK_K
+
+    def exists(self, page: Scalar) -> Condition:
+        """True where an entry of the page table is a page; others are masked."""
+        return (page >= 0) & (page < self.call.num_pages)
+
+    def visible_end(self, step: Scalar, page: Scalar) -> jax.Array:
+        """One past the last key of a step that some row sees, counted from its first key."""
+        return jnp.where(self.exists(page), self.work.visible_end - (self.work.first + step) * BLOCK_K, 0)
+
+
+# The producer.
+
+
+def run_producer(ctx: LatentContext) -> None:
+    """Loads Q, and the latents of all steps of this CTA."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
+    scratch, work = ctx.scratch, ctx.work
+
+    def load_latents(step: Scalar, page: Scalar) -> jax.Array:
+        next_page = ctx.page_of(step + 1)
+        if ctx.call.prefetched:
+            prefetch_latents(ctx, step + ctx.call.prefetched)
+        # In the order in which the consumers release them.
+        load_part(ctx, scratch.right, RIGHT, step, page)
+        load_part(ctx, scratch.rest, REST, step, page)
+        load_part(ctx, scratch.left, LEFT, step, page)
+        return next_page
+
+    for ring, columns in ((scratch.q_left, LEFT), (scratch.q_right, RIGHT), (scratch.q_rest, REST)):
+        ring.load_from_dram(0, ctx.refs.query.at[work.sequence, ctx.my_rows, columns])
+    lax.fori_loop(0, work.total, load_latents, ctx.page_of(ctx.zero))
+
+
+def load_part(ctx: LatentContext, ring: Ring, columns: pl.Slice, step: Scalar, page: Scalar) -> None:
+    """Loads a part of the latents of a step, whose entry of the page table is ``page``."""
+    page = jnp.where(ctx.exists(page), page, 0)
+    ring.load_from_dram(step, ctx.refs.pages.at[page, pl.ds(ctx.row_of(step), BLOCK_K), columns])
+
+
+def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
+    """Prefetches the latents of a step to the L2 cache.
+
+    A slot is released shortly before its next latents are needed, too late for a load from device memory. CTAs of one
+    sequence run side by side, so only the first one prefetches.
+    """
+    page, row = ctx.page_of(step), ctx.row_of(step)
+    wanted = ctx.exists(page) & (step < ctx.work.total) & (ctx.work.row_tile == 0)
+    page = jnp.where(wanted, page, 0)
+    for columns in (LEFT, RIGHT, REST):
+        plgpu.async_prefetch(ctx.refs.pages.at[page, pl.ds(row, BLOCK_K), columns], predicate=wanted)
+
+
+# The first consumer.
+
+
+def run_first_consumer(ctx: LatentContext) -> None:
+    """Computes the softmax, the left half of out, and lse."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
+    pl.run_scoped(functools.partial(attend_left, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+
+
+def attend_left(ctx: LatentContext, acc: Ref) -> None:
+    """All steps of the first consumer; ``acc`` is the left half of O."""
+    scratch, work = ctx.scratch, ctx.work
+    page = ctx.page_of(ctx.zero)
+    carry = (*first_step(ctx, page), ctx.page_of(ctx.zero + 1))
+    m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
+    plgpu.wgmma(acc, p_tile(ctx, work.total - 1), scratch.left.get_mma_tile(work.total - 1))
+    scale = normaliser(row_sum)
+    scratch.scales[NORMALISER, :] = scale
+    plgpu.barrier_arrive(scratch.finished)
+    lse = row_lse(m, row_sum)
+    out = acc[...] * across(scale, HALF)
+    scratch.rest.release(work.total - 1)
+    scratch.left.release(work.total - 1)
+    store_half(ctx, out, 0, scratch.q_left.get_mma_tile(0))
+    split = (work.split, work.sequence) if ctx.call.partial else (work.sequence,)
+    ctx.refs.lse.at[(*split, ctx.my_rows)][...] = lse
+
+
+def first_step(ctx: LatentContext, page: Scalar) -> tuple[jax.Array, jax.Array]:
+    """S and softmax of step 0, with no PV in flight; returns m and l."""
+    scratch, zero = ctx.scratch, ctx.zero
+
+    def scores_alone(scores: Ref) -> jax.Array:
+        for ring in (scratch.q_left, scratch.q_right, scratch.q_rest):
+            ring.load_from_shared(0)
+        issue_scores(ctx, scores, zero)
+        return scores[...]
+
+    scores = pl.run_scoped(scores_alone, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+    statistics = initial_statistics()
+    scratch.right.release(zero)
+    tile = softmax_tile(ctx, scores, zero, page, *statistics)
+    store_p_to_smem(ctx, zero, tile)
+    clear_masked_values(ctx, scratch.left, zero, page)
+    return tile.m, tile.row_sum
+
+
+def left_step(
+    ctx: LatentContext, acc: Ref, step: Scalar, carry: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """S and softmax of a step, beside the left PV of the one before; the carry is m, l and the step's page."""
+    m, row_sum, page = carry
+    left, right, rest = ctx.scratch.left, ctx.scratch.right, ctx.scratch.rest
+    next_page = ctx.page_of(step + 1)
+
+    def scores_beside_pv(scores: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
+        issue_scores(ctx, scores, step)
+        plgpu.wgmma(acc, p_tile(ctx, step - 1), left.get_mma_tile(step - 1))
+        # wait_n=1: S is complete, PV may still run.
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+        right.release(step)
+        tile = softmax_tile(ctx, s, step, page, m, row_sum)
+        store_p_to_smem(ctx, step, tile)
+        plgpu.wgmma_wait(0)
+        rest.release(step - 1)
+        left.release(step - 1)
+        clear_masked_values(ctx, left, step, page)
+        acc[...] = acc[...] * across(tile.alpha, HALF)
+        return tile.m, tile.row_sum, next_page
+
+    return pl.run_scoped(scores_beside_pv, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+
+
+def issue_scores(ctx: LatentContext, scores: Ref, step: Scalar) -> None:
+    """Waits for each part of C of a step, and issues S = QCᵀ, summed over the parts."""
+    scratch = ctx.scratch
+    # The descriptors of Q do not change from step to step, and would all be kept in registers, others spilled for them:
+    # indexing Q by a zero that depends on the step has them recomputed.
+    zero = opaque_zero(step, STEP_BITS)
+    # The left part comes last: its slot was the last to be released.
+    for query, ring in (
+        (scratch.q_right, scratch.right),
+        (scratch.q_rest, scratch.rest),
+        (scratch.q_left, scratch.left),
+    ):
+        ring.load_from_shared(step)
+        plgpu.wgmma(scores, query.smem.at[zero], ring.get_mma_tile(step, transposed=True))
+
+
+def softmax_tile(
+    ctx: LatentContext, scores: jax.Array, step: Scalar, page: Scalar, m: jax.Array, row_sum: jax.Array
+) -> SoftmaxTile:
+    """P of a step in the dtype of V, with alpha and the new m and l; ``scores`` is S."""
+    early_scale, multiplier = split_scale(ctx.call.softmax_scale)
+    logits = scores if early_scale == 1.0 else scores * early_scale
+    logits = lax.cond(
+        needs_mask(ctx, step, page), lambda x: jnp.where(visible(ctx, step, page), x, -jnp.inf), lambda x: x, logits
+    )
+    tile = online_softmax(logits, multiplier, m, row_sum)
+    return tile._replace(p=tile.p.astype(ctx.dtype))
+
+
+def needs_mask(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
+    """True where a step has keys that not all rows see."""
+    end = ctx.visible_end(step, page)
+    return (end < BLOCK_K) | (ctx.work.full_end - (ctx.work.first + step) * BLOCK_K < BLOCK_K)
+
+
+def visible(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
+    """The mask of a step, ``[64, 64]``, True where a key is visible."""
+    call, work = ctx.call, ctx.work
+    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK_K), 1, layout=tile_layout())
+    end = ctx.visible_end(step, page)
+    if call.right is None or call.q_length == 1:
+        return key < end
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK_K), 0, layout=tile_layout())
+    token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
+    start = (work.first + step) * BLOCK_K
+    return (key < end) & (key <= token + (work.position + call.right - start))
+
+
+def p_tile(ctx: LatentContext, step: Scalar) -> Ref:
+    """P of a step in shared memory: in the stage of ``rest`` that its S has been computed from."""
+    return ctx.scratch.rest.get_mma_tile(step)
+
+
+def store_p_to_smem(ctx: LatentContext, step: Scalar, tile: SoftmaxTile) -> None:
+    """Stores P and alpha of a step for the second consumer, and P for this one's own PV."""
+    scratch = ctx.scratch
+    slot = scratch.right.slot(step)
+    scratch.scales[slot, :] = tile.alpha
+    p_tile(ctx, step)[...] = tile.p
+    # wgmma reads P through the async proxy, which needs a fence.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.ready.at[slot])
+
+
+# The second consumer.
+
+
+def run_second_consumer(ctx: LatentContext) -> None:
+    """Computes the right half of out."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
+    pl.run_scoped(functools.partial(attend_right, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+
+
+def attend_right(ctx: LatentContext, acc: Ref) -> None:
+    """All steps of the second consumer; ``acc`` is the right half of O."""
+    scratch, right, rest = ctx.scratch, ctx.scratch.right, ctx.scratch.rest
+
+    def one_step(step: Scalar, page: Scalar) -> jax.Array:
+        next_page = ctx.page_of(step + 1)
+        for ring in (right, rest):
+            ring.load_from_shared(step)
+        plgpu.barrier_wait(scratch.ready.at[right.slot(step)])
+        alpha = plgpu.load(scratch.scales.at[right.slot(step)], layout=row_layout())
+        acc[...] = acc[...] * across(alpha, HALF)
+        clear_masked_values(ctx, right, step, page)
+        plgpu.wgmma(acc, p_tile(ctx, step), right.get_mma_tile(step))
+        plgpu.wgmma_wait(0)
+        right.release(step)
+        rest.release(step)
+        return next_page
+
+    lax.fori_loop(0, ctx.work.total, one_step, ctx.page_of(ctx.zero))
+    plgpu.barrier_wait(scratch.finished)
+    scale = plgpu.load(scratch.scales.at[NORMALISER], layout=row_layout())
+    store_half(ctx, acc[...] * across(scale, HALF), HALF, scratch.q_right.get_mma_tile(0))
+
+
+# Both consumers.
+
+
+def clear_masked_values(ctx: LatentContext, ring: Ring, step: Scalar, page: Scalar) -> None:
+    """Zeroes the rows of a half of V that no query sees: they may hold anything, and 0 · NaN is NaN.
+
+    S of the step, which reads the same latents as K, must be complete.
+    """
+    end = ctx.visible_end(step, page)
+
+    @pl.when(end < BLOCK_K)
+    def _() -> None:
+        tile = ring.get_mma_tile(step)
+        for start in range(0, HALF, CHUNK):
+            chunk = tile.at[:, pl.ds(start, CHUNK)]
+            values = plgpu.load(chunk, layout=tile_layout())
+            row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_K, CHUNK), 0, layout=tile_layout())
+            chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+
+
+def store_half(ctx: LatentContext, out: jax.Array, start: int, smem: Ref) -> None:
+    """Stores 256 columns of the output from column ``start`` on.
+
+    Args:
+      out: normalised, ``[64, 256]`` float32.
+      smem: a part of Q, which no MMA reads any more: the output waits there for its TMA store.
+    """
+    refs, work, columns = ctx.refs, ctx.work, pl.ds(start, HALF)
+    if ctx.call.partial:
+        refs.out.at[work.split, work.sequence, ctx.my_rows, columns][...] = out
+        return
+    smem[...] = out.astype(ctx.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, refs.out.at[work.sequence, ctx.my_rows, columns])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+# The launch.
 
 
 def latent_kernel(
@@ -48,7 +399,7 @@ def latent_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of rows: ``[sequences, rows, 512]``, float32 ``[sequences, row_tiles · 64]``.
 
-    With ``call.parts``, ``[splits, sequences, row_tiles · 64, 512]`` in float32 and
+    With ``call.partial``, ``[splits, sequences, row_tiles · 64, 512]`` in float32 and
     ``[splits, sequences, row_tiles · 64]``.
 
     Args:
@@ -60,221 +411,18 @@ def latent_kernel(
     """
     dtype = query.dtype
     plan = LatentPlan(dtype)
-    columns = [pl.ds(start, size) for start, size in zip((0, HALF, VALUE_DIM), SIZES, strict=True)]
-    early, multiplier = split_scale(call.softmax_scale)
-    tiles_per_page = call.page_size // KEYS
 
-    def body(q_ref: Ref, pages_ref: Ref, table_ref: Ref, lengths_ref: Ref, *refs: Ref) -> None:
-        out_ref, lse_ref, *scratch = refs
-        (*queries, left, right, rest), (scales, ready, finished) = bind_rings(plan.rings, scratch)
-        work = work_of_program(call, lax.axis_index("program"), lengths_ref)
-        warpgroup = lax.axis_index("warpgroup")
-        my_rows = pl.ds(work.row_tile * ROWS, ROWS)
-        zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
-
-        def page_of(visit: Scalar) -> Any:
-            """The number that the table has for a visit's tile, or for the last tile behind it."""
-            tile = work.first + lax.min(visit, work.total - 1)
-            column = lax.min(lax.div(tile, jnp.int32(tiles_per_page)), jnp.int32(call.columns - 1))
-            return table_ref[work.sequence * call.columns + column]
-
-        def row_of(visit: Scalar) -> Any:
-            """The tile's first row in its page."""
-            return lax.rem(work.first + visit, jnp.int32(tiles_per_page)) * KEYS
-
-        def exists(page: Scalar) -> Any:
-            return (page >= 0) & (page < call.num_pages)
-
-        def produce() -> None:
-            def load(visit: Scalar, page: Scalar, ring: Ring, columns: pl.Slice) -> None:
-                page = jnp.where(exists(page), page, 0)
-                ring.load_from_dram(visit, pages_ref.at[page, pl.ds(row_of(visit), KEYS), columns])
-
-            def prefetch(visit: Scalar) -> None:
-                # A slot is handed back shortly before its next tile is needed: too late for device memory. Programs
-                # of the same sequence go side by side, so the first alone does it.
-                page, row = page_of(visit), row_of(visit)
-                wanted = exists(page) & (visit < work.total) & (work.row_tile == 0)
-                page = jnp.where(wanted, page, 0)
-                for part in columns:
-                    plgpu.async_prefetch(pages_ref.at[page, pl.ds(row, KEYS), part], predicate=wanted)
-
-            def load_all(visit: Scalar, page: Scalar) -> Any:
-                after = page_of(visit + 1)
-                if call.prefetched:
-                    prefetch(visit + call.prefetched)
-                # In the order in which they are handed back.
-                load(visit, page, right, columns[1])
-                load(visit, page, rest, columns[2])
-                load(visit, page, left, columns[0])
-                return after
-
-            for ring, part in zip(queries, columns, strict=True):
-                ring.load_from_dram(0, q_ref.at[work.sequence, my_rows, part])
-            lax.fori_loop(0, work.total, load_all, page_of(zero))
-
-        def seen_until(visit: Scalar, page: Scalar) -> Any:
-            """One past the tile's last row that some query sees, counted from its first."""
-            return jnp.where(exists(page), work.highest - (work.first + visit) * KEYS, 0)
-
-        def clear(ring: Ring, visit: Scalar, page: Scalar) -> None:
-            """Puts zeros for values that no query sees, which may be anything: 0 · NaN is NaN. The logits are done."""
-            end = seen_until(visit, page)
-
-            @pl.when(end < KEYS)
-            def _() -> None:
-                tile = ring.get_mma_tile(visit)
-                for start in range(0, HALF, CHUNK):
-                    chunk = tile.at[:, pl.ds(start, CHUNK)]
-                    held = plgpu.load(chunk, layout=tile_layout())
-                    row = plgpu.broadcasted_iota(jnp.int32, (KEYS, CHUNK), 0, layout=tile_layout())
-                    chunk[...] = jnp.where(row < end, held, jnp.zeros_like(held))
-                plgpu.commit_smem()
-
-        def masks(visit: Scalar, page: Scalar) -> Any:
-            """Whether a tile has keys that not all rows see."""
-            return (seen_until(visit, page) < KEYS) | (work.lowest - (work.first + visit) * KEYS < KEYS)
-
-        def visible(visit: Scalar, page: Scalar) -> Any:
-            key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=tile_layout())
-            end = seen_until(visit, page)
-            if call.right is None or call.q_length == 1:
-                return key < end
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=tile_layout())
-            token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
-            start = (work.first + visit) * KEYS
-            return (key < end) & (key <= token + (work.position + call.right - start))
-
-        def softmax(
-            products: jax.Array, visit: Scalar, page: Scalar, m: jax.Array, total: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-            """Probabilities, what scales earlier ones, and the new statistics."""
-            logits = products if early == 1.0 else products * early
-            logits = lax.cond(
-                masks(visit, page), lambda x: jnp.where(visible(visit, page), x, -jnp.inf), lambda x: x, logits
-            )
-            p, scale, m, total = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), scale, m, total
-
-        def logits_of(scores: Ref, visit: Scalar) -> None:
-            # The left part comes last: its slot was the last to be handed back. Each product's operands have addresses
-            # of their own; those of the queries do not change from tile to tile, and kept in registers they are
-            # spilled. So they hang on the visit, of which there are not so many.
-            none = opaque_zero(visit, VISIT_BITS)
-            for query, ring in ((queries[1], right), (queries[2], rest), (queries[0], left)):
-                ring.load_from_shared(visit)
-                plgpu.wgmma(scores, query.smem.at[none], ring.get_mma_tile(visit, transposed=True))
-
-        def weights_of(visit: Scalar) -> Any:
-            """Probabilities lie where the rest of their keys was."""
-            return rest.get_mma_tile(visit)
-
-        def hand_over(visit: Scalar, p: jax.Array, scale: jax.Array) -> None:
-            slot = right.slot(visit)
-            scales[slot, :] = scale
-            weights_of(visit)[...] = p
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ready.at[slot])
-
-        def first_logits(page: Scalar) -> tuple[Any, Any]:
-            def alone(scores: Ref) -> Any:
-                for ring in queries:
-                    ring.load_from_shared(0)
-                logits_of(scores, zero)
-                return scores[...]
-
-            products = pl.run_scoped(alone, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            m, total = initial_statistics()
-            right.release(zero)
-            p, scale, m, total = softmax(products, zero, page, m, total)
-            hand_over(zero, p, scale)
-            clear(left, zero, page)
-            return m, total
-
-        def attend_first(acc: Ref) -> None:
-            def visit_one(visit: Scalar, carry: Any) -> Any:
-                m, total, page = carry
-                after = page_of(visit + 1)
-
-                def overlapped(scores: Ref) -> Any:
-                    logits_of(scores, visit)
-                    plgpu.wgmma(acc, weights_of(visit - 1), left.get_mma_tile(visit - 1))
-                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                    right.release(visit)
-                    p, scale, m_after, total_after = softmax(products, visit, page, m, total)
-                    hand_over(visit, p, scale)
-                    plgpu.wgmma_wait(0)
-                    rest.release(visit - 1)
-                    left.release(visit - 1)
-                    clear(left, visit, page)
-                    acc[...] = acc[...] * across(scale, HALF)
-                    return m_after, total_after, after
-
-                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, KEYS), jnp.float32))
-
-            page = page_of(zero)
-            carry = (*first_logits(page), page_of(zero + 1))
-            m, total, _ = lax.fori_loop(1, work.total, visit_one, carry)
-            plgpu.wgmma(acc, weights_of(work.total - 1), left.get_mma_tile(work.total - 1))
-            weight = normaliser(total)
-            scales[STAGES, :] = weight
-            plgpu.barrier_arrive(finished)
-            lse = row_lse(m, total)
-            out = acc[...] * across(weight, HALF)
-            rest.release(work.total - 1)
-            left.release(work.total - 1)
-            store(out, 0, queries[0].get_mma_tile(0))
-            place = (work.split, work.sequence) if call.parts else (work.sequence,)
-            lse_ref.at[(*place, my_rows)][...] = lse
-
-        def attend_second(acc: Ref) -> None:
-            def visit_one(visit: Scalar, page: Scalar) -> Any:
-                after = page_of(visit + 1)
-                for ring in (right, rest):
-                    ring.load_from_shared(visit)
-                plgpu.barrier_wait(ready.at[right.slot(visit)])
-                scale = plgpu.load(scales.at[right.slot(visit)], layout=row_layout())
-                acc[...] = acc[...] * across(scale, HALF)
-                clear(right, visit, page)
-                plgpu.wgmma(acc, weights_of(visit), right.get_mma_tile(visit))
-                plgpu.wgmma_wait(0)
-                right.release(visit)
-                rest.release(visit)
-                return after
-
-            lax.fori_loop(0, work.total, visit_one, page_of(zero))
-            plgpu.barrier_wait(finished)
-            weight = plgpu.load(scales.at[STAGES], layout=row_layout())
-            store(acc[...] * across(weight, HALF), HALF, queries[1].get_mma_tile(0))
-
-        def store(out: jax.Array, start: int, smem: Ref) -> None:
-            columns = pl.ds(start, HALF)
-            if call.parts:
-                out_ref.at[work.split, work.sequence, my_rows, columns][...] = out
-                return
-            # Of the queries' memory, which no product reads any more.
-            smem[...] = out.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem, out_ref.at[work.sequence, my_rows, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(warpgroup == FIRST)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
-            pl.run_scoped(attend_first, plgpu.ACC((ROWS, HALF), jnp.float32))
-
-        @pl.when(warpgroup == SECOND)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
-            pl.run_scoped(attend_second, plgpu.ACC((ROWS, HALF), jnp.float32))
-
-        @pl.when(warpgroup == PRODUCER)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
-            produce()
+    def body(
+        q_ref: Ref, pages_ref: Ref, table_ref: Ref, lengths_ref: Ref, out_ref: Ref, lse_ref: Ref, *scratch: Ref
+    ) -> None:
+        refs = LatentRefs(q_ref, pages_ref, table_ref, lengths_ref, out_ref, lse_ref)
+        ctx = LatentContext.of_program(call, dtype, refs, LatentScratch.bind(plan, scratch))
+        pl.when(ctx.warpgroup == FIRST)(functools.partial(run_first_consumer, ctx))
+        pl.when(ctx.warpgroup == SECOND)(functools.partial(run_second_consumer, ctx))
+        pl.when(ctx.warpgroup == PRODUCER)(functools.partial(run_producer, ctx))
 
     rows = call.row_tiles * ROWS
-    if call.parts:
+    if call.partial:
         parts = (call.splits, call.sequences, rows)
         out_type = [jax.ShapeDtypeStruct((*parts, VALUE_DIM), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)]
     else:
@@ -283,5 +431,5 @@ def latent_kernel(
             jax.ShapeDtypeStruct((call.sequences, rows), jnp.float32),
         ]
     programs = call.sequences * call.splits * call.row_tiles
-    kernel = warpgroup_kernel(body, tuple(out_type), plan.scratch(), programs, WARPGROUPS)
+    kernel = warpgroup_kernel(body, tuple(out_type), LatentScratch.types(plan), programs, WARPGROUPS)
     return kernel(query, pages, page_table, lengths)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on Hopper GPUs in Pallas Mosaic GPU: what it serves, its configs, and the way there."""
+"""Multi-head latent attention on Hopper in Pallas Mosaic GPU: support, configs, and the call of the kernel."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
-from tilewright.kernels.paged_attention.hopper.latent_work import KEYS, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
+from tilewright.kernels.paged_attention.hopper.latent_work import BLOCK_K, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
 from tilewright.kernels.registry import InferenceImplementation, Platform
@@ -21,13 +21,13 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
 ITEM_OVERHEAD = 4
-"""What a program takes besides its tiles, in tiles: its first loads, for which nothing is computed, and its output."""
+"""Cost of a CTA besides its steps, in steps: its first loads, which overlap with nothing, and its output."""
 
 COMBINE_OVERHEAD = 6
-"""What the launch that combines splits takes, in tiles."""
+"""Cost of the launch that combines splits, in steps."""
 
 MIN_TILES = 2
-"""Tiles that a split should have, for its partial results are written and read again."""
+"""Steps that a split should have, for its partial results are written and read again."""
 
 MAX_SPLITS = 64
 
@@ -38,11 +38,11 @@ MAX_SPLITS = 64
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperLatentParams:
-    """How the kernel is cut and loads.
+    """Config of the kernel.
 
     Attributes:
-      num_key_splits: programs that share the keys of 64 query rows; what each finds is combined afterwards.
-      prefetched: tiles ahead of its load that a latent is brought to the L2 cache, 0 for not at all.
+      num_key_splits: CTAs that share the keys of 64 query rows; their partial results are combined afterwards.
+      prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
     """
 
     num_key_splits: int = 1
@@ -74,8 +74,8 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
             why.append(f"takes latents in the query's dtype and no scales, got {problem.kv_dtype=}")
         if not problem.paged or problem.packed or problem.starts or problem.kv_heads != 1:
             why.append("takes a page table, equally many query tokens of every sequence, and one latent for all heads")
-        if problem.page_size % KEYS:
-            why.append(f"a page must have a multiple of {KEYS} tokens, got {problem.page_size=}")
+        if problem.page_size % BLOCK_K:
+            why.append(f"a page must have a multiple of {BLOCK_K} tokens, got {problem.page_size=}")
         if options.left is not None or options.logits_soft_cap is not None or problem.alibi:
             why.append("has no sliding window on the left, no soft cap and no ALiBi")
         return why
@@ -84,8 +84,8 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
         return self.candidates(problem, device, direction)[0]
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperLatentParams]:
-        """By what sequences that fill their tables would take; lengths are not looked at."""
-        tiles = -(-problem.capacity // KEYS)
+        """Best first by the cost for sequences that fill their page tables; lengths are not read."""
+        tiles = -(-problem.capacity // BLOCK_K)
         items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
         cores = num_sms(device)
 
@@ -98,7 +98,7 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
         others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
         chosen = [*numbers[:3], *(number for number in others if number <= most)]
         first, *rest = dict.fromkeys(chosen)
-        # Few query rows leave the tensor cores idle: memory alone counts, and what is brought to the cache comes twice.
+        # Few query rows leave the tensor cores idle: only memory traffic counts, and a prefetch reads latents twice.
         prefetched = (0, 2) if problem.longest_q * problem.heads < ROWS else (2, 0)
         made = [HopperLatentParams(first, each) for each in (*prefetched, 4)]
         return [*made, *(HopperLatentParams(number, prefetched[0]) for number in rest)]
@@ -132,7 +132,7 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
         right=options.right,
         splits=params.num_key_splits,
         prefetched=params.prefetched,
-        parts=params.num_key_splits > 1 or inputs.softmax_aux is not None,
+        partial=params.num_key_splits > 1 or inputs.softmax_aux is not None,
     )
     query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)
     if call.rows % SWIZZLE_ROWS:
@@ -140,7 +140,7 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
     pages = inputs.key.reshape(call.num_pages, call.page_size, LATENT_DIM)
     out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
     out, lse = out[..., : call.rows, :], lse[..., : call.rows]
-    if call.parts:
+    if call.partial:
         sinks = sinks_lse(inputs.softmax_aux)
         if sinks is not None:
             sinks = jnp.tile(sinks, call.q_length)
@@ -149,15 +149,19 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
 
 
 def _combined(out: jax.Array, lse: jax.Array, sinks: jax.Array, dtype: DTypeLike) -> tuple[Any, Any]:
-    """The results of all splits, the first axis, from those of each; ``sinks`` of the rows take part without values."""
-    largest = lse.max(axis=0)
+    """The results of all splits, the first axis, from the partial ones.
+
+    Args:
+      sinks: of each row, or None: one more key, without a value.
+    """
+    max_lse = lse.max(axis=0)
     if sinks is not None:
-        largest = jnp.maximum(largest, sinks)
-    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    weights = jnp.exp(lse - shift)
-    total = weights.sum(axis=0)
+        max_lse = jnp.maximum(max_lse, sinks)
+    shift = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)
+    scale = jnp.exp(lse - shift)
+    total = scale.sum(axis=0)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    combined = (out * weights[..., None]).sum(axis=0).astype(dtype)
+    scale = scale / jnp.where(total == 0.0, 1.0, total)
+    combined = (out * scale[..., None]).sum(axis=0).astype(dtype)
     return combined, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

@@ -1,45 +1,51 @@
-"""What there is to do for attention over pages of latents on Hopper: shared memory, and the tiles of each program."""
+"""Shared memory of `latent`, and the part of the work that each CTA has."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
 
-KEYS = 64
-"""Latents of a tile, and what a page has a whole number of."""
+BLOCK_K = 64
+"""Latents of a step; a page has a multiple of them."""
+
+CONSUMERS = 2
 
 LATENT_DIM = 576
 
 VALUE_DIM = 512
 
 HALF = VALUE_DIM // 2
-"""Columns of the output that a warpgroup adds up: 128 registers of each thread."""
+"""Columns of O of a consumer: 128 registers of each thread."""
 
 SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
-"""Columns of the parts in which a tile is loaded: both halves of the value, and the rest, as many as there are keys."""
+"""Columns of the parts in which latents are loaded: both halves of V, and the rest, as wide as P of a step."""
 
 STAGES = 2
-"""Tiles in shared memory at once, beside the queries: a third does not fit."""
+"""Stages of the rings of latents: a third does not fit beside Q."""
+
+NORMALISER = STAGES
+"""Row of ``LatentScratch.scales`` behind those of alpha, which holds 1 / l after the last step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """The shared memory of the kernel: tiles of queries and latents in the halves of the value and the rest."""
+    """The shared memory of the kernel: Q and latents, each in both halves of V and the rest."""
 
     dtype: DTypeLike
 
     @property
     def queries(self) -> tuple[RingPlan, ...]:
-        """The output takes the place of the first two."""
+        """Left, right and rest; the output reuses the first two."""
         return tuple(RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
 
     @property
@@ -52,28 +58,58 @@ class LatentPlan:
 
     @property
     def rest(self) -> RingPlan:
-        """What only logits need of a latent, and then the probabilities of the tile, for both warpgroups."""
+        """The columns that only S needs, then P of the step, which both consumers read."""
         return self._part(LATENT_DIM - VALUE_DIM, 2)
 
     def _part(self, columns: int, consumers: int) -> RingPlan:
-        return RingPlan(SharedTile((KEYS, columns), self.dtype), STAGES, consumers)
+        return RingPlan(SharedTile((BLOCK_K, columns), self.dtype), STAGES, consumers)
 
     @property
     def rings(self) -> tuple[RingPlan, ...]:
         return *self.queries, self.left, self.right, self.rest
 
-    def scratch(self) -> list[Any]:
-        """Of the rings, of what scales sums so far by turns, and of the barrier behind the last of these."""
+    @property
+    def shared_bytes(self) -> int:
+        return sum(ring.shared_bytes for ring in self.rings) + 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentScratch:
+    """The shared memory and the barriers of a CTA.
+
+    Attributes:
+      q_left, q_right, q_rest: rings of one stage.
+      scales: ``[STAGES + 1, 64]`` float32, alpha of a step by its slot, and 1 / l.
+      ready: a barrier for each stage: P and alpha of its step are in shared memory.
+      finished: 1 / l is in shared memory.
+    """
+
+    q_left: Ring
+    q_right: Ring
+    q_rest: Ring
+    left: Ring
+    right: Ring
+    rest: Ring
+    scales: Ref
+    ready: Ref
+    finished: Ref
+
+    @staticmethod
+    def types(plan: LatentPlan) -> list[Any]:
+        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
         return [
-            *ring_scratch(self.rings),
+            *ring_scratch(plan.rings),
             plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(),
         ]
 
-    @property
-    def shared_bytes(self) -> int:
-        return sum(ring.shared_bytes for ring in self.rings) + 1024
+    @classmethod
+    def bind(cls, plan: LatentPlan, refs: Sequence[Ref]) -> Self:
+        """The scratch over the references that the kernel got for ``types``."""
+        rings, (scales, ready, finished) = bind_rings(plan.rings, refs)
+        q_left, q_right, q_rest, left, right, rest = rings
+        return cls(q_left, q_right, q_rest, left, right, rest, scales, ready, finished)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +118,11 @@ class LatentCall:
 
     Attributes:
       q_length: query tokens of each sequence; a sequence's rows are its tokens' heads, token by token.
+      columns: columns of the page table.
       right: keys visible after a query's position, None for all.
-      splits: programs among which the tiles of some rows are shared out.
-      prefetched: how many tiles ahead of its load a latent is brought to the L2 cache, 0 for not at all.
-      parts: whether results come in float32, for each split, to be combined.
+      splits: CTAs that share the keys of 64 rows (Flash-Decoding).
+      prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
+      partial: whether results are partial ones in float32, for each split, to be combined.
     """
 
     sequences: int
@@ -98,7 +135,7 @@ class LatentCall:
     right: int | None
     splits: int
     prefetched: int
-    parts: bool
+    partial: bool
 
     @property
     def rows(self) -> int:
@@ -109,43 +146,56 @@ class LatentCall:
         return -(-self.rows // ROWS)
 
     @property
+    def blocks_per_page(self) -> int:
+        return self.page_size // BLOCK_K
+
+    @property
     def capacity(self) -> int:
         return self.page_size * self.columns
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentWork:
-    """What one program has to do, as scalars on the device: ``total`` tiles from ``first`` on, at least one."""
+    """The work of one CTA, as scalars on the device.
+
+    Attributes:
+      position: position of the sequence's first new token.
+      visible_end: one past the last key that some row sees; 0 for a split without keys.
+      full_end: every row sees the keys before it.
+      first: block of keys of step 0.
+      total: number of steps, at least one.
+    """
 
     sequence: Scalar
     row_tile: Scalar
     split: Scalar
-    position: Scalar  # of the sequence's first new token
-    highest: Scalar  # one past the last key that some row sees, 0 where there is nothing to do
-    lowest: Scalar  # keys before it are seen by every row
+    position: Scalar
+    visible_end: Scalar
+    full_end: Scalar
     first: Scalar
     total: Scalar
 
 
 def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> LatentWork:
+    """The work of a CTA: tiles of a sequence's rows come first, then its splits, then the next sequence."""
     row_tile = lax.rem(program, jnp.int32(call.row_tiles))
     rest = lax.div(program, jnp.int32(call.row_tiles))
     split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))
     length = lax.max(lax.min(lengths_ref[sequence], jnp.int32(FAR)), jnp.int32(0))
     position = length - call.q_length
     length = lax.min(length, jnp.int32(min(call.capacity, FAR)))
-    highest = lowest = length
+    visible_end = full_end = length
     if call.right is not None:
-        # Of the first row and the last one.
+        # By the tokens of the first row and of the last one.
         token = lax.div(row_tile * ROWS, jnp.int32(call.heads))
         last = lax.min(lax.div(row_tile * ROWS + (ROWS - 1), jnp.int32(call.heads)), jnp.int32(call.q_length - 1))
-        highest = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
-        lowest = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
-    tiles = lax.div(highest + (KEYS - 1), jnp.int32(KEYS))
-    each = lax.div(tiles + (call.splits - 1), jnp.int32(call.splits))
-    first = split * each
-    total = lax.min(tiles - first, each)
-    # A program without tiles looks at one of which it sees nothing.
-    highest = jnp.where(total > 0, highest, 0)
+        visible_end = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
+        full_end = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
+    blocks = lax.div(visible_end + (BLOCK_K - 1), jnp.int32(BLOCK_K))
+    per_split = lax.div(blocks + (call.splits - 1), jnp.int32(call.splits))
+    first = split * per_split
+    total = lax.min(blocks - first, per_split)
+    # A split without keys has one step, which is fully masked.
+    visible_end = jnp.where(total > 0, visible_end, 0)
     first = jnp.where(total > 0, first, 0)
-    return LatentWork(sequence, row_tile, split, position, highest, lowest, first, lax.max(total, jnp.int32(1)))
+    return LatentWork(sequence, row_tile, split, position, visible_end, full_end, first, lax.max(total, jnp.int32(1)))

@@ -1,13 +1,40 @@
-"""Attention of packed queries over pages on Hopper: keys and values come by TMA, a page or a part of one at a time.
+"""Attention of packed queries over pages on Hopper: a warp-specialised kernel whose K and V come by TMA from pages.
 
-A program has a tile of queries and a key head: up to 128 / group tokens of one sequence, each with all heads that
-share the key, so that it is loaded once for all of them. One producer warpgroup loads; the other two own 64 rows each,
-and run the product QKᵀ of the next block of keys beside PV of this one (Shah et al., "FlashAttention-3", 2024, section
-3.2). A tile of few rows, such as a token that is decoded, leaves the second one nothing to compute, and waits for
-memory where others wait for the tensor cores: so both kinds are begun side by side.
+A CTA (a Pallas program) has one tile of queries and one key head: up to 128 / group tokens of one sequence, each with
+the ``group`` query heads that share the key head, so that K and V are loaded once for all of them. One producer
+warpgroup loads; two consumer warpgroups own 64 rows (``tokens`` tokens of each head) each. A step is a block of
+``block_k`` keys: a part of one page, or several pages.
+
+======  ===================================================  =====================  ==================================
+symbol  meaning                                              shape                  where it lives
+======  ===================================================  =====================  ==================================
+Q       queries of the tile, row = head, then token          [128, dim]             SMEM: ``rows`` row-major, as TMA
+                                                                                    brings it; ``q_tile`` swizzled
+K, V    keys and values of a step                            [block_k, dim]         SMEM: ``k_ring``, ``v_ring``
+S       QKᵀ; scaled and masked: the logits                   [64, block_k] float32  registers, accumulator of QKᵀ
+P       exp2(logits · multiplier − m)                        [64, block_k]          registers, operand A of PV
+m, l    running max of the logits in base 2, and sum of P    [64] float32           registers
+alpha   exp2(m before the step − m): rescales l and O        [64] float32           registers
+O       PV, summed over the steps                            [64, dim] float32      registers, accumulator of PV
+bits    which of a block's pages are in the page table       one bit for each page  global memory, a scalar for a step
+======  ===================================================  =====================  ==================================
+
+One tile of T steps; time runs to the right, and what stands below each other overlaps (Shah et al., "FlashAttention-3",
+2024, section 3.2)::
+
+    producer        K0 Q          K1 V0      K2 V1      ...  K(T-1) V(T-2)    V(T-1)
+    consumer, MMA           QK0   QK1 PV0    QK2 PV1    ...  QK(T-1) PV(T-2)  PV(T-1)
+    consumer, ALU   swizzle Q  P0    P1 · αO    P2 · αO ...         P(T-1) · αO      O / l, lse -> TMA store
+
+Before PV of a block that is masked in part, both consumers clear the rows of V that no query sees, half of the block
+each. A tile of at most 64 rows, such as one token to decode, leaves the second consumer only this. It is bound by
+memory bandwidth where full tiles are bound by the tensor cores, so that `ordered_work` starts tiles of both kinds side
+by side.
 """
 
-from typing import Any
+import dataclasses
+import functools
+from typing import Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,26 +43,389 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import warpgroup_kernel
-from tilewright.kernels.hopper.ring import Ring, bind_rings
-from tilewright.kernels.hopper.softmax import initial_statistics, normaliser, online_softmax, row_lse, split_scale
+from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.softmax import (
+    RowState,
+    SoftmaxTile,
+    initial_statistics,
+    normaliser,
+    online_softmax,
+    row_lse,
+    split_scale,
+)
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.packed_work import (
     CONSUMERS,
     FIELDS,
     ChunkCall,
+    ChunkPlan,
+    ChunkScratch,
     TileWork,
 )
 from tilewright.kernels.paged_attention.inputs import FAR
 
-REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Registers per thread of a consumer and of the producer, by whether consumers need few."""
-
-VISIT_BITS = 24
-"""Bits of the number of a tile's visit; lengths have 29."""
+STEP_BITS = 24
+"""Bits of the index of a step; lengths have 29, and a step has 128 keys."""
 
 CHUNK = 64
-"""Columns that are read and written at once where rows are cleared."""
+"""Columns of V that are read and written at once where rows are cleared."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkRefs:
+    """References to the operands and results of `chunk_kernel` in global memory."""
+
+    query: Ref
+    key: Ref
+    value: Ref
+    table: Ref
+    bits: Ref
+    work: Ref
+    out: Ref
+    lse: Ref
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkContext:
+    """All that a role of a warpgroup needs.
+
+    Attributes:
+      warpgroup: index of the warpgroup: the consumers, then the producer.
+      order_index: of the tile in the order of ``refs.work``.
+      work: the tile, as it was read at the start.
+      has_work: whether there is a tile at that index.
+      steps: blocks of keys, at least one.
+      first_bits: index in ``refs.bits`` of step 0.
+      full_from, full_until: in these steps every row sees all keys of a block whose pages are all there.
+      zero: 0, but no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array.
+      my_rows: rows of the tile that this consumer owns.
+    """
+
+    call: ChunkCall
+    plan: ChunkPlan
+    refs: ChunkRefs
+    scratch: ChunkScratch
+    warpgroup: jax.Array
+    kv_head: jax.Array
+    order_index: jax.Array
+    work: TileWork
+    has_work: jax.Array
+    steps: jax.Array
+    first_bits: jax.Array
+    full_from: jax.Array
+    full_until: jax.Array
+    zero: jax.Array
+    my_rows: pl.Slice
+
+    @classmethod
+    def of_program(cls, call: ChunkCall, plan: ChunkPlan, refs: ChunkRefs, scratch: ChunkScratch) -> Self:
+        """The context of this CTA. ``tiles_at_once`` CTAs with one key head are followed by those with the next one."""
+        block_k, at_once = call.block_k, call.tiles_at_once
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        within = lax.rem(program, jnp.int32(at_once * call.kv_heads))
+        kv_head = lax.div(within, jnp.int32(at_once))
+        order_index = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(
+            within, jnp.int32(at_once)
+        )
+        work = read_work(call, refs, order_index)
+        has_work = work.tokens > 0
+        first, steps = work.first(block_k), work.total(block_k)
+        return cls(
+            call=call,
+            plan=plan,
+            refs=refs,
+            scratch=scratch,
+            warpgroup=warpgroup,
+            kv_head=kv_head,
+            order_index=order_index,
+            work=work,
+            has_work=has_work,
+            steps=steps,
+            first_bits=work.sequence * call.blocks + first,
+            full_from=lax.div(work.all_low + (block_k - 1), jnp.int32(block_k)) - first,
+            full_until=lax.div(work.all_high, jnp.int32(block_k)) - first,
+            zero=warpgroup * 0,
+            my_rows=pl.ds(warpgroup * ROWS, ROWS),
+        )
+
+    def work_again(self) -> TileWork:
+        """The tile, read anew: what only few blocks need would be kept in registers, and others spilled for it."""
+        return read_work(self.call, self.refs, self.order_index)
+
+    def first_key(self, work: TileWork, step: Scalar) -> jax.Array:
+        """Position of the first key of a step."""
+        return (work.first(self.call.block_k) + step) * self.call.block_k
+
+    def page_bits(self, step: Scalar) -> jax.Array:
+        """Bits of the pages of a step that are there; behind the last step, those of the last one."""
+        return self.refs.bits[self.first_bits + lax.min(step, self.steps - 1)]
+
+    def is_full(self, step: Scalar, bits: jax.Array) -> jax.Array:
+        """True where every row sees all keys of a step."""
+        return (step >= self.full_from) & (step < self.full_until) & (bits == self.call.all_pages)
+
+
+def read_work(call: ChunkCall, refs: ChunkRefs, order_index: Scalar) -> TileWork:
+    """The tile at an index of the order, as scalars."""
+    return TileWork(*(refs.work[field * call.order_length + order_index] for field in range(FIELDS)))
+
+
+def register_split(dim: int) -> RegisterSplit:
+    """Registers of the warpgroups: consumers of narrow heads need few, and leave them to the producer."""
+    return RegisterSplit(232, 40) if dim <= 64 else REGISTERS[CONSUMERS]
+
+
+# The producer.
+
+
+def run_producer(ctx: ChunkContext) -> None:
+    """Loads Q, and K and V of all steps of the tile."""
+    plgpu.set_max_registers(register_split(ctx.plan.dim).producer, action="decrease")
+    call, refs, scratch = ctx.call, ctx.refs, ctx.scratch
+
+    def load_both(step: Scalar, _: None) -> None:
+        # V lags by a step: the consumers release K of a step and V of the one before, in this order.
+        load_block(ctx, scratch.k_ring, refs.key, step)
+        load_block(ctx, scratch.v_ring, refs.value, step - 1)
+
+    def load_queries(piece: Scalar, _: None) -> None:
+        """Loads one head of a warpgroup's tokens. Rows that a tile does not have are filled with any tokens."""
+        half, head = lax.div(piece, jnp.int32(call.group)), lax.rem(piece, jnp.int32(call.group))
+        token = lax.min(ctx.work.token + half * call.tokens, jnp.int32(refs.query.shape[0] - 1))
+        source = refs.query.at[pl.ds(token, call.tokens), ctx.kv_head * call.group + head]
+        target = scratch.rows.at[pl.ds(half * ROWS + head * call.tokens, call.tokens)]
+        plgpu.copy_gmem_to_smem(source, target, scratch.queries_ready)
+
+    load_block(ctx, scratch.k_ring, refs.key, ctx.zero)
+    lax.fori_loop(0, ctx.plan.pieces, load_queries, None)
+    lax.fori_loop(1, ctx.steps, load_both, None)
+    load_block(ctx, scratch.v_ring, refs.value, ctx.zero + (ctx.steps - 1))
+
+
+def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
+    """Loads K or V of a step: a part of one page, or several pages one below the other."""
+    call, work = ctx.call, ctx.work
+    start = ctx.first_key(work, step)
+    column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
+    row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > call.block_k else ctx.zero
+    pages = [ctx.refs.table[column + number] for number in range(call.pages_per_block)]
+    ring.load_from_dram(step, *(ref.at[page, pl.ds(row, call.page_rows), ctx.kv_head] for page in pages))
+
+
+# The consumers.
+
+
+def run_consumer(ctx: ChunkContext) -> None:
+    """Computes this warpgroup's rows of the tile, or helps the other consumer if there are none."""
+    plgpu.set_max_registers(register_split(ctx.plan.dim).consumer, action="increase")
+
+    @pl.when(ctx.work.tokens > ctx.warpgroup * ctx.call.tokens)
+    def _() -> None:
+        pl.run_scoped(functools.partial(attend, ctx), plgpu.ACC((ROWS, ctx.plan.dim), jnp.float32))
+
+    @pl.when(ctx.work.tokens <= ctx.warpgroup * ctx.call.tokens)
+    def _() -> None:
+        attend_without_rows(ctx)
+
+
+def attend(ctx: ChunkContext, acc: Ref) -> None:
+    """Computes and stores out and lse of this warpgroup's rows; ``acc`` is O."""
+    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+    tile_shape = ROWS, ctx.call.block_k
+
+    def qk_alone(scores: Ref) -> jax.Array:
+        k_ring.load_from_shared(ctx.zero)
+        issue_qk(ctx, scores, ctx.zero)
+        return scores[...]
+
+    swizzle_queries(ctx)
+    scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
+    k_ring.release(ctx.zero)
+    bits = ctx.page_bits(ctx.zero)
+    tile = softmax_tile(ctx, scores, ctx.zero, bits, *initial_statistics())
+    # Bits are loaded one step ahead: the softmax need not wait for them.
+    carry = tile.state, ctx.page_bits(ctx.zero + 1)
+    (p, m, row_sum), _ = lax.fori_loop(1, ctx.steps, functools.partial(attend_step, ctx, acc), carry)
+    wait_values(ctx, ctx.steps - 1, ctx.page_bits(ctx.steps - 1))
+    plgpu.wgmma(acc, p, v_ring.get_mma_tile(ctx.steps - 1))
+    out = acc[...]
+    v_ring.release(ctx.steps - 1)
+    store_rows(ctx, out, m, row_sum)
+
+
+def attend_step(
+    ctx: ChunkContext, acc: Ref, step: Scalar, carry: tuple[RowState, jax.Array]
+) -> tuple[RowState, jax.Array]:
+    """QKᵀ and softmax of a step, beside PV of the one before; the carry is the state and the bits of the step."""
+    state, bits = carry
+    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+    bits_before, bits_after = ctx.page_bits(step - 1), ctx.page_bits(step + 1)
+
+    def qk_beside_pv(scores: Ref) -> tuple[RowState, jax.Array]:
+        k_ring.load_from_shared(step)
+        issue_qk(ctx, scores, step)
+        wait_values(ctx, step - 1, bits_before)
+        plgpu.wgmma(acc, state.p, v_ring.get_mma_tile(step - 1))
+        # wait_n=1: QKᵀ is complete, PV may still run.
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+        k_ring.release(step)
+        tile = softmax_tile(ctx, s, step, bits, state.m, state.row_sum)
+        plgpu.wgmma_wait(0)
+        v_ring.release(step - 1)
+        acc[...] = acc[...] * across(tile.alpha, ctx.plan.dim)
+        return tile.state, bits_after
+
+    return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.block_k), jnp.float32))
+
+
+def attend_without_rows(ctx: ChunkContext) -> None:
+    """Releases the slots of all steps, and clears this warpgroup's half of V where that is needed."""
+    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+
+    def one_step(step: Scalar, bits: jax.Array) -> jax.Array:
+        bits_after = ctx.page_bits(step + 1)
+        k_ring.load_from_shared(step)
+        k_ring.release(step)
+        wait_values(ctx, step, bits)
+        v_ring.release(step)
+        return bits_after
+
+    lax.fori_loop(0, ctx.steps, one_step, ctx.page_bits(ctx.zero))
+
+
+def swizzle_queries(ctx: ChunkContext) -> None:
+    """Waits for Q, and copies this warpgroup's rows to where wgmma reads them."""
+    plgpu.barrier_wait(ctx.scratch.queries_ready)
+    rows = plgpu.load(ctx.scratch.rows.at[ctx.my_rows], layout=tile_layout(), optimized=False)
+    ctx.scratch.q_tile.at[ctx.my_rows][...] = rows
+    plgpu.commit_smem()
+
+
+def issue_qk(ctx: ChunkContext, scores: Ref, step: Scalar) -> None:
+    """Issues S = QKᵀ of a step, whose K must have arrived."""
+    # The descriptors of Q do not change from step to step, and would all be kept in registers, others spilled for them:
+    # indexing Q by a zero that depends on the step has them recomputed.
+    zero = opaque_zero(step, STEP_BITS)
+    rows = pl.ds((ctx.warpgroup + zero) * ROWS, ROWS)
+    plgpu.wgmma(scores, ctx.scratch.q_tile.at[rows], ctx.scratch.k_ring.get_mma_tile(step, transposed=True))
+
+
+def softmax_tile(
+    ctx: ChunkContext, scores: jax.Array, step: Scalar, bits: jax.Array, m: jax.Array, row_sum: jax.Array
+) -> SoftmaxTile:
+    """P of a step in the dtype of V, with alpha and the new m and l; ``scores`` is S."""
+    early_scale, multiplier = split_scale(ctx.call.softmax_scale)
+    logits = scores if early_scale == 1.0 else scores * early_scale
+    logits = lax.cond(
+        ctx.is_full(step, bits), lambda x: x, lambda x: jnp.where(visible(ctx, step, bits), x, -jnp.inf), logits
+    )
+    tile = online_softmax(logits, multiplier, m, row_sum)
+    return tile._replace(p=tile.p.astype(ctx.plan.dtype))
+
+
+def visible(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> jax.Array:
+    """The mask of a step, ``[64, block_k]``, True where a key is visible."""
+    call, block_k = ctx.call, ctx.call.block_k
+    # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
+    work = ctx.work_again()
+    end = visible_end(ctx, work, step, bits)
+    key = lax.broadcast_in_dim(masked_absent(ctx, iota(block_k, 1), bits), (ROWS, block_k), [1])
+    row = lax.rem(iota(ROWS, 0), jnp.int32(call.tokens)) + (
+        ctx.warpgroup * call.tokens + (work.position - ctx.first_key(work, step))
+    )
+    right = FAR if call.right is None else call.right
+    mask = key < across(jnp.minimum(row + (right + 1), end), block_k)
+    if call.left is not None:
+        mask &= key >= across(jnp.maximum(row - call.left, work.low - ctx.first_key(work, step)), block_k)
+    return mask
+
+
+def iota(size: int, axis: int) -> jax.Array:
+    """Indices along an axis of an accumulator, of which this thread has its own."""
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
+
+
+def masked_absent(ctx: ChunkContext, key: jax.Array, bits: jax.Array) -> jax.Array:
+    """Indices of keys in their block, those of absent pages beyond every bound."""
+    call = ctx.call
+    if call.pages_per_block == 1:
+        return key
+    page = lax.shift_right_logical(key, jnp.int32(call.page_rows.bit_length() - 1))
+    return jnp.where((lax.shift_right_logical(bits, page) & 1) == 1, key, FAR)
+
+
+def visible_end(ctx: ChunkContext, work: TileWork, step: Scalar, bits: jax.Array) -> jax.Array:
+    """One past the last key of a step that some row sees, counted from the first key of its block."""
+    end = work.high - ctx.first_key(work, step)
+    return jnp.where(bits == 1, end, 0) if ctx.call.pages_per_block == 1 else end
+
+
+def wait_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> None:
+    """Waits for V of a step, and clears its rows that no query sees: they may hold anything, and 0 · NaN is NaN."""
+    ctx.scratch.v_ring.load_from_shared(step)
+
+    @pl.when(jnp.logical_not(ctx.is_full(step, bits)))
+    def _() -> None:
+        clear_masked_values(ctx, step, bits)
+
+
+def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> None:
+    """Zeroes masked rows in this consumer's half of V, and waits for the other consumer to have done the same."""
+    scratch = ctx.scratch
+    work = ctx.work_again()
+    half = ctx.call.block_k // CONSUMERS
+    rows = pl.ds(ctx.warpgroup * half, half)
+    for column in range(0, ctx.plan.dim, CHUNK):
+        chunk = scratch.v_ring.get_mma_tile(step).at[rows, pl.ds(column, CHUNK)]
+        values = plgpu.load(chunk, layout=tile_layout())
+        key = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=tile_layout()) + ctx.warpgroup * half
+        key = masked_absent(ctx, key, bits)
+        some_row_sees = (key < visible_end(ctx, work, step, bits)) & (key >= work.low - ctx.first_key(work, step))
+        chunk[...] = jnp.where(some_row_sees, values, jnp.zeros_like(values))
+    # wgmma reads V through the async proxy, which needs a fence; it reads the other consumer's half, too.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.cleared)
+    plgpu.barrier_wait(scratch.cleared)
+
+
+def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Array) -> None:
+    """Normalises O, and stores out of the tokens that the tile has, and lse of all rows.
+
+    Output rows are staged row-major where this warpgroup's Q came to, and stored by one TMA copy for each head; where
+    the tile has fewer tokens than rows, by one for each row.
+    """
+    call, refs = ctx.call, ctx.refs
+    work = ctx.work_again()
+    scale = normaliser(row_sum)
+    staged = ctx.scratch.rows.at[ctx.my_rows]
+    store_unoptimised(staged, (out * across(scale, ctx.plan.dim)).astype(ctx.plan.dtype))
+    plgpu.commit_smem()
+    token, head = work.token + ctx.warpgroup * call.tokens, ctx.kv_head * call.group
+    my_tokens = lax.min(work.tokens - ctx.warpgroup * call.tokens, jnp.int32(call.tokens))
+
+    def store_tokens(begin: Scalar, size: int) -> None:
+        def store_head(number: Scalar, _: None) -> None:
+            target = refs.out.at[pl.ds(token + begin, size), head + number]
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(number * call.tokens + begin, size)], target)
+
+        lax.fori_loop(0, call.group, store_head, None)
+
+    @pl.when(my_tokens == call.tokens)
+    def _() -> None:
+        store_tokens(ctx.zero, call.tokens)
+
+    @pl.when(my_tokens < call.tokens)
+    def _() -> None:
+        lax.fori_loop(0, my_tokens, lambda begin, _: store_tokens(begin, 1), None)
+
+    lse = row_lse(m, row_sum)
+    refs.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+# The launch.
 
 
 def chunk_kernel(
@@ -58,251 +448,21 @@ def chunk_kernel(
       table, bits: of `present_pages`.
       work: of `ordered_work`.
     """
-    (tokens, _, dim), dtype, block_k, group = query.shape, query.dtype, call.block_k, call.group
-    plan, each, width = call.plan(dtype, dim), call.tokens, call.width
-    every = (1 << call.copies) - 1
-    piece = block_k // call.copies
-    registers = REGISTERS[dim <= 64]
-    early, multiplier = split_scale(call.softmax_scale)
+    plan = call.plan(query.dtype, query.shape[2])
 
     def body(
         q_ref: Ref, k_ref: Ref, v_ref: Ref, table_ref: Ref, bits_ref: Ref, work_ref: Ref, out_ref: Ref, lse_ref: Ref,
-        *refs: Ref,
+        *scratch: Ref,
     ) -> None:  # fmt: skip
-        rows_smem, *scratch = refs
-        (k_ring, v_ring), (q_smem, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), scratch)
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        within = lax.rem(program, jnp.int32(width * call.kv_heads))
-        kv_head = lax.div(within, jnp.int32(width))
-        place = lax.div(program, jnp.int32(width * call.kv_heads)) * width + lax.rem(within, jnp.int32(width))
+        refs = ChunkRefs(q_ref, k_ref, v_ref, table_ref, bits_ref, work_ref, out_ref, lse_ref)
+        ctx = ChunkContext.of_program(call, plan, refs, ChunkScratch.bind(plan, scratch))
+        pl.when(ctx.has_work & (ctx.warpgroup < CONSUMERS))(functools.partial(run_consumer, ctx))
+        pl.when(ctx.has_work & (ctx.warpgroup == CONSUMERS))(functools.partial(run_producer, ctx))
 
-        # What few blocks need is looked up again where they do: kept in registers it has others spilled.
-        def look_up() -> TileWork:
-            return TileWork(*(work_ref[field * call.places + place] for field in range(FIELDS)))
-
-        work = look_up()
-        there = work.tokens > 0
-        first, visits = work.first(block_k), work.total(block_k)
-        own_bits = work.sequence * call.blocks + first
-        # Of these visits every row sees all keys, and some row those of a wider range: whole blocks, from the first on.
-        plain_from = lax.div(work.all_low + (block_k - 1), jnp.int32(block_k)) - first
-        plain_until = lax.div(work.all_high, jnp.int32(block_k)) - first
-        zero = warpgroup * 0  # no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array
-        my_rows = pl.ds(warpgroup * ROWS, ROWS)
-
-        def start_of(work: TileWork, visit: Scalar) -> Any:
-            """The position of the first key of a visit."""
-            return (work.first(block_k) + visit) * block_k
-
-        def bits_of(visit: Scalar) -> Any:
-            return bits_ref[own_bits + lax.min(visit, visits - 1)]
-
-        def plain(visit: Scalar, bits: jax.Array) -> Any:
-            """Whether every row sees all keys."""
-            return (visit >= plain_from) & (visit < plain_until) & (bits == every)
-
-        def produce() -> None:
-            def load(ring: Ring, ref: Ref, visit: Scalar) -> None:
-                start = start_of(work, visit)
-                column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
-                row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > block_k else zero
-                pages = [table_ref[column + number] for number in range(call.copies)]
-                ring.load_from_dram(visit, *(ref.at[page, pl.ds(row, piece), kv_head] for page in pages))
-
-            def load_both(visit: Scalar, _: None) -> None:
-                # In the order in which the consumers hand slots back.
-                load(k_ring, k_ref, visit)
-                load(v_ring, v_ref, visit - 1)
-
-            def load_queries(number: Scalar, _: None) -> None:
-                """Of one head and a warpgroup's tokens; those that a tile does not have are any others."""
-                half, head = lax.div(number, jnp.int32(group)), lax.rem(number, jnp.int32(group))
-                token = lax.min(work.token + half * each, jnp.int32(tokens - 1))
-                source = q_ref.at[pl.ds(token, each), kv_head * group + head]
-                target = rows_smem.at[pl.ds(half * ROWS + head * each, each)]
-                plgpu.copy_gmem_to_smem(source, target, queries_ready)
-
-            load(k_ring, k_ref, zero)
-            lax.fori_loop(0, plan.pieces, load_queries, None)
-            lax.fori_loop(1, visits, load_both, None)
-            load(v_ring, v_ref, zero + (visits - 1))
-
-        def iota(size: int, axis: int) -> Any:
-            return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
-
-        def present(place: Scalar, bits: jax.Array) -> Any:
-            """Places of keys in the block, those of pages that are not there beyond every bound."""
-            if call.copies == 1:
-                return place
-            page = lax.shift_right_logical(place, jnp.int32(piece.bit_length() - 1))
-            return jnp.where((lax.shift_right_logical(bits, page) & 1) == 1, place, FAR)
-
-        def end_of(work: TileWork, visit: Scalar, bits: jax.Array) -> Any:
-            """One past the last place that some row sees."""
-            end = work.high - start_of(work, visit)
-            return jnp.where(bits == 1, end, 0) if call.copies == 1 else end
-
-        def fill(visit: Scalar, bits: jax.Array) -> None:
-            """Waits for values, with zeros for those that no row sees, which may be anything: 0 · NaN is NaN."""
-            v_ring.load_from_shared(visit)
-
-            @pl.when(jnp.logical_not(plain(visit, bits)))
-            def _() -> None:
-                # Each consumer has a half of the rows.
-                work = look_up()
-                half = block_k // CONSUMERS
-                rows = pl.ds(warpgroup * half, half)
-                for column in range(0, dim, CHUNK):
-                    chunk = v_ring.get_mma_tile(visit).at[rows, pl.ds(column, CHUNK)]
-                    held = plgpu.load(chunk, layout=tile_layout())
-                    place = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=tile_layout()) + warpgroup * half
-                    place = present(place, bits)
-                    kept = (place < end_of(work, visit, bits)) & (place >= work.low - start_of(work, visit))
-                    chunk[...] = jnp.where(kept, held, jnp.zeros_like(held))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(cleared)
-                plgpu.barrier_wait(cleared)
-
-        def visible(visit: Scalar, bits: jax.Array) -> Any:
-            # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
-            work = look_up()
-            end = end_of(work, visit, bits)
-            key = lax.broadcast_in_dim(present(iota(block_k, 1), bits), (ROWS, block_k), [1])
-            row = lax.rem(iota(ROWS, 0), jnp.int32(each)) + (warpgroup * each + (work.position - start_of(work, visit)))
-            right = FAR if call.right is None else call.right
-            seen = key < across(jnp.minimum(row + (right + 1), end), block_k)
-            if call.left is not None:
-                seen &= key >= across(jnp.maximum(row - call.left, work.low - start_of(work, visit)), block_k)
-            return seen
-
-        def softmax(
-            products: jax.Array, visit: Scalar, bits: jax.Array, m: jax.Array, total: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-            """Probabilities, what scales earlier ones, and the new statistics."""
-            logits = products if early == 1.0 else products * early
-            logits = lax.cond(
-                plain(visit, bits), lambda x: x, lambda x: jnp.where(visible(visit, bits), x, -jnp.inf), logits
-            )
-            p, scale, m, total = online_softmax(logits, multiplier, m, total)
-            return p.astype(dtype), scale, m, total
-
-        def swizzle_queries() -> None:
-            plgpu.barrier_wait(queries_ready)
-            q_smem.at[my_rows][...] = plgpu.load(rows_smem.at[my_rows], layout=tile_layout(), optimized=False)
-            plgpu.commit_smem()
-
-        def scores_of(scores: Ref, visit: Scalar) -> None:
-            # Addresses that do not change from block to block would all be kept in registers, and others spilled. So
-            # they hang on the visit, of which there are not so many.
-            none = opaque_zero(visit, VISIT_BITS)
-            rows = pl.ds((warpgroup + none) * ROWS, ROWS)
-            plgpu.wgmma(scores, q_smem.at[rows], k_ring.get_mma_tile(visit, transposed=True))
-
-        def attend(acc: Ref) -> None:
-            def alone(scores: Ref) -> Any:
-                k_ring.load_from_shared(zero)
-                scores_of(scores, zero)
-                return scores[...]
-
-            def visit_one(visit: Scalar, carry: Any) -> Any:
-                p, m, total, bits = carry
-                bits_before, bits_after = bits_of(visit - 1), bits_of(visit + 1)
-
-                def overlapped(scores: Ref) -> Any:
-                    k_ring.load_from_shared(visit)
-                    scores_of(scores, visit)
-                    fill(visit - 1, bits_before)
-                    plgpu.wgmma(acc, p, v_ring.get_mma_tile(visit - 1))
-                    products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                    k_ring.release(visit)
-                    p_after, scale, m_after, total_after = softmax(products, visit, bits, m, total)
-                    plgpu.wgmma_wait(0)
-                    v_ring.release(visit - 1)
-                    acc[...] = acc[...] * across(scale, dim)
-                    return p_after, m_after, total_after, bits_after
-
-                return pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_k), jnp.float32))
-
-            swizzle_queries()
-            products = pl.run_scoped(alone, plgpu.ACC((ROWS, block_k), jnp.float32))
-            k_ring.release(zero)
-            bits = bits_of(zero)
-            m, total = initial_statistics()
-            p, _, m, total = softmax(products, zero, bits, m, total)
-            p, m, total, _ = lax.fori_loop(1, visits, visit_one, (p, m, total, bits_of(zero + 1)))
-            fill(visits - 1, bits_of(visits - 1))
-            plgpu.wgmma(acc, p, v_ring.get_mma_tile(visits - 1))
-            out = acc[...]
-            v_ring.release(visits - 1)
-            store(out, m, total)
-
-        def store(out: jax.Array, m: jax.Array, total: jax.Array) -> None:
-            """Of the tokens that there are; rows lie where the warpgroup's queries came to."""
-            work = look_up()
-            weight = normaliser(total)
-            held = rows_smem.at[my_rows]
-            store_unoptimised(held, (out * across(weight, dim)).astype(dtype))
-            plgpu.commit_smem()
-            token, head = work.token + warpgroup * each, kv_head * group
-            mine = lax.min(work.tokens - warpgroup * each, jnp.int32(each))
-
-            def copy(begin: Scalar, size: int) -> None:
-                def of_head(number: Scalar, _: None) -> None:
-                    target = out_ref.at[pl.ds(token + begin, size), head + number]
-                    plgpu.copy_smem_to_gmem(held.at[pl.ds(number * each + begin, size)], target)
-
-                lax.fori_loop(0, group, of_head, None)
-
-            @pl.when(mine == each)
-            def _() -> None:
-                copy(zero, each)
-
-            @pl.when(mine < each)
-            def _() -> None:
-                lax.fori_loop(0, mine, lambda begin, _: copy(begin, 1), None)
-
-            lse = row_lse(m, total)
-            lse_ref.at[work.tile, kv_head, warpgroup][...] = lse
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def attend_none() -> None:
-            """No row is this warpgroup's: it hands slots back, and has its half of the values to clear."""
-
-            def visit_one(visit: Scalar, bits: jax.Array) -> Any:
-                after = bits_of(visit + 1)
-                k_ring.load_from_shared(visit)
-                k_ring.release(visit)
-                fill(visit, bits)
-                v_ring.release(visit)
-                return after
-
-            lax.fori_loop(0, visits, visit_one, bits_of(zero))
-
-        @pl.when(there & (warpgroup < CONSUMERS))
-        def _() -> None:
-            plgpu.set_max_registers(registers[0], action="increase")
-
-            @pl.when(work.tokens > warpgroup * each)
-            def _() -> None:
-                pl.run_scoped(attend, plgpu.ACC((ROWS, dim), jnp.float32))
-
-            @pl.when(work.tokens <= warpgroup * each)
-            def _() -> None:
-                attend_none()
-
-        @pl.when(there & (warpgroup == CONSUMERS))
-        def _() -> None:
-            plgpu.set_max_registers(registers[1], action="decrease")
-            produce()
-
-    kernel = warpgroup_kernel(
-        body,
-        (
-            jax.ShapeDtypeStruct(query.shape, dtype),
-            jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
-        ),
-        plan.scratch(),
-        call.places * call.kv_heads,
-        CONSUMERS + 1,
+    out_type = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
     )
+    programs = call.order_length * call.kv_heads
+    kernel = warpgroup_kernel(body, out_type, ChunkScratch.types(plan), programs, CONSUMERS + 1)
     return kernel(query, key, value, table, bits, work)

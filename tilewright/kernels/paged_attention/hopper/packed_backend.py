@@ -1,4 +1,4 @@
-"""Attention of packed queries over pages in Pallas Mosaic GPU, on Hopper: what is served, and how it is laid out."""
+"""Attention of packed queries over pages on Hopper, in Pallas Mosaic GPU: support, configs, the call of the kernel."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,7 +18,7 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
 BLOCK_K = 128
-"""Keys of a tile; a page has a whole number of tiles, or a tile of pages."""
+"""Keys of a step; a page has a multiple of them, or a divisor."""
 
 
 @stable_id(
@@ -27,10 +27,10 @@ BLOCK_K = 128
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperChunkParams:
-    """How the kernel is cut.
+    """Config of the kernel.
 
     Attributes:
-      num_stages: tiles of keys, and of values, in shared memory at once.
+      num_stages: stages of the rings of K and of V.
     """
 
     num_stages: int = 2
@@ -54,7 +54,7 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem
         return self.candidates(problem, device, direction)[0]
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperChunkParams]:
-        # Of three stages the number takes a division, by which registers are spilled.
+        # Not three: the slot of a step would take a division, for which ptxas spills registers.
         listed = [HopperChunkParams(2), HopperChunkParams(4)]
         return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
 
@@ -106,7 +106,7 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     call, tokens, sequences = _call(problem, params), problem.tokens, problem.sequences
     assert inputs.page_table is not None
     assert inputs.value is not None
-    # Tokens before and behind those of the sequences are as if of sequences without keys.
+    # Tokens before and behind those of the sequences become two more sequences, without keys.
     cum = jnp.pad(boundaries(inputs.cum_q_lens, tokens), (1, 1), constant_values=((0, tokens),))
     lengths = jnp.pad(inputs.kv_lengths, 1)
     each = CONSUMERS * call.tokens
@@ -117,9 +117,9 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     work = ordered_work(plan, of_tiles, call)
     out, lse = chunk_kernel(inputs.query, inputs.key, inputs.value, table, bits, work, call=call)
 
-    # In a program that does not return lse, nothing is left of this.
+    # XLA removes this if lse is unused.
     owners = packed_tokens(cum, tokens, sequences + 2, None)
-    half, place = jnp.divmod(owners.offset % each, call.tokens)
+    consumer, token = jnp.divmod(owners.offset % each, call.tokens)
     lse = lse[..., : call.group * call.tokens].reshape(call.tiles, call.kv_heads, CONSUMERS, call.group, call.tokens)
-    lse = lse[starts[owners.sequence] + owners.offset // each, :, half, :, place]
+    lse = lse[starts[owners.sequence] + owners.offset // each, :, consumer, :, token]
     return out, lse.reshape(tokens, problem.heads)

@@ -1,7 +1,11 @@
-"""What there is to do for packed queries over pages on Hopper: shared memory, tiles in order, the pages that exist."""
+"""Host side of `packed`: shared memory, the order of the tiles of queries, and the pages that are there.
+
+Sizes are static; what depends on lengths and on the page table is computed by XLA before the kernel.
+"""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +14,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan, ring_scratch
+from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
 
@@ -24,46 +29,37 @@ BLOCK_ROWS = CONSUMERS * ROWS
 RESERVED = 2080
 """Shared memory for the remaining barriers and alignment, in bytes."""
 
-TOGETHER = 48
-"""Tiles of a key head that are begun before those of the next one: they find its keys in the cache."""
+TILES_AT_ONCE = 48
+"""Tiles of a key head that are started before those of the next one: they find its K and V in the L2 cache."""
 
-TILE_COST = 2
-"""What a tile takes besides its blocks of keys, in blocks."""
+TILE_OVERHEAD = 2
+"""Cost of a tile besides its steps, in steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """The shared memory of the kernel; ``copies`` of pages make a block of keys, ``pieces`` a tile of queries."""
+    """The shared memory of the kernel.
+
+    Attributes:
+      pages_per_block: TMA copies that fill a stage of K or V, one of each page.
+      pieces: TMA copies that fill Q, one of each head of each consumer.
+    """
 
     dtype: DTypeLike
     dim: int
     block_k: int
     num_stages: int
-    copies: int
+    pages_per_block: int
     pieces: int
 
     @property
     def keys(self) -> RingPlan:
         tile = SharedTile((self.block_k, self.dim), self.dtype)
-        return RingPlan(tile, self.num_stages, CONSUMERS, copies=self.copies)
+        return RingPlan(tile, self.num_stages, CONSUMERS, copies=self.pages_per_block)
 
     @property
     def queries(self) -> SharedTile:
         return SharedTile((BLOCK_ROWS, self.dim), self.dtype)
-
-    def scratch(self) -> list[Any]:
-        """Rings of keys and values; queries as they come, and as the product wants them; barriers: all pieces have
-        come, and values have been cleared.
-
-        Queries come, and outputs go, row by row: TMA swizzles whole groups of 8 rows only, from every eighth row on.
-        """
-        return [
-            plgpu.SMEM(self.queries.shape, self.dtype),
-            *ring_scratch((self.keys, self.keys)),
-            self.queries.scratch(),
-            plgpu.Barrier(num_arrivals=self.pieces),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
-        ]
 
     @property
     def shared_bytes(self) -> int:
@@ -71,14 +67,52 @@ class ChunkPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ChunkScratch:
+    """The shared memory and the barriers of a CTA.
+
+    Attributes:
+      rows: Q as TMA brings it, then the output: row-major, for TMA swizzles only whole groups of 8 rows that start at a
+        multiple of 8, and a head's tokens need not.
+      q_tile: Q swizzled, as wgmma reads it.
+      queries_ready: all pieces of Q have arrived in ``rows``.
+      cleared: both consumers have cleared masked rows of V.
+    """
+
+    rows: Ref
+    k_ring: Ring
+    v_ring: Ring
+    q_tile: Ref
+    queries_ready: Ref
+    cleared: Ref
+
+    @staticmethod
+    def types(plan: ChunkPlan) -> list[Any]:
+        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
+        return [
+            plgpu.SMEM(plan.queries.shape, plan.dtype),
+            *ring_scratch((plan.keys, plan.keys)),
+            plan.queries.scratch(),
+            plgpu.Barrier(num_arrivals=plan.pieces),
+            plgpu.Barrier(num_arrivals=CONSUMERS),
+        ]
+
+    @classmethod
+    def bind(cls, plan: ChunkPlan, refs: Sequence[Ref]) -> Self:
+        """The scratch over the references that the kernel got for ``types``."""
+        rows, *others = refs
+        (k_ring, v_ring), (q_tile, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), others)
+        return cls(rows, k_ring, v_ring, q_tile, queries_ready, cleared)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkCall:
     """The static half of a call.
 
     Attributes:
-      tiles: of queries, at most.
+      tiles: tiles of queries, at most.
       group: query heads of a key head.
-      page_size: a whole number of blocks of keys, or the other way round.
-      columns: of the page table, a whole number of blocks.
+      page_size: a multiple of ``block_k``, or a divisor.
+      columns: columns of the page table, a whole number of blocks.
       left, right: keys visible before and after a query's position, None for all.
     """
 
@@ -95,27 +129,37 @@ class ChunkCall:
 
     @property
     def tokens(self) -> int:
-        """Of a warpgroup's rows, in which those of a head lie side by side."""
+        """Tokens of a consumer, whose 64 rows are these for each head of the group, head by head."""
         return ROWS // self.group
 
     @property
-    def width(self) -> int:
-        """Tiles of a key head that are begun side by side."""
-        return min(TOGETHER, self.tiles)
+    def tiles_at_once(self) -> int:
+        """Tiles of a key head that are started side by side."""
+        return min(TILES_AT_ONCE, self.tiles)
 
     @property
-    def places(self) -> int:
-        """Of tiles in their order: a whole number of widths, of which the last ones may have none."""
-        return -(-self.tiles // self.width) * self.width
+    def order_length(self) -> int:
+        """Length of the order of tiles, a multiple of ``tiles_at_once``: the last indices may have no tile."""
+        return -(-self.tiles // self.tiles_at_once) * self.tiles_at_once
 
     @property
     def capacity(self) -> int:
         return self.page_size * self.columns
 
     @property
-    def copies(self) -> int:
-        """Pages of a block of keys."""
+    def pages_per_block(self) -> int:
+        """Pages of a block of keys, 1 where a page has several blocks."""
         return max(self.block_k // self.page_size, 1)
+
+    @property
+    def page_rows(self) -> int:
+        """Keys of a block that one page has."""
+        return self.block_k // self.pages_per_block
+
+    @property
+    def all_pages(self) -> int:
+        """The bits of a block whose pages are all there."""
+        return (1 << self.pages_per_block) - 1
 
     @property
     def blocks(self) -> int:
@@ -123,15 +167,20 @@ class ChunkCall:
         return self.capacity // self.block_k
 
     def plan(self, dtype: DTypeLike, dim: int) -> ChunkPlan:
-        return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.copies, CONSUMERS * self.group)
+        return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.pages_per_block, CONSUMERS * self.group)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileWork:
-    """What there is to do for tiles, as arrays or, in the kernel, as scalars.
+    """Tiles of queries and the keys that they see, as arrays or, in the kernel, as scalars.
 
-    Some row sees keys from ``low`` on and before ``high``, every row those from ``all_low`` on and before ``all_high``.
-    ``tile`` is the number in the plan, and ``token`` the first of the packed ones.
+    Attributes:
+      tile: index of the tile in the plan.
+      token: first token, among the packed ones.
+      tokens: number of tokens, 0 where there is no tile.
+      position: position of the first token in its sequence.
+      low, high: some row sees keys from ``low`` on, and before ``high``.
+      all_low, all_high: every row sees keys from ``all_low`` on, and before ``all_high``.
     """
 
     tile: jax.Array
@@ -157,13 +206,14 @@ FIELDS = len(dataclasses.fields(TileWork))
 
 
 def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
-    """A `TileWork` of all places in the order in which tiles are best begun, flat; a place without a tile has no rows.
+    """A `TileWork` of ``order_length`` tiles, flat, in the order in which they are started.
 
-    The costliest come first, those of one warpgroup and those of two each at a steady pace: as much of the one kind's
-    cost has been begun as of the other's.
+    The costliest tiles come first. Those that fill one consumer and those that fill two are interleaved, so that at any
+    time the same share of each kind's total cost has been started: the former are bound by memory bandwidth, the latter
+    by the tensor cores.
 
     Args:
-      lengths: of the sequences of the plan, ``[tiles]``.
+      lengths: lengths of the sequences of the plan's tiles, ``[tiles]``.
     """
     length = jnp.clip(lengths, 0, min(call.capacity, FAR))
     low, high, all_low, all_high = jnp.zeros_like(length), length, jnp.zeros_like(length), length
@@ -173,29 +223,30 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     if call.left is not None:
         low = jnp.clip(plan.position - call.left, 0, length)
         all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
-    nothing = high <= low
-    low, high = jnp.where(nothing, 0, low), jnp.where(nothing, 0, high)
+    no_keys = high <= low
+    low, high = jnp.where(no_keys, 0, low), jnp.where(no_keys, 0, high)
     number = jnp.arange(call.tiles, dtype=jnp.int32)
     work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high)
-    cost = jnp.where(plan.rows > 0, work.total(call.block_k) + TILE_COST, 0)
+    cost = jnp.where(plan.rows > 0, work.total(call.block_k) + TILE_OVERHEAD, 0)
 
     def before(key: jax.Array) -> jax.Array:
-        """``[tiles, tiles]``: whether the second tile comes before the first, a smaller key first."""
+        """``[tiles, tiles]``, True where the second tile comes before the first: a smaller key first."""
         return (key[None] < key[:, None]) | ((key[None] == key[:, None]) & (number[None] < number[:, None]))
 
-    # By comparison of all with all: sorting takes a GPU longer.
+    # Tiles of both kinds are ordered by the share of their kind's cost that starts before them; those without tokens
+    # are last. Ranks by comparing all tiles with all: sorting takes a GPU longer.
     short = plan.rows <= call.tokens
-    alike = short[None] == short[:, None]
-    begun, all_alike = (jnp.where(which & alike, cost, 0).sum(axis=1) for which in (before(-cost), True))
-    share = jnp.where(plan.rows > 0, begun / jnp.maximum(all_alike, 1), 2.0)
-    place = before(share).sum(axis=1, dtype=jnp.int32)
+    same_kind = short[None] == short[:, None]
+    started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
+    share = jnp.where(plan.rows > 0, started / jnp.maximum(total, 1), 2.0)
+    rank = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
-    ordered = jnp.zeros((FIELDS, call.places), jnp.int32)
-    return ordered.at[:, place].set(fields, unique_indices=True).reshape(-1)
+    ordered = jnp.zeros((FIELDS, call.order_length), jnp.int32)
+    return ordered.at[:, rank].set(fields, unique_indices=True).reshape(-1)
 
 
 def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
-    """The table without what is no page, and for each block of keys the bits of those of its pages that are there.
+    """The page table, with 0 for what is no page, and for each block of keys the bits of its pages that are there.
 
     Args:
       page_table: ``[sequences, columns]``, at most ``call.columns``.
@@ -204,10 +255,10 @@ def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tup
       int32 ``[sequences · call.columns]`` and ``[sequences · call.blocks]``.
     """
     table = jnp.pad(page_table, ((0, 0), (0, call.columns - page_table.shape[1])), constant_values=-1)
-    there = (table >= 0) & (table < num_pages)
+    present = (table >= 0) & (table < num_pages)
     if call.page_size > call.block_k:
-        bits = jnp.repeat(there.astype(jnp.int32), call.page_size // call.block_k, axis=1)
+        bits = jnp.repeat(present.astype(jnp.int32), call.page_size // call.block_k, axis=1)
     else:
-        bit = jnp.asarray(1 << np.arange(call.copies), jnp.int32)
-        bits = (there.reshape(len(table), call.blocks, call.copies) * bit).sum(axis=2, dtype=jnp.int32)
-    return jnp.where(there, table, 0).reshape(-1), bits.reshape(-1)
+        bit = jnp.asarray(1 << np.arange(call.pages_per_block), jnp.int32)
+        bits = (present.reshape(len(table), call.blocks, call.pages_per_block) * bit).sum(axis=2, dtype=jnp.int32)
+    return jnp.where(present, table, 0).reshape(-1), bits.reshape(-1)

@@ -51,7 +51,7 @@ class ChunkedPrefillPagedDecode(PagedAttentionKernel):
         query_start_loc: ArrayLike,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
         keys, values = arguments.block_arrays(key_cache, value_cache)
         lengths = arguments.lengths_array("seq_lens", seq_lens, None)

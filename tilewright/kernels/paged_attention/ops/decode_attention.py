@@ -51,7 +51,7 @@ class DecodeAttention(PagedAttentionKernel):
         page_table: ArrayLike | None = None,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
         layout = "[sequences, kv_length, kv_heads, head_dim], or pages"
         keys, values = arguments.cache_arrays(key, arguments.required("value", value), layout)

@@ -82,7 +82,7 @@ class MlaDecode(PagedAttentionKernel):
         scale: ArrayLike | None = None,
         **options: Unpack[LatentOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         layout = "[sequences, heads, head_dim] or [sequences, q_length, heads, head_dim]"
         queries = arguments.query_array(query, (3, 4), layout)
         latents = as_array("latent_pages", latent_pages)
@@ -128,7 +128,7 @@ def mla_decode(*args: Any, **kwargs: Any) -> Any:
       lengths: ``[sequences]`` integers: tokens in the cache, the new ones included.
       kv_lora_rank: elements of the value; 512 in all published models.
       causal: a query sees the latents up to its own position.
-      scale: what stored latents are multiplied by: a number, or broadcastable to ``[num_pages, page_size, 1]`` with
+      scale: factor of stored latents: a number, or broadcastable to ``[num_pages, page_size, 1]`` with
         rank 3. int8 needs it.
       softmax_scale: 1/√head_dim by default; models give that of their heads before the absorption.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None

@@ -43,7 +43,7 @@ class PageAttention(PagedAttentionKernel):
         lengths: ArrayLike,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
         keys, values = arguments.page_arrays(key_pages, value_pages)
         sequences = queries.shape[0]

@@ -48,7 +48,7 @@ class RaggedDecodeAttention(PagedAttentionKernel):
         ends: ArrayLike,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
         layout = "[sequences, kv_length, kv_heads, head_dim]"
         keys, values = arguments.cache_arrays(key, arguments.required("value", value), layout)

@@ -69,7 +69,7 @@ class RaggedPageAttention(PagedAttentionKernel):
         causal: bool = True,
         **options: Unpack[ServingOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
         keys, values = arguments.page_arrays(key_pages, value_pages)
         if (new_key is None) != (new_value is None):

@@ -65,7 +65,7 @@ class UnifiedAttention(PagedAttentionKernel):
         v_descale: ArrayLike | None = None,
         **options: Unpack[UnifiedOptions],
     ) -> Call:
-        """Checks a call and gives the core's problem."""
+        """Checks a call and returns the core's problem."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
         keys, values = arguments.block_arrays(key_cache, value_cache)
         lengths = arguments.lengths_array("seqused_k", seqused_k, None)
@@ -89,7 +89,7 @@ class UnifiedAttention(PagedAttentionKernel):
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with ``None`` for a side without a bound, which is −1 here."""
+    """Returns (left, right) with ``None`` for a side without a bound, which vLLM writes as −1."""
     try:
         left, right = (operator.index(side) for side in window_size)
     except (TypeError, ValueError):
@@ -119,9 +119,9 @@ def unified_attention(*args: Any, **kwargs: Any) -> Any:
       softcap: ``c · tanh(logits / c)`` after scale and slopes; 0 for none.
       alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits.
       sinks: extra logits without values, ``[heads]`` or ``[heads, n]``.
-      k_descale: what stored keys are multiplied by: a number, or broadcastable to ``[num_blocks, block_size,
+      k_descale: factor by which stored keys are multiplied: a number, or broadcastable to ``[num_blocks, block_size,
         kv_heads]`` with rank 3. int8 needs it.
-      v_descale: likewise, of the values.
+      v_descale: the same for the values.
 
     Returns:
       ``[tokens, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for.

@@ -62,7 +62,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         platform: PlatformOption = None,
         cfg: Any = None,
     ) -> Call:
-        """Checks a call; pages without heads get one."""
+        """Checks a call; adds a head axis to pages of latents."""
         pages, new = as_array("key_pages", key_pages), as_array("key", key)
         headless = len(pages.shape) == 3
         if headless:
@@ -112,13 +112,13 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         kv_dtype: str,
         **_: Any,
     ) -> WriteInputs:
-        """Prepared arguments as the backends take them."""
+        """The prepared arguments in the form that backends take."""
         return WriteInputs(
             key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
         )
 
     def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
-        """The arrays of the cache that there are, in the shapes in which they came."""
+        """The arrays of the cache that exist, in the caller's shapes."""
         key, *others = results
         if headless:
             key = key.reshape(*key.shape[:2], key.shape[3])
@@ -131,7 +131,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         return self.outputs(inputs, write_reference(inputs), **kwargs)
 
     def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
-        """Normal arrays, a table of distinct pages as far as there are any, lengths of at least half."""
+        """Normal arrays, a table of distinct pages if there are enough, lengths of at least half."""
         pages, value_pages, key_scale, value_scale, new, value, table, lengths, cum = invocation.abstract_args
         draw = Draw(key)
         counts = draw.counts(new.shape[0], lengths.shape[0])
@@ -150,7 +150,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
             )
         return args, dict(invocation.abstract_kwargs)
 
-    # No core_dims: a scatter follows the types of the pages, and what is written is split as they are.
+    # No core_dims: a scatter follows the types of the pages, and the new tokens are split likewise.
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Bytes of the new tokens, read once and written once."""
@@ -160,7 +160,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """Nothing, where all tokens are dropped and the pages are donated."""
+        """Zero: all tokens may be dropped, and the pages donated."""
         return Cost(0.0, 0.0)
 
 
@@ -188,8 +188,8 @@ def update_pages(*args: Any, **kwargs: Any) -> Any:
       cfg: a config to use instead of the selected one.
 
     Returns:
-      New pages of keys, of values if there are any, and their scales if there are any. A token whose place does not
-      exist is dropped; of several for one place the last stays.
+      New pages of keys, of values if there are any, and their scales if there are any. A token whose page does not
+      exist is dropped; if several tokens have the same page and row, the last one stays.
 
     Raises:
       ValueError, TypeError: a wrong argument; the message holds its value.

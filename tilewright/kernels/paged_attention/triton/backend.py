@@ -17,28 +17,28 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
 LARGEST_DIM = 512
-"""Of the elements of a key or value in one product; a latent may have 64 more."""
+"""Elements of a key or value in one MMA; a latent may have 64 more, in a second."""
 
 PROGRAMS_PER_CORE = 8
-"""Programs for each multiprocessor, from which the number of splits follows: two or three run at once, and several
-rounds of them level out that some end earlier."""
+"""Programs per SM, from which the number of splits follows: two or three run at once, and several rounds of them even
+out that some end earlier."""
 
 ENOUGH_PER_CORE = 3.5
-"""Programs for each multiprocessor that are not split: combining costs more than waiting for the last of them."""
+"""Programs per SM from which keys are not split: combining costs more than waiting for the last of them."""
 
 MIN_BLOCKS = 4
-"""Blocks of keys that a split should have, for its partial results are written and read again."""
+"""Steps that a split should have, for its partial results are written and read again."""
 
 MAX_SPLITS = 256
 
 LARGEST_SHARED_BYTES = 227 << 10
-"""Of a block, where the device's own limit is not known."""
+"""Shared memory of a CTA where the device's own limit is not known."""
 
 
 class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, FwdParams]):
-    """Float16, bfloat16 and float32; its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and launch.
+    """Serves float16, bfloat16 and float32, with any cache; float32 is multiplied without tensor cores.
 
-    A product of float32 is computed in float32, without tensor cores.
+    Its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and those of the launch.
     """
 
     platform: ClassVar[Platform] = Platform.TRITON
@@ -59,7 +59,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         return why
 
     def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> FwdParams:
-        """By what a sweep on an H200 found (benchmarks/results/nvidia-h200/serving_sweep.json)."""
+        """The config by a sweep on an H200 (benchmarks/results/nvidia-h200/serving_sweep.json)."""
         wide = power_of_two(max(problem.head_dim, problem.value_dim)) > 256
         block_g = min(power_of_two(problem.groups), 64)
         rows = 1
@@ -69,12 +69,12 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         block_m = max(rows * block_g, MIN_DOT)
         narrow = problem.dtype.itemsize <= 2
         half = _half(problem)
-        # Widened elements take registers of their own: 64 rows and four warps then spill.
+        # Converted elements take registers of their own: 64 rows and four warps then spill.
         if wide or block_m >= (64 if half else 128):
             warps = 8
         else:
             warps = 2 if half or (problem.paged and problem.page_size < 16 and block_m < 64) else 4
-        # One buffer is enough where many programs share a multiprocessor, and leaves room for them.
+        # One buffer is enough where many programs share an SM, and leaves room for them.
         stages = 2 if wide or not narrow or (block_m < 64 and not half) else 3
 
         def params(block_n: int, warps: int = warps) -> FwdParams:
@@ -86,7 +86,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
                 num_stages=stages,
             )
 
-        # Where keys take few instructions, one warp for each page needs no other, and no page's number is waited for.
+        # Where keys take few instructions, a warp with a page a step needs no other warp, and waits for no page number.
         if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scaled_alike:
             return params(16, 1)
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
@@ -115,7 +115,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
     def config_reasons(
         self, problem: PagedProblem, device: Device, direction: Direction, params: FwdParams
     ) -> list[str]:
-        """Products need sides of 16, and what the stages hold has to fit into shared memory."""
+        """MMAs need sides of 16, the stages of the pipeline must fit shared memory, and O registers."""
         block_n, why = params.kv_blocksize or 64, []
         for name, size in (("q_blocksize", params.q_blocksize or 1), ("kv_blocksize", block_n)):
             if size != power_of_two(size):
@@ -127,8 +127,8 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         elements += 0 if problem.options.latent_dim is not None else power_of_two(problem.value_dim)
         block_m = max((params.q_blocksize or 1) * min(power_of_two(problem.groups), 64), MIN_DOT)
         stored = block_n * elements * problem.kv_dtype.itemsize * (params.num_stages or 1)
-        widened = problem.kv_dtype != problem.dtype and not _half(problem)
-        held = (block_n * elements if widened else 0) + block_m * (power_of_two(main) + block_n)
+        converted = problem.kv_dtype != problem.dtype and not _half(problem)
+        held = (block_n * elements if converted else 0) + block_m * (power_of_two(main) + block_n)
         most = max_shared_bytes(device, LARGEST_SHARED_BYTES)
         if stored + held * problem.dtype.itemsize > most:
             why.append(f"{params.num_stages} stages of {block_n} keys do not fit into {most} bytes of shared memory")
@@ -150,7 +150,6 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     tokens, heads, value_dim = problem.tokens, problem.heads, problem.value_dim
     block_g, block_q = min(power_of_two(problem.groups), 64), params.q_blocksize or 1
     splits = params.num_key_splits or 1
-    main, rest = _dims(problem.head_dim, value_dim, options.latent_dim is not None)
     absent = jnp.zeros((0,), jnp.int32)
     per_sequence = 1
     tiles, owned = absent, None
@@ -162,11 +161,8 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     else:
         per_sequence = -(-options.q_length // block_q)
         count = problem.sequences * per_sequence
-    half = _half(problem)
-    least = MIN_DOT * (2 if half else 1)
     float_absent = jnp.zeros((0,), jnp.float32)
     sinks = float_absent if inputs.softmax_aux is None else inputs.softmax_aux
-    sink_sizes = {"num_sinks": problem.sinks, "block_sinks": power_of_two(max(problem.sinks, 1))}
     arrays = [
         inputs.query,
         inputs.key,
@@ -180,46 +176,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         float_absent if inputs.alibi_slopes is None else inputs.alibi_slopes,
         sinks,
     ]
-    constants: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim,
-        "value_dim": value_dim,
-        "page_size": problem.page_size,
-        "columns": 1 if inputs.page_table is None else inputs.page_table.shape[1],
-        "capacity": problem.capacity,
-        "q_length": options.q_length or 1,
-        "tiles_per_sequence": per_sequence,
-        "paged": problem.paged,
-        "packed": problem.packed,
-        "latent": inputs.value is None,
-        "has_starts": problem.starts,
-        "has_key_scale": inputs.key_scale is not None,
-        "has_value_scale": inputs.value_scale is not None,
-        **_strides("key_scale", inputs.key_scale),
-        **_strides("value_scale", inputs.value_scale),
-        "has_slopes": problem.alibi,
-        **sink_sizes,
-        "softmax_scale": options.softmax_scale,
-        "soft_cap": options.logits_soft_cap or 1.0,
-        "has_soft_cap": options.logits_soft_cap is not None,
-        "left": options.left or 0,
-        "has_left": options.left is not None,
-        "right": options.right or 0,
-        "has_right": options.right is not None,
-        "splits": splits,
-        "block_q": block_q,
-        "block_g": block_g,
-        "block_m": max(block_q * block_g, MIN_DOT),
-        "block_n": params.kv_blocksize or 64,
-        "block_d": power_of_two(main, least),
-        "block_r": power_of_two(rest, least) if rest else 0,
-        "block_v": power_of_two(value_dim, least),
-        "tile_dim": main,
-        "exact": problem.dtype.itemsize > 2,
-        "stages": params.num_stages or 2,
-        "half": half,
-    }
+    constants = _constants(inputs, problem, params, block_g, per_sequence)
     part = (splits,) if splits > 1 else ()
     results = [
         jax.ShapeDtypeStruct((tokens, heads, *part, value_dim), jnp.float32 if part else problem.dtype),
@@ -248,24 +205,77 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
             grid=[tokens, heads],
             constants={
                 "heads": heads, "value_dim": value_dim, "splits": splits, "block_s": power_of_two(splits, 1),
-                "block_v": block_v, **sink_sizes,
+                "block_v": block_v, **_sink_sizes(problem),
             },
             num_warps=8 if power_of_two(splits) * block_v > 8192 else 4,
         )  # fmt: skip
     if owned is None:
         return out, lse
-    # What belongs to no sequence was not written.
+    # Tokens of no sequence were not written.
     nothing, nothing_lse = empty_forward(inputs)
     return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
 
 
+def _constants(
+    inputs: PagedInputs, problem: PagedProblem, params: FwdParams, block_g: int, tiles: int
+) -> dict[str, Any]:
+    """The constants of `kernels.attend`; ``tiles`` are those of a sequence, where queries are not packed."""
+    options, block_q, half = inputs.options, params.q_blocksize or 1, _half(problem)
+    main, rest = _dims(problem.head_dim, problem.value_dim, options.latent_dim is not None)
+    min_dim = MIN_DOT * (2 if half else 1)
+    return {
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "page_size": problem.page_size,
+        "columns": 1 if inputs.page_table is None else inputs.page_table.shape[1],
+        "capacity": problem.capacity,
+        "q_length": options.q_length or 1,
+        "tiles_per_sequence": tiles,
+        "paged": problem.paged,
+        "packed": problem.packed,
+        "latent": inputs.value is None,
+        "has_starts": problem.starts,
+        "has_key_scale": inputs.key_scale is not None,
+        "has_value_scale": inputs.value_scale is not None,
+        **_strides("key_scale", inputs.key_scale),
+        **_strides("value_scale", inputs.value_scale),
+        "has_slopes": problem.alibi,
+        **_sink_sizes(problem),
+        "softmax_scale": options.softmax_scale,
+        "soft_cap": options.logits_soft_cap or 1.0,
+        "has_soft_cap": options.logits_soft_cap is not None,
+        "left": options.left or 0,
+        "has_left": options.left is not None,
+        "right": options.right or 0,
+        "has_right": options.right is not None,
+        "splits": params.num_key_splits or 1,
+        "block_q": block_q,
+        "block_g": block_g,
+        "block_m": max(block_q * block_g, MIN_DOT),
+        "block_n": params.kv_blocksize or 64,
+        "block_d": power_of_two(main, min_dim),
+        "block_r": power_of_two(rest, min_dim) if rest else 0,
+        "block_v": power_of_two(problem.value_dim, min_dim),
+        "tile_dim": main,
+        "exact": problem.dtype.itemsize > 2,
+        "stages": params.num_stages or 2,
+        "half": half,
+    }
+
+
 def _dims(head_dim: int, value_dim: int, latent: bool) -> tuple[int, int]:
-    """The elements of a key in the first product, and in the second."""
+    """Elements of a key in the first MMA, and in the second."""
     return (value_dim, head_dim - value_dim) if latent else (head_dim, 0)
 
 
+def _sink_sizes(problem: PagedProblem) -> dict[str, int]:
+    return {"num_sinks": problem.sinks, "block_sinks": power_of_two(max(problem.sinks, 1))}
+
+
 def _strides(name: str, scale: jax.Array | None) -> dict[str, int]:
-    """Of a scale by page, row and head; 0 where it is broadcast."""
+    """Strides of a scale for page, row and head; 0 where it is broadcast."""
     if scale is None:
         return {f"{name}_{axis}": 0 for axis in ("page", "row", "head")}
     pages, rows, heads = scale.shape
@@ -277,13 +287,13 @@ def _strides(name: str, scale: jax.Array | None) -> dict[str, int]:
 
 
 def _half(problem: PagedProblem) -> bool:
-    """Whether stored elements have one byte and are multiplied in float16, two neighbours at a time."""
+    """True where stored elements have one byte, and are multiplied in float16 as pairs."""
     in_pairs = problem.head_dim % 2 == problem.value_dim % 2 == 0
     return problem.kv_dtype.itemsize == 1 and problem.dtype.itemsize == 2 and in_pairs
 
 
 def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, warps: int) -> int:
-    """Enough that few long sequences fill the device, from the bounds that shapes give; lengths are not looked at."""
+    """Splits of the keys so that few long sequences fill the device, by shapes alone; lengths are not read."""
     tiles = problem.sequences * -(-problem.longest_q // block_q)
     if problem.packed:
         tiles = max(problem.sequences, -(-problem.tokens // block_q))

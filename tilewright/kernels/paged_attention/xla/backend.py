@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: the backend that runs anywhere."""
+"""Paged attention in plain XLA: the backend for every device."""
 
 import math
 from collections.abc import Iterable
@@ -13,21 +13,21 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
 CPU_BYTES = 4 << 20
-"""Of gathered keys and values, and of logits, that are in work at once: about what caches hold."""
+"""Bytes of gathered keys, values and logits processed at once: about the size of caches."""
 
 ACCELERATOR_BYTES = 1 << 29
-"""There a step of a loop costs more than memory does."""
+"""The same on an accelerator, where a loop step costs more than memory traffic."""
 
-LARGEST_BLOCK_Q = 128
+MAX_BLOCK_Q = 128
 
 SYMBOLIC_BLOCK_Q = 16
-"""Where the number of tokens is a symbolic dimension: decoded tokens waste little of a tile, chunks fill several."""
+"""Query rows per tile if the number of tokens is a symbolic dimension: decoding wastes little, chunks fill several."""
 
 
 class XlaPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, FwdParams]):
     """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
 
-    ``blocksize_heads`` counts the score matrices (query tiles × heads) in work at once.
+    ``blocksize_heads`` is the number of score matrices (query tiles × heads) processed at once.
     """
 
     platform: ClassVar[Platform] = Platform.XLA
@@ -42,8 +42,8 @@ class XlaPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Resul
 
     def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
         sizes = (128, 256, 512, 1024) if device.kind == "cpu" else (256, 512, 1024, 2048, 4096)
-        made = [_params(problem, device, size) for size in sizes]
-        return [params for params in dict.fromkeys(made) if params != self.heuristic(problem, device, direction)]
+        params_list = [_params(problem, device, size) for size in sizes]
+        return [params for params in dict.fromkeys(params_list) if params != self.heuristic(problem, device, direction)]
 
     def forward(self, inputs: PagedInputs, params: FwdParams) -> Results:
         """``(out, lse)``; lse is float32, or float64 for float64 queries."""
@@ -60,7 +60,7 @@ def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
         block_q = at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
         return FwdParams(q_blocksize=block_q, kv_blocksize=at_most(problem.capacity, block_k), blocksize_heads=1)
     mean = math.ceil(problem.tokens / max(problem.sequences, 1))
-    block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, LARGEST_BLOCK_Q, max(problem.longest_q, 1))
+    block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, MAX_BLOCK_Q, max(problem.longest_q, 1))
     block_k = max(min(block_k, problem.capacity), 1)
     tile = block_k * (problem.kv_heads * (problem.head_dim + problem.value_dim) + problem.heads * block_q) * 4
     budget = CPU_BYTES if device.kind == "cpu" else ACCELERATOR_BYTES

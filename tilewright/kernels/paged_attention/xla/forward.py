@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: pages are gathered in blocks into an online softmax, some query tiles at once.
+"""Paged attention in plain XLA: gathers pages in blocks into an online softmax, several query tiles at once.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Kwon et al., "Efficient Memory Management
 for Large Language Model Serving with PagedAttention" (2023).
@@ -23,11 +23,11 @@ from tilewright.kernels.sharding import vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type State = tuple[jax.Array, jax.Array, jax.Array]
-"""Maximum, sum of exponentials and weighted sum of values of rows."""
+"""Row maximum, row sum of exponentials, and unnormalised output."""
 
 
 class Tiles(NamedTuple):
-    """Query tiles, each of one sequence: ``first`` is the position of a tile's first row, ``rows`` how many it has."""
+    """Query tiles, each of one sequence: ``first`` is a tile's first position, ``rows`` its number of rows."""
 
     query: Float[Array, "tiles block_q kv_heads groups head_dim"]
     sequence: Int[Array, " tiles"]
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Keys and values of one block of positions of each tile."""
+    """Keys and values of one block of positions for each tile."""
 
     key: Float[Array, "tiles block_k kv_heads head_dim"]
     value: Float[Array, "tiles block_k kv_heads value_dim"]
@@ -49,37 +49,39 @@ class Block(NamedTuple):
 def paged_forward(inputs: PagedInputs, block_q: int, block_k: int, tiles_at_once: int) -> Results:
     """``(out, lse)``; lse is float32, or float64 for float64 queries."""
     inputs = vary_over(varying_axes(inputs), inputs)
-    tiles, back = _tiles(inputs, block_q)
+    tiles, token_rows = _tiles(inputs, block_q)
     count = tiles.rows.shape[0]
     at_once = min(tiles_at_once, count) if isinstance(count, int) else count
     if at_once == count:
         out, lse = _attend(inputs, tiles, block_k)
     else:
-        # What fills the last step up has no rows, and so no keys to look at.
+        # Padding tiles of the last step have no rows, and so no keys to read.
         padded = jax.tree.map(lambda x: _padded(x, -count % at_once), tiles)
         steps = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), padded)
         stacked = lax.map(lambda step: _attend(inputs, step, block_k), steps)
         out, lse = (x.reshape(-1, *x.shape[2:])[:count] for x in stacked)
     tokens, heads, _ = inputs.query.shape
-    if back is None:
+    if token_rows is None:
         return out.reshape(tokens, heads, -1), lse.reshape(tokens, heads)
-    place, owned = back
-    out, lse = (x.reshape(-1, heads, *x.shape[4:])[place] for x in (out, lse))
-    nothing, nothing_lse = empty_forward(inputs)
-    return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
+    row_of_token, owned = token_rows
+    out, lse = (x.reshape(-1, heads, *x.shape[4:])[row_of_token] for x in (out, lse))
+    empty_out, empty_lse = empty_forward(inputs)
+    return jnp.where(owned[:, None, None], out, empty_out), jnp.where(owned[:, None], lse, empty_lse)
 
 
 def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
-    """The tiles, and for each token the row of all tiles' rows that is its; ``None`` where rows are tokens."""
+    """The tiles, and for each token its row among the rows of all tiles; ``None`` if rows are tokens."""
     tokens, heads, head_dim = inputs.query.shape
     kv_heads, q_length = inputs.key.shape[2], inputs.options.q_length
     sequences, lengths = inputs.sequences, bounded(inputs.kv_lengths)
     shape = (block_q, kv_heads, heads // kv_heads, head_dim)
     if q_length is not None and q_length % block_q == 0:
-        per = q_length // block_q
-        tile = jnp.arange(sequences * per, dtype=jnp.int32)
-        first = lengths[tile // per] - q_length + tile % per * block_q
-        return Tiles(inputs.query.reshape(-1, *shape), tile // per, first, jnp.full_like(tile, block_q)), None
+        tiles_per_sequence = q_length // block_q
+        tile = jnp.arange(sequences * tiles_per_sequence, dtype=jnp.int32)
+        first = lengths[tile // tiles_per_sequence] - q_length + tile % tiles_per_sequence * block_q
+        return Tiles(
+            inputs.query.reshape(-1, *shape), tile // tiles_per_sequence, first, jnp.full_like(tile, block_q)
+        ), None
 
     cum = inputs.cum_q_lens
     if cum is None:
@@ -89,9 +91,9 @@ def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     token = plan.token[:, None] + jnp.arange(block_q)
     query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(-1, *shape)
     at = packed_tokens(cum, tokens, sequences, None)
-    place = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
-    place = jnp.clip(place, 0, query.shape[0] * block_q - 1)
-    return Tiles(query, plan.sequence, plan.position, plan.rows), (place, at.owned)
+    row_of_token = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
+    row_of_token = jnp.clip(row_of_token, 0, query.shape[0] * block_q - 1)
+    return Tiles(query, plan.sequence, plan.position, plan.rows), (row_of_token, at.owned)
 
 
 def _padded(x: jax.Array, count: int) -> Any:
@@ -101,7 +103,7 @@ def _padded(x: jax.Array, count: int) -> Any:
 def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
     """``(out [tiles, block_q, kv_heads, groups, value_dim], lse [...])`` of some tiles."""
     options = inputs.options
-    # Of the positions that any row sees, the first and the one after the last.
+    # The range of positions that any row sees: the first one, and the one after the last.
     low = jnp.zeros_like(tiles.first)
     if inputs.kv_starts is not None:
         low = bounded(inputs.kv_starts)[tiles.sequence]
@@ -119,21 +121,21 @@ def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
         position = start[:, None] + index * block_k + jnp.arange(source.block_k, dtype=jnp.int32)
         return _step(inputs, tiles, source.read(tiles.sequence, position, low, end), state)
 
-    greatest, total, weighted = lax.fori_loop(0, steps, step, _initial(inputs, tiles))
+    row_max, total, weighted = lax.fori_loop(0, steps, step, _initial(inputs, tiles))
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
-    lse = greatest + jnp.log(total)
+    lse = row_max + jnp.log(total)
     # [tiles, kv_heads, groups, block_q] to the order of the tokens.
     return jnp.moveaxis(out, 3, 1).astype(inputs.query.dtype), jnp.moveaxis(lse, 3, 1)
 
 
 def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
-    """Greatest logit, normaliser and weighted sum before the first key: the sinks' alone."""
+    """Row maximum, row sum and unnormalised output before the first key: those of the sinks."""
     count, block_q, kv_heads, groups, _ = tiles.query.shape
     shape = (count, kv_heads, groups, block_q)
     sinks = sinks_of(inputs)
     weighted = jnp.zeros((*shape, inputs.value_dim), accumulation_dtype(inputs.query.dtype))
-    greatest, total = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks)
-    return vary_over(varying_axes(inputs), (greatest, total, weighted))
+    row_max, total = (jnp.broadcast_to(part.reshape(1, kv_heads, groups, 1), shape) for part in sinks)
+    return vary_over(varying_axes(inputs), (row_max, total, weighted))
 
 
 def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
@@ -150,37 +152,37 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
         logits = logits + slopes * distance[:, None, None].astype(dtype)
     if options.logits_soft_cap is not None:
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
-    seen = block.present[:, None, :] & (jnp.arange(block_q)[:, None] < tiles.rows[:, None, None])
+    visible = block.present[:, None, :] & (jnp.arange(block_q)[:, None] < tiles.rows[:, None, None])
     if options.left is not None:
-        seen &= distance >= -options.left
+        visible &= distance >= -options.left
     if options.right is not None:
-        seen &= distance <= options.right
-    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+        visible &= distance <= options.right
+    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
 
-    greatest = jnp.maximum(state[0], jnp.max(logits, axis=-1))
-    shift = finite_shift(greatest)
-    weights, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
-    total = state[1] * shrink + jnp.sum(weights, axis=-1)
+    row_max = jnp.maximum(state[0], jnp.max(logits, axis=-1))
+    shift = finite_shift(row_max)
+    probabilities, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
+    total = state[1] * shrink + jnp.sum(probabilities, axis=-1)
     if block.value_scale is not None:
-        weights = weights * _by_head(block.value_scale)
-    product = jnp.einsum(
-        "thgqk,tkhv->thgqv", weights.astype(block.value.dtype), block.value, preferred_element_type=dtype
+        probabilities = probabilities * _by_head(block.value_scale)
+    block_out = jnp.einsum(
+        "thgqk,tkhv->thgqv", probabilities.astype(block.value.dtype), block.value, preferred_element_type=dtype
     )
-    return greatest, total, state[2] * shrink[..., None] + product
+    return row_max, total, state[2] * shrink[..., None] + block_out
 
 
 def _by_head(scale: jax.Array) -> Any:
-    """``[tiles, block_k, kv_heads | 1]`` to where it multiplies logits."""
+    """Reshapes ``[tiles, block_k, kv_heads | 1]`` to broadcast with the logits."""
     return jnp.swapaxes(scale, 1, 2)[:, :, None, None, :]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Reads blocks of a cache: pieces of pages, or slices of rows where there is no table.
+    """Reads blocks of a cache: pieces of pages, or slices of rows without a page table.
 
     Attributes:
-      block_k: positions of a block.
-      piece: positions that lie side by side in a page, of which a block is made.
+      block_k: positions per block.
+      piece: contiguous positions within a page, of which a block is composed.
     """
 
     inputs: PagedInputs
@@ -192,11 +194,11 @@ class Source:
         return cls(inputs, block_k, block_k if inputs.page_table is None else math.gcd(block_k, inputs.page_size))
 
     def read(self, sequence: jax.Array, position: jax.Array, low: jax.Array, end: jax.Array) -> Block:
-        """The block of these positions; only those from ``low`` to ``end`` that have a page are present."""
+        """The block of these positions; those from ``low`` to ``end`` that have a page are present."""
         inputs = self.inputs
         present = (position >= low[:, None]) & (position < end[:, None])
         if inputs.page_table is None:
-            # A slice that would pass the row's end is moved back by JAX: so are its positions.
+            # JAX moves a slice that would exceed the row's end back, and its positions must move with it.
             size = min_dim(self.block_k, inputs.page_size)
             begin = jnp.clip(position[:, 0], 0, jnp.asarray(inputs.page_size - size, jnp.int32))
             moved = begin[:, None] + jnp.arange(size, dtype=jnp.int32)
@@ -204,16 +206,16 @@ class Source:
             present = (moved >= jnp.maximum(low, last)[:, None]) & (moved < end[:, None])
             position, take = moved, lambda array: _slices(array, sequence, begin, size)
         else:
-            page, row, there = self._pieces(inputs.page_table, sequence, position)
-            present = present & jnp.repeat(there, self.piece, axis=1)
+            page, row, exists = self._pieces(inputs.page_table, sequence, position)
+            present = present & jnp.repeat(exists, self.piece, axis=1)
             take = lambda array: self._gathered(array, page, row)  # noqa: E731
         key_scale, value_scale = (self._scale(scale, take, present) for scale in (inputs.key_scale, inputs.value_scale))
-        key, value = self._widened(take(inputs.key)), None
+        key, value = self._promoted(take(inputs.key)), None
         if inputs.value is None:
             value, value_scale = key[..., : inputs.value_dim], key_scale
         else:
-            value = self._widened(take(inputs.value))
-        # What nothing wrote may be NaN, and 0 · NaN is NaN.
+            value = self._promoted(take(inputs.value))
+        # An unwritten value may be NaN, and 0 · NaN is NaN.
         value = jnp.where(present[..., None, None], value, 0)
         return Block(key, value, key_scale, value_scale, position, present)
 
@@ -224,11 +226,11 @@ class Source:
         first = position[:, :: self.piece]
         column = jnp.clip(first // inputs.page_size, 0, columns - 1)
         page = table[sequence[:, None], column]
-        there = (page >= 0) & (page < num_pages)
-        return jnp.where(there, page, 0), first % inputs.page_size, there
+        exists = (page >= 0) & (page < num_pages)
+        return jnp.where(exists, page, 0), first % inputs.page_size, exists
 
     def _gathered(self, array: jax.Array, page: jax.Array, row: jax.Array) -> Any:
-        """Pieces of ``[num_pages, page_size, ...]``, side by side in each tile."""
+        """Gathers pieces of ``[num_pages, page_size, ...]``, contiguous in each tile."""
         num_pages, page_size = array.shape[:2]
         pieces = page_size // self.piece
         split = array.reshape(num_pages, pieces, self.piece, *array.shape[2:])
@@ -243,13 +245,13 @@ class Source:
         taken = take(jnp.broadcast_to(scale, (*self.inputs.key.shape[:2], scale.shape[2])))
         return jnp.where(present[..., None], taken, 0.0)
 
-    def _widened(self, array: jax.Array) -> Any:
+    def _promoted(self, array: jax.Array) -> Any:
         return array if array.dtype == self.inputs.query.dtype else array.astype(self.inputs.query.dtype)
 
 
 def _slices(array: jax.Array, sequence: jax.Array, begin: jax.Array, size: int) -> Any:
-    def one(sequence: jax.Array, begin: jax.Array) -> Any:
+    def slice_row(sequence: jax.Array, begin: jax.Array) -> Any:
         start: list[Index] = [sequence, begin, *[0] * (array.ndim - 2)]
         return lax.dynamic_slice(array, start, (1, size, *array.shape[2:]))[0]
 
-    return jax.vmap(one)(sequence, begin)
+    return jax.vmap(slice_row)(sequence, begin)

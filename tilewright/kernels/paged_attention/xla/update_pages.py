@@ -1,4 +1,4 @@
-"""Writing into pages by XLA's scatter, which writes in place where the pages are donated."""
+"""Writes into pages by XLA's scatter, in place if the pages are donated."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -10,7 +10,7 @@ from tilewright.ops.utils.datacarrier import FwdParams
 
 
 class XlaUpdatePages(InferenceImplementation[WriteInputs, WriteInputs, Cache, FwdParams]):
-    """Serves every problem; it has nothing to tune, so its params are empty."""
+    """Serves every problem; has no params."""
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
@@ -26,5 +26,5 @@ class XlaUpdatePages(InferenceImplementation[WriteInputs, WriteInputs, Cache, Fw
         return []
 
     def forward(self, inputs: WriteInputs, params: FwdParams) -> Cache:
-        """The pages with the tokens in them, and their scales."""
+        """The pages with the new tokens, and their scales."""
         return write_pages(inputs)

@@ -1,1 +1,1 @@
-"""Builds that a tuning has made beside it, in a process of their own."""
+"""Background builds of a tuning, in separate processes."""

@@ -1,4 +1,4 @@
-"""Builds that are made by another process while candidates are measured, and go on when the tuning has ended."""
+"""Builds that another process makes while candidates are measured, and that continue after the tuning."""
 
 import contextlib
 import dataclasses
@@ -17,19 +17,19 @@ from tilewright.ops.tuning.events import BuildFailed, BuildMade, BuildStarted, T
 from tilewright.ops.utils.processes import module_path, usable_cores
 
 TIMEOUT_S = 1800.0
-"""Seconds after which one build is ended: the slowest took 150."""
+"""Seconds after which one build is killed: the slowest took 150."""
 
-# Those that go on by themselves: an object that is collected while its process runs would be warned of.
-_left_alone: list[subprocess.Popen[bytes]] = []
+# Detached processes, kept referenced: collecting a Popen object whose process runs would raise a warning.
+_detached: list[subprocess.Popen[bytes]] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """The order that a process of builds reads from its standard input.
+    """The order that a build process reads from its standard input.
 
     Attributes:
-      builds: each pickled by itself, so that one that cannot be read there fails alone.
-      jobs: compilers at once.
+      builds: each pickled separately, so that one that cannot be unpickled there fails alone.
+      jobs: number of compilers at once.
       timeout_s: seconds for each build.
     """
 
@@ -39,70 +39,70 @@ class Order:
 
 
 class BackgroundBuilds:
-    """Makes builds in processes of their own, at low priority, and knows how far they are.
+    """Makes builds in separate processes at low priority, and tracks their state.
 
-    Each build is made once, whoever asks for it and however often: processes that want the same one wait for each
-    other by the lock of its cache.
+    Each build is made once, however often it is requested: processes that want the same one wait for each other by the
+    lock of its cache.
 
     Args:
-      timeout_s: seconds after which one build is ended, and has failed; ``TIMEOUT_S`` by default.
+      timeout_s: seconds after which one build is killed and counts as failed; ``TIMEOUT_S`` by default.
     """
 
     def __init__(self, timeout_s: float | None = None):
         self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-        self._why: dict[Build, str | None] = {}  # None while it is being made, then why it failed, or ""
+        self._states: dict[Build, str | None] = {}  # None while it is being made, then the reason why it failed, or ""
         self._events: list[TuningEvent] = []
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def add(self, builds: Sequence[Build]) -> None:
-        """Begins with those that are neither made nor begun, in their order."""
-        fresh = [each for each in dict.fromkeys(builds) if each not in self._why]
+        """Starts the builds that are neither made nor started, in their order."""
+        fresh = [each for each in dict.fromkeys(builds) if each not in self._states]
         for each in fresh:
-            self._why[each] = "" if each.is_made() else None
-        wanted = [each for each in fresh if self._why[each] is None]
-        if wanted:
-            self._start(wanted)
+            self._states[each] = "" if each.is_made() else None
+        missing = [each for each in fresh if self._states[each] is None]
+        if missing:
+            self._start(missing)
 
     def is_made(self, build: Build) -> bool:
-        """Tells if a build that was added is there."""
+        """True if a build that was added is made."""
         with self._changed:
-            return self._why[build] == ""
+            return self._states[build] == ""
 
     def failure(self, build: Build) -> str:
-        """Why a build that was added will not come; empty if it did, or may."""
+        """The reason why a build that was added failed; empty if it is made or may still be."""
         with self._changed:
-            return self._why[build] or ""
+            return self._states[build] or ""
 
     @property
     def unfinished(self) -> list[Build]:
-        """Those that are neither made nor given up."""
+        """The builds that are neither made nor failed."""
         with self._changed:
-            return [build for build, why in self._why.items() if why is None]
+            return [build for build, why in self._states.items() if why is None]
 
     def wait(self, seconds: float) -> None:
-        """Returns when something has changed that `news` has not told yet, or after some seconds."""
+        """Returns when there is an event that `news` has not returned yet, or after some seconds."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events), seconds)
 
-    def news(self) -> list[TuningEvent]:
-        """The events since it was asked last."""
+    def take_events(self) -> list[TuningEvent]:
+        """The events since the last call."""
         with self._changed:
             events, self._events = self._events, []
         return events
 
-    def leave(self) -> list[Build]:
-        """Lets what is unfinished go on by itself, also when this process ends; returns it."""
+    def detach(self) -> list[Build]:
+        """Detaches the processes, which continue even when this process ends; returns the unfinished builds."""
         for process in self._processes:
             if process.poll() is None:
-                _left_alone.append(process)
+                _detached.append(process)
         return self.unfinished
 
     def stop(self) -> None:
-        """Ends what is unfinished, with its compilers."""
+        """Ends the processes, with their compilers."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # its compilers are no children of this process: it ends them
+                process.terminate()  # its compilers are no children of this process: it ends them itself
         for process in self._processes:
             try:
                 process.wait(10)
@@ -111,18 +111,18 @@ class BackgroundBuilds:
                 process.wait()
 
     def _start(self, builds: Sequence[Build]) -> None:
-        # A quarter of the cores is the tuner's own: it compiles, too, and its clock must not wait.
+        # A quarter of the cores is left to the tuner, which compiles too and whose clock must not wait.
         spared = max(1, usable_cores() // 4)
         jobs = parallel_compilers((each.memory_bytes for each in builds), spared=spared)
         try:
             order = Order(tuple(map(pickle.dumps, builds)), min(jobs, len(builds)), self._timeout_s)
-        except Exception as error:  # whatever a build's attributes raise
+        except Exception as error:  # a build's attributes may raise anything
             for each in builds:
                 self._end(each, f"it cannot be sent to another process: {error}")
             return
         environment = os.environ | {
             "PYTHONPATH": module_path(),
-            "JAX_PLATFORMS": "cpu",  # the device is for those who measure
+            "JAX_PLATFORMS": "cpu",  # the device is left to the measurements
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "tilewright.ops.tuning.builds.worker"],
@@ -130,47 +130,47 @@ class BackgroundBuilds:
             start_new_session=True, env=environment,
         )  # fmt: skip
         self._processes.append(process)
-        following = threading.Thread(
+        follower = threading.Thread(
             target=self._follow, args=(process, order, tuple(builds)), name="tilewright-builds", daemon=True
         )
-        following.start()
+        follower.start()
 
     def _follow(self, process: subprocess.Popen[bytes], order: Order, builds: Sequence[Build]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        # Here, for the process reads only when it has imported what it needs, and a pipe does not hold it all.
+        # Write in this thread: the process reads only after its imports, and a pipe may not hold everything.
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(pickle.dumps(order))
         for line in process.stdout:
-            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):  # a line of somebody else's
-                said = json.loads(line)
-                build, why = builds[said["index"]], said["why"]
+            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):  # a line from other code
+                message = json.loads(line)
+                build, why = builds[message["index"]], message["why"]
                 if why is None:
-                    self._tell(BuildStarted(str(build)))
+                    self._emit(BuildStarted(str(build)))
                 else:
-                    self._end(build, why, said["seconds"])
+                    self._end(build, why, message["seconds"])
         process.wait()
         for build in builds:
             if build in self.unfinished:
                 self._end(build, f"the process that compiled it ended with code {process.returncode}")
 
     def _end(self, build: Build, why: str, seconds: float = 0.0) -> None:
-        """Notes that a build failed for a reason, or is made if there is none."""
+        """Records that a build failed, or that it is made if ``why`` is empty."""
         with self._changed:
-            self._why[build] = why
-        self._tell(BuildFailed(str(build), why) if why else BuildMade(str(build), seconds))
+            self._states[build] = why
+        self._emit(BuildFailed(str(build), why) if why else BuildMade(str(build), seconds))
 
-    def _tell(self, event: TuningEvent) -> None:
+    def _emit(self, event: TuningEvent) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
 
 
 def build_in_background(builds: Sequence[Build]) -> None:
-    """Has builds made by another process, which goes on by itself."""
+    """Makes builds in another process, which continues when this one ends."""
     background = BackgroundBuilds()
     background.add(builds)
-    background.leave()
+    background.detach()
 
 
 BUILD_IN_BACKGROUND.fill(build_in_background)

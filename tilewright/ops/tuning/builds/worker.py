@@ -1,6 +1,6 @@
-"""The process that makes builds beside a tuning: an order on its standard input, a line for each change on its output.
+"""The process that makes builds for a tuning: reads an order from standard input, prints a line for each change.
 
-Nobody may be listening any more: it goes on until all is made, and the next tuning finds it.
+The reader may be gone: the process continues until all builds are made, and the next tuning finds them.
 """
 
 import concurrent.futures
@@ -18,9 +18,9 @@ from tilewright.errors import BuildError
 from tilewright.ops.kernel.builds import Build, Cancelled
 from tilewright.ops.tuning.builds.background import Order
 
-# Of what a compiler said, the end is evidence enough.
-LAST_WORDS = 2000
-_saying = threading.Lock()
+# Characters kept from the end of a compiler's output.
+MAX_OUTPUT_CHARS = 2000
+_stdout_lock = threading.Lock()
 
 
 def main() -> None:
@@ -30,13 +30,13 @@ def main() -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     with concurrent.futures.ThreadPoolExecutor(order.jobs) as pool:
-        made = [pool.submit(_make, i, each, order.timeout_s, stopped) for i, each in enumerate(order.builds)]
-        while not all(each.done() for each in made):  # a wait for ever would keep the signal's handler from running
-            concurrent.futures.wait(made, timeout=0.2)
+        futures = [pool.submit(_make, i, each, order.timeout_s, stopped) for i, each in enumerate(order.builds)]
+        while not all(each.done() for each in futures):  # an unlimited wait would keep the signal handler from running
+            concurrent.futures.wait(futures, timeout=0.2)
 
 
 def _make(index: int, pickled: bytes, timeout_s: float, stopped: threading.Event) -> None:
-    _say(index, None)
+    _report(index, None)
     began = time.monotonic()
     try:
         build: Build = pickle.loads(pickled)
@@ -46,15 +46,15 @@ def _make(index: int, pickled: bytes, timeout_s: float, stopped: threading.Event
     except Cancelled:
         why = "it was ended" if stopped.is_set() else f"it did not end within {timeout_s:g} s"
     except BuildError as error:
-        why = f"{error}"[-LAST_WORDS:]
-    except Exception as error:  # a module that cannot be imported here, a disk that is full: the others go on
-        why = f"{type(error).__name__}: {error}"[-LAST_WORDS:]
-    _say(index, why, round(time.monotonic() - began, 1))
+        why = f"{error}"[-MAX_OUTPUT_CHARS:]
+    except Exception as error:  # for example an import error or a full disk: the other builds continue
+        why = f"{type(error).__name__}: {error}"[-MAX_OUTPUT_CHARS:]
+    _report(index, why, round(time.monotonic() - began, 1))
 
 
 @contextlib.contextmanager
 def _cancelled_after(seconds: float, stopped: threading.Event) -> Iterator[threading.Event]:
-    """An event that is set after some seconds, or when all shall stop."""
+    """An event that is set after some seconds, or when the process is told to stop."""
     cancelled, over = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -64,21 +64,21 @@ def _cancelled_after(seconds: float, stopped: threading.Event) -> Iterator[threa
                 cancelled.set()
                 return
 
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield cancelled
     finally:
         over.set()
-        watching.join()
+        watcher.join()
 
 
-def _say(index: int, why: str | None, seconds: float = 0.0) -> None:
-    """Tells who started this process that a build was begun, failed, or is made."""
-    with _saying:
+def _report(index: int, why: str | None, seconds: float = 0.0) -> None:
+    """Reports to the parent that a build was started, failed, or is made."""
+    with _stdout_lock:
         try:
             print(json.dumps({"index": index, "why": why, "seconds": seconds}), flush=True)
-        except OSError:  # nobody listens any more
+        except OSError:  # the reader is gone
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
 
 

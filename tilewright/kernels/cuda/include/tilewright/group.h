@@ -1,5 +1,5 @@
-// What a group's shared object exports: included at the end of a generated source, after `kEntries`, whose last row has
-// no name.
+// The C interface of a group's shared object. Generated sources include this last, after they define `kEntries`, the
+// table of variants, whose last row is a terminator without a name.
 #pragma once
 
 #include <exception>
@@ -22,7 +22,7 @@ const tilewright::Entry* find_entry(std::string_view name) {
 
 xla::ffi::Error refuse(const std::string& what) { return xla::ffi::Error::InvalidArgument("tilewright: " + what); }
 
-// Everything that Python established, once more: a program may have been lowered elsewhere, for another device.
+// Repeats the checks that Python made: the program may have been lowered elsewhere, for another device.
 xla::ffi::Error check_call(const tilewright::Entry& entry, const tilewright::Problem& problem,
                            const tilewright::Device& device) {
   if (device.capability < entry.lowest_capability || device.capability >= entry.highest_capability) {
@@ -51,13 +51,14 @@ xla::ffi::Error call_variant(cudaStream_t stream, int32_t ordinal, xla::ffi::Rem
   }
   const tilewright::Problem problem = tilewright::Problem::unpack(fields.begin());
 
-  // XLA runs the devices of a process from several threads and promises nothing of the current device.
+  // XLA runs the devices of a process from several threads and does not promise which device is current.
   tilewright::DeviceGuard guard(ordinal);
   TILEWRIGHT_RETURN_IF_ERROR(tilewright::check(guard.error(), "cudaSetDevice"));
   tilewright::Device device;
   TILEWRIGHT_RETURN_IF_ERROR(tilewright::describe_device(ordinal, &device));
   TILEWRIGHT_RETURN_IF_ERROR(check_call(*entry, problem, device));
 
+  // The last XLA result is the workspace of the call.
   const int64_t needed = entry->workspace(problem);
   auto workspace = outputs.size() == 0 ? std::nullopt : tilewright::output_buffer(arguments, outputs.size() - 1);
   if (!workspace || static_cast<int64_t>(workspace->size_bytes()) < needed) {
@@ -83,6 +84,7 @@ TILEWRIGHT_EXPORT const char* tilewright_variant_name(int64_t index) {
   return 0 <= index && index < kEntryCount ? kEntries[index].name : nullptr;
 }
 
+// out: shared memory in bytes, threads, alignment in elements.
 TILEWRIGHT_EXPORT void tilewright_facts(int64_t index, int64_t* out) {
   const tilewright::Facts facts = kEntries[index].facts();
   out[0] = facts.shared_bytes;
@@ -90,11 +92,12 @@ TILEWRIGHT_EXPORT void tilewright_facts(int64_t index, int64_t* out) {
   out[2] = facts.alignment;
 }
 
+// Bytes of the workspace; `problem` has Problem::kFieldCount fields.
 TILEWRIGHT_EXPORT int64_t tilewright_workspace(int64_t index, const int64_t* problem) {
   return kEntries[index].workspace(tilewright::Problem::unpack(problem));
 }
 
-// Declared first, for the macro below says nothing of its visibility.
+// Declared here with its visibility, because the macro below sets none.
 TILEWRIGHT_EXPORT XLA_FFI_Error* tilewright_call(XLA_FFI_CallFrame* call_frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tilewright_call, call_variant,

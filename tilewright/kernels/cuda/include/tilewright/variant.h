@@ -1,6 +1,6 @@
-// What a kernel variant is made of: included by the generated sources before a table's own header.
+// The interface of a kernel variant; generated sources include this before a table's own header.
 //
-// A variant is a class with three static functions. The first two run on the host and without a GPU.
+// A variant is a class with three static functions. facts and workspace run on the host and need no GPU.
 //
 //   static tilewright::Facts facts();
 //   static int64_t workspace(const tilewright::Problem&);  // bytes
@@ -23,10 +23,11 @@ namespace tilewright {
 
 namespace ffi = xla::ffi;
 
-// The table's fields; generated.
+// One int64_t for each field of the variant table; generated.
 struct Problem;
 
-// The device of the call. `capability` is 90 for 9.0, `shared_memory` what a block may opt in to, in bytes.
+// The device of the call. `capability` is 90 for 9.0; `shared_memory` is the most bytes of shared memory that a CTA may
+// opt in to; `multiprocessors` is the number of SMs.
 struct Device {
   int64_t capability = 0;
   int64_t shared_memory = 0;
@@ -34,15 +35,16 @@ struct Device {
   int ordinal = 0;
 };
 
-// What the compiled kernel needs: shared memory of a block in bytes (static and dynamic), its threads, and the alignment
-// that its requirements ask of sizes, in elements.
+// What the compiled kernel needs: bytes of shared memory per CTA (static and dynamic), threads per CTA, and the
+// alignment in elements that the variant's requirements ask of sizes.
 struct Facts {
   int64_t shared_bytes = 0;
   int64_t threads = 0;
   int64_t alignment = 1;
 };
 
-// The arrays and attributes of one call. The workspace is not among the outputs.
+// The arrays and attributes of one call. The workspace is the last XLA result, but not counted among the outputs that a
+// variant addresses.
 struct Arguments {
   ffi::RemainingArgs inputs;
   ffi::RemainingRets outputs;
@@ -59,14 +61,14 @@ struct Arguments {
     }                                                                      \
   } while (false)
 
-// Success, or an internal error with CUDA's own text.
+// Success, or an internal error with the text of CUDA.
 inline ffi::Error check(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return ffi::Error::Success();
-  (void)cudaGetLastError();  // or the next call that asks for it would report this one
+  (void)cudaGetLastError();  // clear the error: a later cudaGetLastError would report it again
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorName(code) + ": " + cudaGetErrorString(code));
 }
 
-// Arrays. One without elements has a null pointer, whatever address it came with; so has one that is not there.
+// Arrays. An empty or absent array has a null pointer, whatever address XLA passed.
 
 inline std::optional<ffi::AnyBuffer> input_buffer(const Arguments& arguments, size_t index) {
   auto found = arguments.inputs.get<ffi::AnyBuffer>(index);
@@ -125,9 +127,9 @@ ffi::Error attribute(const Arguments& arguments, std::string_view name, T* value
 
 inline constexpr int kMaxDevices = 64;
 
-// The facts of a device, asked of the driver once: they do not change.
+// Fills `device`. The attributes are queried once per device and cached, because they do not change.
 inline ffi::Error describe_device(int ordinal, Device* device) {
-  static std::array<std::atomic<int64_t>, 3 * kMaxDevices> known{};  // 0 is not yet known
+  static std::array<std::atomic<int64_t>, 3 * kMaxDevices> known{};  // 0: not queried yet
   constexpr cudaDeviceAttr kAttributes[] = {cudaDevAttrComputeCapabilityMajor, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                             cudaDevAttrMultiProcessorCount};
   int64_t values[3];
@@ -150,7 +152,7 @@ inline ffi::Error describe_device(int ordinal, Device* device) {
   return ffi::Error::Success();
 }
 
-// Makes a device the current one for as long as it lives.
+// Makes a device the current one during the guard's lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int ordinal) {
@@ -173,7 +175,7 @@ class DeviceGuard {
   cudaError_t error_ = cudaSuccess;
 };
 
-// Lets a kernel have dynamic shared memory beyond the 48 KB that need no asking; once per kernel and device.
+// Opts a kernel in to dynamic shared memory beyond the default limit of 48 KB, once per kernel and device.
 template <auto kernel>
 ffi::Error allow_shared_memory(int64_t bytes) {
   static std::array<std::atomic<int64_t>, kMaxDevices> allowed{};
@@ -190,11 +192,12 @@ ffi::Error allow_shared_memory(int64_t bytes) {
   return ffi::Error::Success();
 }
 
-// Launches `kernel` in clusters of blocks; a cluster of one block needs no compute capability 9.0.
+// Launches `kernel` in thread block clusters. A cluster of one CTA is an ordinary launch, which needs no compute
+// capability 9.0.
 template <auto kernel, class... A>
 ffi::Error launch_clusters(dim3 cluster, dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
                            const A&... args) {
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return ffi::Error::Success();  // nothing to do, which CUDA refuses
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return ffi::Error::Success();  // CUDA rejects an empty grid
   TILEWRIGHT_RETURN_IF_ERROR(allow_shared_memory<kernel>(shared_bytes));
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
@@ -218,11 +221,11 @@ ffi::Error launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stre
   return launch_clusters<kernel>(dim3(1, 1, 1), grid, block, shared_bytes, stream, args...);
 }
 
-// One row of a group's table; generated.
+// One variant in the table of a shared object; generated.
 struct Entry {
   const char* name = nullptr;
   int64_t lowest_capability = 0;
-  int64_t highest_capability = 0;  // not included
+  int64_t highest_capability = 0;                                               // exclusive
   const char* (*unmet)(const Problem&, const Device&, const Facts&) = nullptr;  // the first requirement that fails
   Facts (*facts)() = nullptr;
   int64_t (*workspace)(const Problem&) = nullptr;

@@ -1,0 +1,108 @@
+"""Operands and context of the roles of the kernel for dK and dV of wide heads on Hopper."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.flash_attention.hopper.call import KeyValueResults
+from tilewright.kernels.flash_attention.hopper.params import BLOCK
+from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
+from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
+from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.wide_scores import (
+    QueryIteration,
+    QueryIterations,
+    has_separate_ds_factor,
+)
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.tiles import opaque_zero
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+
+class WideKeyValueOperands[Operand](NamedTuple):
+    """Operands of the kernel, as arrays or references.
+
+    Attributes:
+      statistics: as in ``BackwardCall``, complete.
+      dq_accumulator: None if deterministic.
+      d_bias: the array of a `BiasGradient`; None without one.
+      item_order: the work item of each CTA.
+      tables: of the tile schedule.
+      arrays: for tiles ``[keys, queries]``.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    d_out: Operand
+    statistics: Operand
+    dq_accumulator: Operand | None
+    d_bias: Operand | None
+    item_order: Operand
+    tables: tuple[Operand, ...]
+    arrays: ScoreArrays
+
+
+class WideItem(NamedTuple):
+    """A decoded work item: a tile of 64 keys of a key head."""
+
+    batch: Scalar
+    kv_head: Scalar
+    kv_start: Scalar
+    iterations: QueryIterations
+
+    def coord(self, iteration: QueryIteration) -> TileCoord:
+        """Coordinates of the tile of S of a step."""
+        head, q_start = self.iterations.head(iteration), self.iterations.q_start(iteration)
+        return TileCoord(self.batch, head, q_start, self.kv_start, WIDE_TILE, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WideContext:
+    """All that the roles of the kernel share.
+
+    Attributes:
+      group: query heads of a key head.
+    """
+
+    plan: WideBackwardPlan
+    options: ScoreOptions
+    schedule: TileSchedule
+    kv_heads: int
+    group: int
+    operands: WideKeyValueOperands[Ref]
+    results: KeyValueResults[Ref]
+    scratch: WideKeyValueScratch[Ring, Ref]
+
+    @property
+    def overlaps_next_step(self) -> bool:
+        """True if dP of the next step is computed beside dK, and S beside dV without waiting for the stage of dO."""
+        return self.plan.params.d_out_stages > 1
+
+    @property
+    def p_in_registers(self) -> bool:
+        """True if operand A of dV stays in registers, so that shared memory need not feed it."""
+        return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
+
+    @property
+    def s_accumulator(self) -> object:
+        """The type of the accumulator of S or dP."""
+        return plgpu.ACC(WIDE_TILE, jnp.float32)
+
+    def current_item(self) -> jax.Array:
+        """The work item of the CTA."""
+        return self.operands.item_order[lax.axis_index("program")]
+
+    def decode(self, item: Scalar) -> WideItem:
+        """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
+        b, kv_head, kv_tile = decode_tile_index(item, self.schedule.extent.row_tiles, self.kv_heads)
+        zero = opaque_zero(jnp.int32(0) + item)
+        iterations = QueryIterations.of(
+            self.schedule, self.operands.tables, b, kv_head * self.group, self.group, kv_tile, zero
+        )
+        return WideItem(b, kv_head, kv_tile * BLOCK, iterations)

@@ -1,0 +1,213 @@
+"""Everything that the warpgroup roles of the forward kernel on Hopper share: operands, scratch, the queue of items."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
+from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
+from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
+from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueuedItem:
+    """A work item in the queue of a CTA: its index there, the item, and the one after it, −1 behind the last."""
+
+    index: Scalar
+    item: Scalar
+    next_item: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkItem:
+    """A decoded work item."""
+
+    batch: Scalar
+    head: Scalar
+    q_tile: Scalar
+    steps: Steps
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOperands[Operand]:
+    """The operands of the kernel, as arrays or, in the kernel, as references: a pytree, whose leaves are passed.
+
+    Attributes:
+      query: ``[batch, q_length, heads, head_dim]``.
+      key, value: ``[batch, kv_length, kv_heads, head_dim or value_dim]``.
+      sinks: ``[heads]`` float32, or None.
+      item_starts, item_order: `program_lists` of a persistent kernel; else no starts, and the order only where
+        ``ForwardCall.item_at`` does not compute it.
+      tables: of the tile schedule.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    sinks: Operand | None
+    item_starts: Operand | None
+    item_order: Operand | None
+    tables: tuple[Operand, ...]
+    arrays: ScoreArrays
+
+
+jax.tree_util.register_dataclass(
+    ForwardOperands,
+    data_fields=["query", "key", "value", "sinks", "item_starts", "item_order", "tables", "arrays"],
+    meta_fields=[],
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardScratch:
+    """The shared memory and the barriers of a CTA.
+
+    Attributes:
+      lse: ``[consumers, 64]`` float32, where lse waits for its store.
+      turns: a barrier for each consumer, on which it waits for its turn to issue MMAs under ``ping_pong``.
+      output: ``[block_q, value_dim]``, where O waits for its store; None if it takes the place of Q.
+    """
+
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    lse: Ref
+    turns: Ref
+    output: Ref | None
+
+    @staticmethod
+    def types(plan: ForwardPlan) -> list[Any]:
+        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
+        consumers = plan.params.consumers
+        types = ring_scratch(plan.rings)
+        types.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
+        types.append(plgpu.Barrier(num_barriers=consumers))
+        if plan.own_output:
+            types.append(plan.output.scratch())
+        return types
+
+    @classmethod
+    def bind(cls, plan: ForwardPlan, refs: Sequence[Ref]) -> Self:
+        """The scratch over the references that the kernel got for ``types``."""
+        (q_ring, k_ring, v_ring), (lse, turns, *output) = bind_rings(plan.rings, refs)
+        return cls(q_ring, k_ring, v_ring, lse, turns, output[0] if plan.own_output else None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """The static half of one call.
+
+    Attributes:
+      group: query heads of a key head.
+      item_at: the item of a program of a kernel that is not persistent, where arithmetic gives it.
+      first_masked, later_masked: `masked_steps`.
+      guarded: whether a row may have no visible key so far, so that its m is −∞.
+      softmax_after_pv: whether the softmax waits for the PV in flight, too.
+    """
+
+    options: ScoreOptions
+    schedule: TileSchedule
+    plan: ForwardPlan
+    heads: int
+    group: int
+    item_at: Callable[[Scalar], jax.Array] | None
+    first_masked: bool | None
+    later_masked: bool | None
+    guarded: bool
+    softmax_after_pv: bool
+
+    @property
+    def params(self) -> HopperForwardParams:
+        return self.plan.params
+
+    @property
+    def value_dim(self) -> int:
+        return self.plan.value_dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """All that a role of a warpgroup needs.
+
+    Attributes:
+      out, lse: references to the results in global memory.
+      program: index of the CTA.
+      warpgroup: index of the warpgroup: the consumers, then the producer.
+      my_rows: rows of the tile of queries that this consumer owns.
+    """
+
+    call: ForwardCall
+    operands: ForwardOperands[Ref]
+    out: Ref
+    lse: Ref
+    scratch: ForwardScratch
+    program: jax.Array
+    warpgroup: jax.Array
+    my_rows: pl.Slice
+
+    def decode(self, item: Scalar) -> WorkItem:
+        """The coordinates of a work item and its steps.
+
+        Every call traces the arithmetic anew: nothing of it is carried by a loop.
+        """
+        call = self.call
+        batch, head, q_tile = decode_tile_index(item, call.schedule.extent.row_tiles, call.heads)
+        return WorkItem(batch, head, q_tile, call.schedule.steps(self.operands.tables, batch, head, q_tile))
+
+    def q_start(self, work: WorkItem) -> Scalar:
+        """The first query of this consumer."""
+        return work.q_tile * self.call.params.block_q + self.warpgroup * ROWS
+
+    def ping_pong_wait(self) -> None:
+        """Waits for this consumer's turn to issue MMAs."""
+        if self.call.params.ping_pong:
+            plgpu.barrier_wait(self.scratch.turns.at[self.warpgroup])
+
+    def ping_pong_arrive(self) -> None:
+        """Gives the turn to the next consumer."""
+        if self.call.params.ping_pong:
+            consumers = self.call.params.consumers
+            plgpu.barrier_arrive(self.scratch.turns.at[lax.rem(self.warpgroup + 1, jnp.int32(consumers))])
+
+
+def for_each_item[Carry](
+    ctx: ForwardContext, body: Callable[[QueuedItem, Carry], Carry], start: Callable[[Scalar], Carry]
+) -> None:
+    """Runs ``carry = body(queued, carry)`` over the work items of this CTA, from ``start(first item)`` on."""
+    starts, order = ctx.operands.item_starts, ctx.operands.item_order
+    # A kernel that is not persistent: one item, and no loop around it.
+    if starts is None:
+        item = _single_item(ctx)
+        body(QueuedItem(jnp.int32(0), item, jnp.int32(-1)), start(item))
+        return
+    assert order is not None
+    begin, end = starts[ctx.program], starts[ctx.program + 1]
+
+    def one_item(position: Scalar, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        item, carry = state
+        after = position + 1
+        # Clamped to the last item, behind which the list of another program begins.
+        next_item = jnp.where(after < end, order[lax.min(after, end - 1)], -1)
+        return next_item, body(QueuedItem(position - begin, item, next_item), carry)
+
+    first = order[begin]
+    lax.fori_loop(begin, end, one_item, (first, start(first)))
+
+
+def _single_item(ctx: ForwardContext) -> jax.Array:
+    """The work item of this CTA in a kernel that is not persistent."""
+    if ctx.call.item_at is not None:
+        return ctx.call.item_at(ctx.program)
+    assert ctx.operands.item_order is not None
+    return ctx.operands.item_order[ctx.program]
