@@ -158,6 +158,10 @@ def layer_norm(*args: Any, **kwargs: Any) -> Any:
       bias: ``[columns]``, floating-point of any precision; 0 if ``None``.
       eps: added to the variance.
 
-    Returns, raises: as ``rms_norm``.
+    Returns:
+      As ``rms_norm``.
+
+    Raises:
+      ValueError, TypeError, UnsupportedError: as ``rms_norm``.
     """
     return _LAYER_NORM(*args, **kwargs)

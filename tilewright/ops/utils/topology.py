@@ -126,10 +126,10 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
 def missing_compiler(known: KnownDevice) -> str:
     """Names the missing parts of the compiler for a device; empty if all are installed."""
     if known.kind == "tpu":
-        return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it wants no TPU)"
+        return "" if _is_installed("libtpu") else "libtpu is not installed (pip install libtpu; it needs no TPU)"
     missing = []
     if not any(map(_is_installed, _PLUGINS)):
-        missing.append("JAX's CUDA plugin is not installed (pip install 'jax[cuda13]'; it wants no GPU)")
+        missing.append("JAX's CUDA plugin is not installed (pip install 'jax[cuda13]'; it needs no GPU)")
     if shutil.which("ptxas") is None:
         folder = _packaged_ptxas()
         if folder is None:
