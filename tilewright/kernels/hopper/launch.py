@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.types import Ref
 
 
 def compiler_params() -> Any:
@@ -35,3 +39,48 @@ def warpgroup_kernel(
         thread_name=None if warpgroups is None else "warpgroup",
         compiler_params=compiler_params(),
     )
+
+
+def run_kernel[Operands, Results, Scratch](
+    named_body: Callable[[Operands, Results, Scratch], None],
+    operands: object,
+    results: object,
+    scratch: object,
+    *,
+    num_ctas: int,
+    warpgroups: int | None = None,
+) -> Any:
+    """Runs ``named_body(operands, results, scratch)`` in every CTA; returns arrays in the places of ``results``.
+
+    The three are pytrees, named tuples for instance, and the body gets trees of the same structure with references as
+    leaves. Memory is allocated in the order of the leaves.
+
+    Args:
+      operands: leaves are arrays and references to arrays.
+      results: leaves are ``jax.ShapeDtypeStruct``.
+      scratch: leaves are scratch types, and plans of rings, for which the body gets rings.
+      warpgroups: of a CTA; the body tells them apart by the axis "warpgroup".
+    """
+    arrays, operand_tree = jax.tree.flatten(operands)
+    out_types, result_tree = jax.tree.flatten(results)
+    parts, scratch_tree = jax.tree.flatten(scratch)
+    scratch_types, part_tree = jax.tree.flatten(
+        [part.scratch() if isinstance(part, RingPlan) else part for part in parts]
+    )
+    first_result, first_scratch = len(arrays), len(arrays) + len(out_types)
+
+    def body(*refs: Ref) -> None:
+        part_refs = jax.tree.unflatten(part_tree, refs[first_scratch:])
+        bound = [
+            part.bind(*each) if isinstance(part, RingPlan) else each
+            for part, each in zip(parts, part_refs, strict=True)
+        ]
+        named_body(
+            jax.tree.unflatten(operand_tree, refs[:first_result]),
+            jax.tree.unflatten(result_tree, refs[first_result:first_scratch]),
+            jax.tree.unflatten(scratch_tree, bound),
+        )
+
+    out_type = out_types[0] if len(out_types) == 1 else tuple(out_types)
+    kernel = warpgroup_kernel(body, out_type, scratch_types, num_ctas, warpgroups)
+    return jax.tree.unflatten(result_tree, jax.tree.leaves(kernel(*arrays)))

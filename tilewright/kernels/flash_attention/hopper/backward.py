@@ -62,7 +62,6 @@ from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
-from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
@@ -74,6 +73,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     visible,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, column_layout, opaque_zero, store_unoptimised

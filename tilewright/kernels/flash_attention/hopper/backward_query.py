@@ -46,7 +46,6 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     minus_delta_of,
     rowsum_of_products,
 )
-from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
@@ -59,6 +58,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup

@@ -51,7 +51,6 @@ from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
-from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
@@ -66,6 +65,7 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
     softmax_tile,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, tile_layout

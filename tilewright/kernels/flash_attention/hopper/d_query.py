@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import MAX_TMA_BOX
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
 from tilewright.kernels.hopper.shared import SharedTile

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.d_query import COUNTER_SHAPE, ROW
-from tilewright.kernels.flash_attention.hopper.launch import run_kernel
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar

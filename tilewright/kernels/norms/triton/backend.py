@@ -19,10 +19,10 @@ from tilewright.kernels.norms.triton.params import (
     forward_params,
     kept_elements,
     params_reasons,
-    power_above,
 )
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -268,7 +268,7 @@ def _sum_partials(
     from tilewright.kernels.norms.triton import kernels
 
     groups, programs, columns = (bias_parts if weight is None else weight_parts).shape
-    block_columns = min(max(power_above(columns) // 256, 16), 64)
+    block_columns = min(max(power_of_two(columns) // 256, 16), 64)
     return launch(
         kernels.sum_partials,
         [weight_parts, bias_parts],
@@ -280,7 +280,7 @@ def _sum_partials(
         constants={
             "columns": columns,
             "programs": programs,
-            "block_programs": min(power_above(programs), 4096 // block_columns),
+            "block_programs": min(power_of_two(programs), 4096 // block_columns),
             "block_columns": block_columns,
             "has_weight": weight is not None,
             "has_bias": bias is not None,

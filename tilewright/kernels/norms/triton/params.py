@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.norms.inputs import NormProblem
+from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -28,11 +29,6 @@ MIN_PROGRAMS = 5
 """SMs per program, at most, backward with few rows; more programs would mean more partial sums to add up."""
 
 _NOT_POWERS_OF_TWO = ("num_programs", "num_stages")
-
-
-def power_above(size: int) -> int:
-    """The smallest power of two that is at least ``size``."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def power_below(size: float) -> int:
@@ -141,20 +137,20 @@ def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
     else:
         warps = min(max(power_below(vectors / 64), 8), 16)
     if vectors > 128 * warps:
-        warps = min(power_above(math.ceil(vectors / 128)), 32)
+        warps = min(power_of_two(math.ceil(vectors / 128)), 32)
     rows = 1
     # Narrow rows: at most two loads of a warp. Of 128 bfloat16, 64 rows a program took 12.6 µs, 32 rows 13.6.
     if vectors <= 64:
         rows = power_below(128 / vectors) * (1 if vectors >= 32 else 8)
         while rows > 1 and problem.rows < 4 * sms * rows:
             rows //= 2
-        warps = min(power_above(math.ceil(rows * vectors / 32)), 4)
+        warps = min(power_of_two(math.ceil(rows * vectors / 32)), 4)
     return NormForwardParams(rows, _block_columns(problem, rows, warps), warps)
 
 
 def _block_columns(problem: NormProblem, rows: int, warps: int) -> int:
     """A block that covers the columns; where padding it to a power of two would idle many threads, one load of each."""
-    block, vector = power_above(problem.columns), VECTOR_BYTES // problem.dtype.itemsize
+    block, vector = power_of_two(problem.columns), VECTOR_BYTES // problem.dtype.itemsize
     if block < (1.25 if rows == 1 else 1.5) * problem.columns:
         return block
     return min(block, max(32 * warps * vector // rows, 16))
@@ -172,7 +168,7 @@ def backward_params(problem: NormProblem, device: Device) -> NormBackwardParams:
     if problem.options.kind == "layer" and problem.row_bytes <= 512:
         # A layer norm waits for one reduction more: more programs hide it, and smaller tiles leave registers for them.
         rows, per_sm = max(rows // 2, 1), 2 * per_sm
-    warps = power_above(math.ceil(rows * problem.columns / 640))  # 10 to 20 elements per thread
+    warps = power_of_two(math.ceil(rows * problem.columns / 640))  # 10 to 20 elements per thread
     return _backward_params(problem, sms, rows, per_sm, min(max(warps, 2), 16))
 
 
