@@ -9,8 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.ring import Ring, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.types import Ref
 
 CONSUMERS = 2
 ROWS = 64  # per consumer
@@ -74,13 +76,13 @@ def streaming_matmul(
         out = pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns), jnp.float32))
         out_smem[own_rows] = out.astype(a.dtype)
         plgpu.commit_smem()
-        first = lax.axis_index("block") * CONSUMERS * ROWS + warpgroup * ROWS
+        first = lax.axis_index("program") * CONSUMERS * ROWS + warpgroup * ROWS
         plgpu.copy_smem_to_gmem(out_smem.at[own_rows], out_ref.at[pl.ds(first, ROWS)])
         if fault is not Fault.NO_LAST_WAIT:
             plgpu.wait_smem_to_gmem(0)
 
     def produce(a_ring: Ring, b_ring: Ring, a_ref: Any, b_ref: Any) -> None:
-        rows = pl.ds(lax.axis_index("block") * CONSUMERS * ROWS, CONSUMERS * ROWS)
+        rows = pl.ds(lax.axis_index("program") * CONSUMERS * ROWS, CONSUMERS * ROWS)
 
         @pl.loop(0, steps)
         def _(step: jax.Array) -> None:
@@ -99,19 +101,14 @@ def streaming_matmul(
         a_ring.drain(steps - 1)
         b_ring.drain(steps - 1)
 
-    def body(a_ref: Any, b_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        (a_ring, b_ring), (out_smem,) = bind_rings(plans, scratch)
+    def body(operands: tuple[Ref, Ref], out_ref: Ref, scratch: tuple[Ring, Ring, Ref]) -> None:
+        a_ring, b_ring, out_smem = scratch
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup < CONSUMERS)(lambda: consume(a_ring, b_ring, warpgroup, out_ref, out_smem))
-        pl.when(warpgroup == CONSUMERS)(lambda: produce(a_ring, b_ring, a_ref, b_ref))
+        pl.when(warpgroup == CONSUMERS)(lambda: produce(a_ring, b_ring, *operands))
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype),
-        scratch_types=[*ring_scratch(plans), SharedTile((CONSUMERS * ROWS, columns), a.dtype).scratch()],
-        grid=(a.shape[0] // (CONSUMERS * ROWS),),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(a, b)
+    out_type = jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype)
+    scratch = (*plans, SharedTile((CONSUMERS * ROWS, columns), a.dtype).scratch())
+    num_ctas = a.shape[0] // (CONSUMERS * ROWS)
+    out: jax.Array = run_kernel(body, (a, b), out_type, scratch, num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+    return out

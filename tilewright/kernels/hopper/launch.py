@@ -1,6 +1,6 @@
 """The launch of all kernels: a grid of programs (CTAs) of a few warpgroups, with barriers that the kernels place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,28 +17,6 @@ def compiler_params() -> Any:
     of a tile are reduced within a warp, without shared memory.
     """
     return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
-
-
-def warpgroup_kernel(
-    body: Callable[..., None], out_type: object, scratch: Sequence[Any], programs: int, warpgroups: int | None = None
-) -> Callable[..., Any]:
-    """A kernel over the grid axis "program"; of several warpgroups each has its index on the axis "warpgroup".
-
-    Args:
-      body: takes references to the operands, to the results and to the scratch memory, in this order.
-      programs: CTAs of the grid.
-      warpgroups: warpgroups of a CTA, or None for one without an index.
-    """
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=warpgroups,
-        thread_name=None if warpgroups is None else "warpgroup",
-        compiler_params=compiler_params(),
-    )
 
 
 def run_kernel[Operands, Results, Scratch](
@@ -59,7 +37,8 @@ def run_kernel[Operands, Results, Scratch](
       operands: leaves are arrays and references to arrays.
       results: leaves are ``jax.ShapeDtypeStruct``.
       scratch: leaves are scratch types, and plans of rings, for which the body gets rings.
-      warpgroups: of a CTA; the body tells them apart by the axis "warpgroup".
+      num_ctas: of the grid, whose axis is "program".
+      warpgroups: of a CTA; the body tells them apart by the axis "warpgroup". None is one, without an index.
     """
     arrays, operand_tree = jax.tree.flatten(operands)
     out_types, result_tree = jax.tree.flatten(results)
@@ -81,6 +60,14 @@ def run_kernel[Operands, Results, Scratch](
             jax.tree.unflatten(scratch_tree, bound),
         )
 
-    out_type = out_types[0] if len(out_types) == 1 else tuple(out_types)
-    kernel = warpgroup_kernel(body, out_type, scratch_types, num_ctas, warpgroups)
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_types[0] if len(out_types) == 1 else tuple(out_types),
+        scratch_types=scratch_types,
+        grid=(num_ctas,),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name=None if warpgroups is None else "warpgroup",
+        compiler_params=compiler_params(),
+    )
     return jax.tree.unflatten(result_tree, jax.tree.leaves(kernel(*arrays)))

@@ -10,7 +10,7 @@ consumer. Kernels run without automatic barriers: every ordering is written here
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,17 +76,6 @@ class RingPlan:
     def bind(self, smem: Ref, full: Ref, empty: Ref) -> "Ring":
         """The ring over the references that the kernel got for ``scratch()``."""
         return Ring(self, smem, full, empty)
-
-
-def ring_scratch(plans: Iterable[RingPlan]) -> list[Any]:
-    """Scratch types of several rings, in the order that ``bind_rings`` takes them."""
-    return [part for plan in plans for part in plan.scratch()]
-
-
-def bind_rings(plans: Sequence[RingPlan], scratch: Sequence[Ref]) -> tuple[list["Ring"], Sequence[Ref]]:
-    """The rings over the first references of a kernel's scratch memory, and the other references."""
-    rings = [plan.bind(*scratch[3 * i : 3 * i + 3]) for i, plan in enumerate(plans)]
-    return rings, scratch[3 * len(rings) :]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

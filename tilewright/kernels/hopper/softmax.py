@@ -15,6 +15,17 @@ from tilewright.kernels.hopper.tiles import across, row_constants
 LOG2E = math.log2(math.e)
 
 
+class AttentionResults[Result](NamedTuple):
+    """Results of a kernel that computes attention: their types, references to them, or arrays.
+
+    Attributes:
+      lse: log-sum-exp of the logits of each row, float32.
+    """
+
+    out: Result
+    lse: Result
+
+
 def split_scale(softmax_scale: float) -> tuple[float, float]:
     """The factor that S is multiplied by before ``online_softmax``, and the multiplier there, which must be positive.
 

@@ -7,8 +7,8 @@ head; a step is one of its KV iterations.
 ======  =====================================================  =====================  ================================
 symbol  meaning                                                shape                  where it lives
 ======  =====================================================  =====================  ================================
-Q       queries of an item                                     [block_q, head_dim]    SMEM, ``q_ring``
-K, V    keys and values of a step                              [block_k, ·_dim]       SMEM, ``k_ring`` and ``v_ring``
+Q       queries of an item                                     [block_q, head_dim]    SMEM, ``q``
+K, V    keys and values of a step                              [block_k, ·_dim]       SMEM, ``k`` and ``v``
 S       QKᵀ; with scale, bias, soft cap and mask: the logits   [64, block_k] float32  registers, accumulator of QKᵀ
 P       exp2(logits · multiplier − m), zero where dropped out  [64, block_k]          registers, operand A of PV
 m       running maximum of the logits, in base 2               [64] float32           registers
@@ -47,12 +47,11 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     ForwardCall,
     ForwardContext,
     ForwardOperands,
-    ForwardScratch,
     QueuedItem,
     for_each_item,
 )
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
-from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreArrays,
@@ -63,11 +62,18 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import item_by_arithmetic, program_lists, program_order
-from tilewright.kernels.hopper.softmax import LOG2E, RowState, SoftmaxTile, initial_statistics, online_softmax
+from tilewright.kernels.hopper.softmax import (
+    LOG2E,
+    AttentionResults,
+    RowState,
+    SoftmaxTile,
+    initial_statistics,
+    online_softmax,
+)
 from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -99,15 +105,15 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
 
     def load_both(step: Scalar, _: None) -> None:
         # V lags by a step: the consumers release K of a step and V of the one before, in this order.
-        load(scratch.k_ring, operands.key, step)
-        load(scratch.v_ring, operands.value, step - 1)
+        load(scratch.k, operands.key, step)
+        load(scratch.v, operands.value, step - 1)
 
     # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
-    load(scratch.k_ring, operands.key, ctx.program * 0)
+    load(scratch.k, operands.key, ctx.program * 0)
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
-    scratch.q_ring.load_from_dram(queued.index, queries)
+    scratch.q.load_from_dram(queued.index, queries)
     lax.fori_loop(1, work.steps.total, load_both, None)
-    load(scratch.v_ring, operands.value, ctx.program * 0 + (work.steps.total - 1))
+    load(scratch.v, operands.value, ctx.program * 0 + (work.steps.total - 1))
     return first + work.steps.total
 
 
@@ -133,13 +139,13 @@ def run_consumer(ctx: ForwardContext) -> None:
 
 def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> None:
     """Issues S = QKᵀ of a step of the rings, whose K must have arrived."""
-    plgpu.wgmma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k_ring.get_mma_tile(step, transposed=True))
+    plgpu.wgmma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
 
 
 def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
     """Waits for V of a step of the rings, and issues O += PV."""
-    ctx.scratch.v_ring.load_from_shared(step)
-    plgpu.wgmma(acc, p, ctx.scratch.v_ring.get_mma_tile(step))
+    ctx.scratch.v.load_from_shared(step)
+    plgpu.wgmma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
 def softmax_tile(
@@ -180,7 +186,7 @@ def softmax_tile(
 
 def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowState:
     """QKᵀ and softmax of step 0 of an item, with no PV in flight; ``step`` is that of the rings."""
-    q_ring, k_ring = ctx.scratch.q_ring, ctx.scratch.k_ring
+    q_ring, k_ring = ctx.scratch.q, ctx.scratch.k
     tile_shape = ROWS, ctx.call.params.block_k
 
     def qk_alone(scores: Ref) -> jax.Array:
@@ -205,8 +211,8 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
       first: step 0 of the item in the rings.
       state: of step 0.
     """
-    call, k_ring, v_ring = ctx.call, ctx.scratch.k_ring, ctx.scratch.v_ring
-    q_tile = ctx.scratch.q_ring.get_mma_tile(queued.index)
+    call, k_ring, v_ring = ctx.call, ctx.scratch.k, ctx.scratch.v
+    q_tile = ctx.scratch.q.get_mma_tile(queued.index)
 
     def one_step(item_step: Scalar, state: RowState) -> RowState:
         step = first + item_step
@@ -243,19 +249,19 @@ def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
     def attend(acc: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
         state = remaining_steps(ctx, acc, queued, first, first_step(ctx, queued, first))
         if call.plan.own_output:
-            scratch.q_ring.release(queued.index)
+            scratch.q.release(queued.index)
         issue_pv(ctx, acc, state.p, after - 1)
         out = acc[...]
-        scratch.v_ring.release(after - 1)
+        scratch.v.release(after - 1)
         return out, state.m, state.row_sum
 
     out, m, row_sum = pl.run_scoped(attend, plgpu.ACC((ROWS, call.value_dim), jnp.float32))
-    out_smem = scratch.q_ring.get_mma_tile(queued.index) if scratch.output is None else scratch.output
+    out_smem = scratch.q.get_mma_tile(queued.index) if scratch.out is None else scratch.out
     store_item(ctx, queued.item, out, m, row_sum, out_smem)
     if not call.plan.own_output:
         # The next Q may come only when the TMA store has read the output from its place.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.q_ring.release(queued.index)
+        scratch.q.release(queued.index)
     return after
 
 
@@ -268,11 +274,11 @@ def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
     def one_item(queued: QueuedItem, carry: tuple[Scalar, RowState]) -> tuple[Scalar, RowState]:
         first, state = carry
         state = remaining_steps(ctx, acc, queued, first, state)
-        ctx.scratch.q_ring.release(queued.index)
+        ctx.scratch.q.release(queued.index)
         after = first + ctx.decode(queued.item).steps.total
         next_state = last_pv_beside_next_step(ctx, acc, queued, after, state.p)
-        assert ctx.scratch.output is not None
-        store_item(ctx, queued.item, acc[...], state.m, state.row_sum, ctx.scratch.output)
+        assert ctx.scratch.out is not None
+        store_item(ctx, queued.item, acc[...], state.m, state.row_sum, ctx.scratch.out)
         acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, ctx.call.value_dim), jnp.float32), tile_layout())
         return after, next_state
 
@@ -293,7 +299,7 @@ def last_pv_beside_next_step(
       after: step 0 of the next item in the rings.
       p: P of the last step.
     """
-    q_ring, k_ring, v_ring = ctx.scratch.q_ring, ctx.scratch.k_ring, ctx.scratch.v_ring
+    q_ring, k_ring, v_ring = ctx.scratch.q, ctx.scratch.k, ctx.scratch.v
     has_next = queued.next_item >= 0
     next_index, step = queued.index + has_next.astype(jnp.int32), after - 1 + has_next.astype(jnp.int32)
     next_item = lax.max(queued.next_item, jnp.int32(0))
@@ -334,7 +340,7 @@ def store_item(
     """
     call, scratch = ctx.call, ctx.scratch
     work = ctx.decode(item)
-    q_start = ctx.q_start(work)
+    q_rows = pl.ds(ctx.q_start(work), ROWS)
     alpha: jax.Array | None = None
     if ctx.operands.sinks is not None:
         # A sink is one more key, without a value.
@@ -352,8 +358,8 @@ def store_item(
     target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
     scratch.lse[ctx.warpgroup, :] = lse
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(target, ctx.out.at[work.batch, pl.ds(q_start, ROWS), work.head])
-    plgpu.copy_smem_to_gmem(scratch.lse.at[ctx.warpgroup], ctx.lse.at[work.batch, work.head, pl.ds(q_start, ROWS)])
+    plgpu.copy_smem_to_gmem(target, ctx.results.out.at[work.batch, q_rows, work.head])
+    plgpu.copy_smem_to_gmem(scratch.lse.at[ctx.warpgroup], ctx.results.lse.at[work.batch, work.head, q_rows])
 
 
 # The launch.
@@ -392,8 +398,8 @@ def forward_kernel(
     schedule: TileSchedule,
     params: HopperForwardParams,
     num_sms: int,
-) -> tuple[jax.Array, jax.Array]:
-    """``(out, lse)``: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
+) -> AttentionResults[jax.Array]:
+    """Computes out and lse: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
 
     Args:
       sinks: ``[heads]`` float32, the log of the sinks' summed exponentials, or None.
@@ -414,8 +420,7 @@ def forward_kernel(
     else:
         item_at = item_by_arithmetic(*queue)
         order = None if item_at else program_order(*queue)
-    operands = ForwardOperands[jax.Array | np.ndarray](query, key, value, sinks, starts, order, tables, arrays)
-    leaves, structure = jax.tree.flatten(operands)
+    operands = ForwardOperands[object](query, key, value, sinks, starts, order, tables, arrays)
     call = ForwardCall(
         options,
         schedule,
@@ -431,19 +436,17 @@ def forward_kernel(
         and (options.dropout_prob > 0 or not options.plain),
     )
 
-    def body(*refs: Ref) -> None:
-        operands: ForwardOperands[Ref] = jax.tree.unflatten(structure, refs[: len(leaves)])
-        out, lse, *scratch_refs = refs[len(leaves) :]
-        scratch = ForwardScratch.bind(plan, scratch_refs)
+    def body(
+        operands: ForwardOperands[Ref], results: AttentionResults[Ref], scratch: ForwardScratch[Ring, Ref]
+    ) -> None:
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         my_rows = pl.ds(warpgroup * ROWS, ROWS)
-        ctx = ForwardContext(call, operands, out, lse, scratch, program, warpgroup, my_rows)
+        ctx = ForwardContext(call, operands, results, scratch, program, warpgroup, my_rows)
         pl.when(warpgroup < params.consumers)(functools.partial(run_consumer, ctx))
         pl.when(warpgroup == params.consumers)(functools.partial(run_producer, ctx))
 
-    out_type = (
+    results = AttentionResults(
         jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), query.dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * params.block_q), jnp.float32),
     )
-    kernel = warpgroup_kernel(body, out_type, ForwardScratch.types(plan), programs, params.consumers + 1)
-    return kernel(*leaves)
+    return run_kernel(body, operands, results, plan.scratch(), num_ctas=programs, warpgroups=params.consumers + 1)

@@ -1,8 +1,8 @@
-"""Everything that the warpgroup roles of the forward kernel on Hopper share: operands, scratch, the queue of items."""
+"""Everything that the warpgroup roles of the forward kernel on Hopper share: operands, context, the queue of items."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
-from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import Ring, bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -39,9 +40,8 @@ class WorkItem:
     steps: Steps
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardOperands[Operand]:
-    """The operands of the kernel, as arrays or, in the kernel, as references: a pytree, whose leaves are passed.
+class ForwardOperands[Operand](NamedTuple):
+    """Operands of the kernel, as arrays or references.
 
     Attributes:
       query: ``[batch, q_length, heads, head_dim]``.
@@ -60,48 +60,6 @@ class ForwardOperands[Operand]:
     item_order: Operand | None
     tables: tuple[Operand, ...]
     arrays: ScoreArrays
-
-
-jax.tree_util.register_dataclass(
-    ForwardOperands,
-    data_fields=["query", "key", "value", "sinks", "item_starts", "item_order", "tables", "arrays"],
-    meta_fields=[],
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForwardScratch:
-    """The shared memory and the barriers of a CTA.
-
-    Attributes:
-      lse: ``[consumers, 64]`` float32, where lse waits for its store.
-      turns: a barrier for each consumer, on which it waits for its turn to issue MMAs under ``ping_pong``.
-      output: ``[block_q, value_dim]``, where O waits for its store; None if it takes the place of Q.
-    """
-
-    q_ring: Ring
-    k_ring: Ring
-    v_ring: Ring
-    lse: Ref
-    turns: Ref
-    output: Ref | None
-
-    @staticmethod
-    def types(plan: ForwardPlan) -> list[Any]:
-        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
-        consumers = plan.params.consumers
-        types = ring_scratch(plan.rings)
-        types.append(plgpu.SMEM((consumers, ROWS), jnp.float32))
-        types.append(plgpu.Barrier(num_barriers=consumers))
-        if plan.own_output:
-            types.append(plan.output.scratch())
-        return types
-
-    @classmethod
-    def bind(cls, plan: ForwardPlan, refs: Sequence[Ref]) -> Self:
-        """The scratch over the references that the kernel got for ``types``."""
-        (q_ring, k_ring, v_ring), (lse, turns, *output) = bind_rings(plan.rings, refs)
-        return cls(q_ring, k_ring, v_ring, lse, turns, output[0] if plan.own_output else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +99,6 @@ class ForwardContext:
     """All that a role of a warpgroup needs.
 
     Attributes:
-      out, lse: references to the results in global memory.
       program: index of the CTA.
       warpgroup: index of the warpgroup: the consumers, then the producer.
       my_rows: rows of the tile of queries that this consumer owns.
@@ -149,9 +106,8 @@ class ForwardContext:
 
     call: ForwardCall
     operands: ForwardOperands[Ref]
-    out: Ref
-    lse: Ref
-    scratch: ForwardScratch
+    results: AttentionResults[Ref]
+    scratch: ForwardScratch[Ring, Ref]
     program: jax.Array
     warpgroup: jax.Array
     my_rows: pl.Slice

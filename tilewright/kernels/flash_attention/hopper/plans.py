@@ -27,6 +27,25 @@ FORWARD_RESERVED = 2048
 """Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""
 
 
+class ForwardScratch[R, M](NamedTuple):
+    """Shared memory of the forward kernel: plans of rings and types or, in the kernel, what they bind.
+
+    Attributes:
+      q: tiles of a work item.
+      k, v: tiles of a step.
+      lse: ``[consumers, 64]`` float32, where lse waits for its store.
+      turns: a barrier for each consumer, on which it waits for its turn to issue MMAs under ``ping_pong``.
+      out: ``[block_q, value_dim]``, where O waits for its store; None if it takes the place of Q.
+    """
+
+    q: R
+    k: R
+    v: R
+    lse: M
+    turns: M
+    out: M | None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardPlan:
     """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
@@ -54,9 +73,17 @@ class ForwardPlan:
         tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
         return RingPlan(tile, params.num_stages, params.consumers)
 
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        return self.queries, self.keys, self.values
+    def scratch(self) -> ForwardScratch[RingPlan, object]:
+        """The rings, and scratch types of the buffers and of the barriers."""
+        consumers = self.params.consumers
+        return ForwardScratch(
+            q=self.queries,
+            k=self.keys,
+            v=self.values,
+            lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
+            turns=plgpu.Barrier(num_barriers=consumers),
+            out=self.output.scratch() if self.own_output else None,
+        )
 
     @property
     def output(self) -> SharedTile:

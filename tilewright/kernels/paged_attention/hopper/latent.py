@@ -35,7 +35,7 @@ that the softmax of step i runs beside MMAs of both consumers.
 
 import dataclasses
 import functools
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,10 +44,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
+    AttentionResults,
     SoftmaxTile,
     initial_statistics,
     normaliser,
@@ -84,16 +85,13 @@ LEFT, RIGHT, REST = pl.ds(0, HALF), pl.ds(HALF, HALF), pl.ds(VALUE_DIM, LATENT_D
 """Columns of the parts of a latent, and of a query."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentRefs:
-    """References to the operands and results of `latent_kernel` in global memory."""
+class LatentOperands[Operand](NamedTuple):
+    """Operands of `latent_kernel`, as arrays or references."""
 
-    query: Ref
-    pages: Ref
-    page_table: Ref
-    lengths: Ref
-    out: Ref
-    lse: Ref
+    query: Operand
+    pages: Operand
+    page_table: Operand
+    lengths: Operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,26 +105,34 @@ class LatentContext:
 
     call: LatentCall
     dtype: DTypeLike
-    refs: LatentRefs
-    scratch: LatentScratch
+    operands: LatentOperands[Ref]
+    results: AttentionResults[Ref]
+    scratch: LatentScratch[Ring, Ref]
     work: LatentWork
     warpgroup: jax.Array
     my_rows: pl.Slice
     zero: jax.Array
 
     @classmethod
-    def of_program(cls, call: LatentCall, dtype: DTypeLike, refs: LatentRefs, scratch: LatentScratch) -> Self:
+    def of_program(
+        cls,
+        call: LatentCall,
+        dtype: DTypeLike,
+        operands: LatentOperands[Ref],
+        results: AttentionResults[Ref],
+        scratch: LatentScratch[Ring, Ref],
+    ) -> Self:
         """The context of this CTA."""
-        work = work_of_program(call, lax.axis_index("program"), refs.lengths)
+        work = work_of_program(call, lax.axis_index("program"), operands.lengths)
         warpgroup = lax.axis_index("warpgroup")
         my_rows = pl.ds(work.row_tile * ROWS, ROWS)
-        return cls(call, dtype, refs, scratch, work, warpgroup, my_rows, zero=warpgroup * 0)
+        return cls(call, dtype, operands, results, scratch, work, warpgroup, my_rows, zero=warpgroup * 0)
 
     def page_of(self, step: Scalar) -> jax.Array:
         """Entry of the page table for a step, or behind the last step for the last one."""
         block = self.work.first + lax.min(step, self.work.total - 1)
         column = lax.min(lax.div(block, jnp.int32(self.call.blocks_per_page)), jnp.int32(self.call.columns - 1))
-        return self.refs.page_table[self.work.sequence * self.call.columns + column]
+        return self.operands.page_table[self.work.sequence * self.call.columns + column]
 
     def row_of(self, step: Scalar) -> jax.Array:
         """First row of a step in its page."""
@@ -160,14 +166,14 @@ def run_producer(ctx: LatentContext) -> None:
         return next_page
 
     for ring, columns in ((scratch.q_left, LEFT), (scratch.q_right, RIGHT), (scratch.q_rest, REST)):
-        ring.load_from_dram(0, ctx.refs.query.at[work.sequence, ctx.my_rows, columns])
+        ring.load_from_dram(0, ctx.operands.query.at[work.sequence, ctx.my_rows, columns])
     lax.fori_loop(0, work.total, load_latents, ctx.page_of(ctx.zero))
 
 
 def load_part(ctx: LatentContext, ring: Ring, columns: pl.Slice, step: Scalar, page: Scalar) -> None:
     """Loads a part of the latents of a step, whose entry of the page table is ``page``."""
     page = jnp.where(ctx.exists(page), page, 0)
-    ring.load_from_dram(step, ctx.refs.pages.at[page, pl.ds(ctx.row_of(step), BLOCK_K), columns])
+    ring.load_from_dram(step, ctx.operands.pages.at[page, pl.ds(ctx.row_of(step), BLOCK_K), columns])
 
 
 def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
@@ -180,7 +186,7 @@ def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
     wanted = ctx.exists(page) & (step < ctx.work.total) & (ctx.work.row_tile == 0)
     page = jnp.where(wanted, page, 0)
     for columns in (LEFT, RIGHT, REST):
-        plgpu.async_prefetch(ctx.refs.pages.at[page, pl.ds(row, BLOCK_K), columns], predicate=wanted)
+        plgpu.async_prefetch(ctx.operands.pages.at[page, pl.ds(row, BLOCK_K), columns], predicate=wanted)
 
 
 # The first consumer.
@@ -208,7 +214,7 @@ def attend_left(ctx: LatentContext, acc: Ref) -> None:
     scratch.left.release(work.total - 1)
     store_half(ctx, out, 0, scratch.q_left.get_mma_tile(0))
     split = (work.split, work.sequence) if ctx.call.partial else (work.sequence,)
-    ctx.refs.lse.at[(*split, ctx.my_rows)][...] = lse
+    ctx.results.lse.at[(*split, ctx.my_rows)][...] = lse
 
 
 def first_step(ctx: LatentContext, page: Scalar) -> tuple[jax.Array, jax.Array]:
@@ -381,13 +387,13 @@ def store_half(ctx: LatentContext, out: jax.Array, start: int, smem: Ref) -> Non
       out: normalised, ``[64, 256]`` float32.
       smem: a part of Q, which no MMA reads any more: the output waits there for its TMA store.
     """
-    refs, work, columns = ctx.refs, ctx.work, pl.ds(start, HALF)
+    result, work, columns = ctx.results.out, ctx.work, pl.ds(start, HALF)
     if ctx.call.partial:
-        refs.out.at[work.split, work.sequence, ctx.my_rows, columns][...] = out
+        result.at[work.split, work.sequence, ctx.my_rows, columns][...] = out
         return
     smem[...] = out.astype(ctx.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, refs.out.at[work.sequence, ctx.my_rows, columns])
+    plgpu.copy_smem_to_gmem(smem, result.at[work.sequence, ctx.my_rows, columns])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -396,8 +402,8 @@ def store_half(ctx: LatentContext, out: jax.Array, start: int, smem: Ref) -> Non
 
 def latent_kernel(
     query: jax.Array, pages: jax.Array, page_table: jax.Array, lengths: jax.Array, *, call: LatentCall
-) -> tuple[jax.Array, jax.Array]:
-    """``(out, lse)`` of rows: ``[sequences, rows, 512]``, float32 ``[sequences, row_tiles · 64]``.
+) -> AttentionResults[jax.Array]:
+    """Computes out and lse of rows: ``[sequences, rows, 512]``, float32 ``[sequences, row_tiles · 64]``.
 
     With ``call.partial``, ``[splits, sequences, row_tiles · 64, 512]`` in float32 and
     ``[splits, sequences, row_tiles · 64]``.
@@ -410,26 +416,22 @@ def latent_kernel(
       lengths: ``[sequences]`` int32.
     """
     dtype = query.dtype
-    plan = LatentPlan(dtype)
 
-    def body(
-        q_ref: Ref, pages_ref: Ref, table_ref: Ref, lengths_ref: Ref, out_ref: Ref, lse_ref: Ref, *scratch: Ref
-    ) -> None:
-        refs = LatentRefs(q_ref, pages_ref, table_ref, lengths_ref, out_ref, lse_ref)
-        ctx = LatentContext.of_program(call, dtype, refs, LatentScratch.bind(plan, scratch))
+    def body(operands: LatentOperands[Ref], results: AttentionResults[Ref], scratch: LatentScratch[Ring, Ref]) -> None:
+        ctx = LatentContext.of_program(call, dtype, operands, results, scratch)
         pl.when(ctx.warpgroup == FIRST)(functools.partial(run_first_consumer, ctx))
         pl.when(ctx.warpgroup == SECOND)(functools.partial(run_second_consumer, ctx))
         pl.when(ctx.warpgroup == PRODUCER)(functools.partial(run_producer, ctx))
 
     rows = call.row_tiles * ROWS
     if call.partial:
-        parts = (call.splits, call.sequences, rows)
-        out_type = [jax.ShapeDtypeStruct((*parts, VALUE_DIM), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)]
+        parts: tuple[int, ...] = (call.splits, call.sequences, rows)
+        out = jax.ShapeDtypeStruct((*parts, VALUE_DIM), jnp.float32)
     else:
-        out_type = [
-            jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype),
-            jax.ShapeDtypeStruct((call.sequences, rows), jnp.float32),
-        ]
-    programs = call.sequences * call.splits * call.row_tiles
-    kernel = warpgroup_kernel(body, tuple(out_type), LatentScratch.types(plan), programs, WARPGROUPS)
-    return kernel(query, pages, page_table, lengths)
+        parts = (call.sequences, rows)
+        out = jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype)
+    operands = LatentOperands[object](query, pages, page_table, lengths)
+    results = AttentionResults(out, jax.ShapeDtypeStruct(parts, jnp.float32))
+    num_ctas = call.sequences * call.splits * call.row_tiles
+    scratch = LatentPlan(dtype).scratch()
+    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=WARPGROUPS)

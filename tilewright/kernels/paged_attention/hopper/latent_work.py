@@ -1,15 +1,14 @@
 """Shared memory of `latent`, and the part of the work that each CTA has."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -37,79 +36,58 @@ NORMALISER = STAGES
 """Row of ``LatentScratch.scales`` behind those of alpha, which holds 1 / l after the last step."""
 
 
+class LatentScratch[R, M](NamedTuple):
+    """Shared memory of the kernel: plans of rings and types or, in the kernel, what they bind.
+
+    Attributes:
+      q_left, q_right, q_rest: Q, in rings of one stage; the output reuses the first two.
+      left, right: both halves of V.
+      rest: the columns that only S needs, then P of the step, which both consumers read.
+      scales: ``[STAGES + 1, 64]`` float32, alpha of a step by its slot, and 1 / l.
+      ready: a barrier for each stage: P and alpha of its step are in shared memory.
+      finished: a barrier: 1 / l is in shared memory.
+    """
+
+    q_left: R
+    q_right: R
+    q_rest: R
+    left: R
+    right: R
+    rest: R
+    scales: M
+    ready: M
+    finished: M
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentPlan:
     """The shared memory of the kernel: Q and latents, each in both halves of V and the rest."""
 
     dtype: DTypeLike
 
-    @property
-    def queries(self) -> tuple[RingPlan, ...]:
-        """Left, right and rest; the output reuses the first two."""
-        return tuple(RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
-
-    @property
-    def left(self) -> RingPlan:
-        return self._part(HALF, 1)
-
-    @property
-    def right(self) -> RingPlan:
-        return self._part(HALF, 2)
-
-    @property
-    def rest(self) -> RingPlan:
-        """The columns that only S needs, then P of the step, which both consumers read."""
-        return self._part(LATENT_DIM - VALUE_DIM, 2)
-
-    def _part(self, columns: int, consumers: int) -> RingPlan:
-        return RingPlan(SharedTile((BLOCK_K, columns), self.dtype), STAGES, consumers)
-
-    @property
-    def rings(self) -> tuple[RingPlan, ...]:
-        return *self.queries, self.left, self.right, self.rest
+    def scratch(self) -> LatentScratch[RingPlan, object]:
+        """The rings, and scratch types of the buffer and of the barriers."""
+        q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
+        # The first consumer alone reads the left half.
+        left, right, rest = (
+            RingPlan(SharedTile((BLOCK_K, size), self.dtype), STAGES, consumers)
+            for size, consumers in zip(SIZES, (1, CONSUMERS, CONSUMERS), strict=True)
+        )
+        return LatentScratch(
+            q_left=q_left,
+            q_right=q_right,
+            q_rest=q_rest,
+            left=left,
+            right=right,
+            rest=rest,
+            scales=plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
+            ready=plgpu.Barrier(num_barriers=STAGES),
+            finished=plgpu.Barrier(),
+        )
 
     @property
     def shared_bytes(self) -> int:
-        return sum(ring.shared_bytes for ring in self.rings) + 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentScratch:
-    """The shared memory and the barriers of a CTA.
-
-    Attributes:
-      q_left, q_right, q_rest: rings of one stage.
-      scales: ``[STAGES + 1, 64]`` float32, alpha of a step by its slot, and 1 / l.
-      ready: a barrier for each stage: P and alpha of its step are in shared memory.
-      finished: 1 / l is in shared memory.
-    """
-
-    q_left: Ring
-    q_right: Ring
-    q_rest: Ring
-    left: Ring
-    right: Ring
-    rest: Ring
-    scales: Ref
-    ready: Ref
-    finished: Ref
-
-    @staticmethod
-    def types(plan: LatentPlan) -> list[Any]:
-        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
-        return [
-            *ring_scratch(plan.rings),
-            plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(),
-        ]
-
-    @classmethod
-    def bind(cls, plan: LatentPlan, refs: Sequence[Ref]) -> Self:
-        """The scratch over the references that the kernel got for ``types``."""
-        rings, (scales, ready, finished) = bind_rings(plan.rings, refs)
-        q_left, q_right, q_rest, left, right, rest = rings
-        return cls(q_left, q_right, q_rest, left, right, rest, scales, ready, finished)
+        return sum(part.shared_bytes for part in self.scratch() if isinstance(part, RingPlan)) + 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ symbol  meaning                                              shape              
 ======  ===================================================  =====================  ==================================
 Q       queries of the tile, row = head, then token          [128, dim]             SMEM: ``rows`` row-major, as TMA
                                                                                     brings it; ``q_tile`` swizzled
-K, V    keys and values of a step                            [block_k, dim]         SMEM: ``k_ring``, ``v_ring``
+K, V    keys and values of a step                            [block_k, dim]         SMEM: ``k``, ``v``
 S       QKᵀ; scaled and masked: the logits                   [64, block_k] float32  registers, accumulator of QKᵀ
 P       exp2(logits · multiplier − m)                        [64, block_k]          registers, operand A of PV
 m, l    running max of the logits in base 2, and sum of P    [64] float32           registers
@@ -34,7 +34,7 @@ by side.
 
 import dataclasses
 import functools
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -42,10 +42,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.launch import warpgroup_kernel
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
+    AttentionResults,
     RowState,
     SoftmaxTile,
     initial_statistics,
@@ -73,18 +74,15 @@ CHUNK = 64
 """Columns of V that are read and written at once where rows are cleared."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkRefs:
-    """References to the operands and results of `chunk_kernel` in global memory."""
+class ChunkOperands[Operand](NamedTuple):
+    """Operands of `chunk_kernel`, as arrays or references."""
 
-    query: Ref
-    key: Ref
-    value: Ref
-    table: Ref
-    bits: Ref
-    work: Ref
-    out: Ref
-    lse: Ref
+    query: Operand
+    key: Operand
+    value: Operand
+    table: Operand
+    bits: Operand
+    work: Operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,11 +91,11 @@ class ChunkContext:
 
     Attributes:
       warpgroup: index of the warpgroup: the consumers, then the producer.
-      order_index: of the tile in the order of ``refs.work``.
+      order_index: of the tile in the order of ``operands.work``.
       work: the tile, as it was read at the start.
       has_work: whether there is a tile at that index.
       steps: blocks of keys, at least one.
-      first_bits: index in ``refs.bits`` of step 0.
+      first_bits: index in ``operands.bits`` of step 0.
       full_from, full_until: in these steps every row sees all keys of a block whose pages are all there.
       zero: 0, but no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array.
       my_rows: rows of the tile that this consumer owns.
@@ -105,8 +103,9 @@ class ChunkContext:
 
     call: ChunkCall
     plan: ChunkPlan
-    refs: ChunkRefs
-    scratch: ChunkScratch
+    operands: ChunkOperands[Ref]
+    results: AttentionResults[Ref]
+    scratch: ChunkScratch[Ring, Ref]
     warpgroup: jax.Array
     kv_head: jax.Array
     order_index: jax.Array
@@ -120,7 +119,14 @@ class ChunkContext:
     my_rows: pl.Slice
 
     @classmethod
-    def of_program(cls, call: ChunkCall, plan: ChunkPlan, refs: ChunkRefs, scratch: ChunkScratch) -> Self:
+    def of_program(
+        cls,
+        call: ChunkCall,
+        plan: ChunkPlan,
+        operands: ChunkOperands[Ref],
+        results: AttentionResults[Ref],
+        scratch: ChunkScratch[Ring, Ref],
+    ) -> Self:
         """The context of this CTA. ``tiles_at_once`` CTAs with one key head are followed by those with the next one."""
         block_k, at_once = call.block_k, call.tiles_at_once
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -129,13 +135,14 @@ class ChunkContext:
         order_index = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(
             within, jnp.int32(at_once)
         )
-        work = read_work(call, refs, order_index)
+        work = read_work(call, operands, order_index)
         has_work = work.tokens > 0
         first, steps = work.first(block_k), work.total(block_k)
         return cls(
             call=call,
             plan=plan,
-            refs=refs,
+            operands=operands,
+            results=results,
             scratch=scratch,
             warpgroup=warpgroup,
             kv_head=kv_head,
@@ -152,7 +159,7 @@ class ChunkContext:
 
     def work_again(self) -> TileWork:
         """The tile, read anew: what only few blocks need would be kept in registers, and others spilled for it."""
-        return read_work(self.call, self.refs, self.order_index)
+        return read_work(self.call, self.operands, self.order_index)
 
     def first_key(self, work: TileWork, step: Scalar) -> jax.Array:
         """Position of the first key of a step."""
@@ -160,16 +167,16 @@ class ChunkContext:
 
     def page_bits(self, step: Scalar) -> jax.Array:
         """Bits of the pages of a step that are there; behind the last step, those of the last one."""
-        return self.refs.bits[self.first_bits + lax.min(step, self.steps - 1)]
+        return self.operands.bits[self.first_bits + lax.min(step, self.steps - 1)]
 
     def is_full(self, step: Scalar, bits: jax.Array) -> jax.Array:
         """True where every row sees all keys of a step."""
         return (step >= self.full_from) & (step < self.full_until) & (bits == self.call.all_pages)
 
 
-def read_work(call: ChunkCall, refs: ChunkRefs, order_index: Scalar) -> TileWork:
+def read_work(call: ChunkCall, operands: ChunkOperands[Ref], order_index: Scalar) -> TileWork:
     """The tile at an index of the order, as scalars."""
-    return TileWork(*(refs.work[field * call.order_length + order_index] for field in range(FIELDS)))
+    return TileWork(*(operands.work[field * call.order_length + order_index] for field in range(FIELDS)))
 
 
 def register_split(dim: int) -> RegisterSplit:
@@ -183,25 +190,25 @@ def register_split(dim: int) -> RegisterSplit:
 def run_producer(ctx: ChunkContext) -> None:
     """Loads Q, and K and V of all steps of the tile."""
     plgpu.set_max_registers(register_split(ctx.plan.dim).producer, action="decrease")
-    call, refs, scratch = ctx.call, ctx.refs, ctx.scratch
+    call, operands, scratch = ctx.call, ctx.operands, ctx.scratch
 
     def load_both(step: Scalar, _: None) -> None:
         # V lags by a step: the consumers release K of a step and V of the one before, in this order.
-        load_block(ctx, scratch.k_ring, refs.key, step)
-        load_block(ctx, scratch.v_ring, refs.value, step - 1)
+        load_block(ctx, scratch.k, operands.key, step)
+        load_block(ctx, scratch.v, operands.value, step - 1)
 
     def load_queries(piece: Scalar, _: None) -> None:
         """Loads one head of a warpgroup's tokens. Rows that a tile does not have are filled with any tokens."""
         half, head = lax.div(piece, jnp.int32(call.group)), lax.rem(piece, jnp.int32(call.group))
-        token = lax.min(ctx.work.token + half * call.tokens, jnp.int32(refs.query.shape[0] - 1))
-        source = refs.query.at[pl.ds(token, call.tokens), ctx.kv_head * call.group + head]
+        token = lax.min(ctx.work.token + half * call.tokens, jnp.int32(operands.query.shape[0] - 1))
+        source = operands.query.at[pl.ds(token, call.tokens), ctx.kv_head * call.group + head]
         target = scratch.rows.at[pl.ds(half * ROWS + head * call.tokens, call.tokens)]
         plgpu.copy_gmem_to_smem(source, target, scratch.queries_ready)
 
-    load_block(ctx, scratch.k_ring, refs.key, ctx.zero)
+    load_block(ctx, scratch.k, operands.key, ctx.zero)
     lax.fori_loop(0, ctx.plan.pieces, load_queries, None)
     lax.fori_loop(1, ctx.steps, load_both, None)
-    load_block(ctx, scratch.v_ring, refs.value, ctx.zero + (ctx.steps - 1))
+    load_block(ctx, scratch.v, operands.value, ctx.zero + (ctx.steps - 1))
 
 
 def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
@@ -210,7 +217,7 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
     start = ctx.first_key(work, step)
     column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
     row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > call.block_k else ctx.zero
-    pages = [ctx.refs.table[column + number] for number in range(call.pages_per_block)]
+    pages = [ctx.operands.table[column + number] for number in range(call.pages_per_block)]
     ring.load_from_dram(step, *(ref.at[page, pl.ds(row, call.page_rows), ctx.kv_head] for page in pages))
 
 
@@ -232,7 +239,7 @@ def run_consumer(ctx: ChunkContext) -> None:
 
 def attend(ctx: ChunkContext, acc: Ref) -> None:
     """Computes and stores out and lse of this warpgroup's rows; ``acc`` is O."""
-    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+    k_ring, v_ring = ctx.scratch.k, ctx.scratch.v
     tile_shape = ROWS, ctx.call.block_k
 
     def qk_alone(scores: Ref) -> jax.Array:
@@ -260,7 +267,7 @@ def attend_step(
 ) -> tuple[RowState, jax.Array]:
     """QKᵀ and softmax of a step, beside PV of the one before; the carry is the state and the bits of the step."""
     state, bits = carry
-    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+    k_ring, v_ring = ctx.scratch.k, ctx.scratch.v
     bits_before, bits_after = ctx.page_bits(step - 1), ctx.page_bits(step + 1)
 
     def qk_beside_pv(scores: Ref) -> tuple[RowState, jax.Array]:
@@ -282,7 +289,7 @@ def attend_step(
 
 def attend_without_rows(ctx: ChunkContext) -> None:
     """Releases the slots of all steps, and clears this warpgroup's half of V where that is needed."""
-    k_ring, v_ring = ctx.scratch.k_ring, ctx.scratch.v_ring
+    k_ring, v_ring = ctx.scratch.k, ctx.scratch.v
 
     def one_step(step: Scalar, bits: jax.Array) -> jax.Array:
         bits_after = ctx.page_bits(step + 1)
@@ -309,7 +316,7 @@ def issue_qk(ctx: ChunkContext, scores: Ref, step: Scalar) -> None:
     # indexing Q by a zero that depends on the step has them recomputed.
     zero = opaque_zero(step, STEP_BITS)
     rows = pl.ds((ctx.warpgroup + zero) * ROWS, ROWS)
-    plgpu.wgmma(scores, ctx.scratch.q_tile.at[rows], ctx.scratch.k_ring.get_mma_tile(step, transposed=True))
+    plgpu.wgmma(scores, ctx.scratch.q_tile.at[rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
 
 
 def softmax_tile(
@@ -364,7 +371,7 @@ def visible_end(ctx: ChunkContext, work: TileWork, step: Scalar, bits: jax.Array
 
 def wait_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> None:
     """Waits for V of a step, and clears its rows that no query sees: they may hold anything, and 0 · NaN is NaN."""
-    ctx.scratch.v_ring.load_from_shared(step)
+    ctx.scratch.v.load_from_shared(step)
 
     @pl.when(jnp.logical_not(ctx.is_full(step, bits)))
     def _() -> None:
@@ -378,7 +385,7 @@ def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> Non
     half = ctx.call.block_k // CONSUMERS
     rows = pl.ds(ctx.warpgroup * half, half)
     for column in range(0, ctx.plan.dim, CHUNK):
-        chunk = scratch.v_ring.get_mma_tile(step).at[rows, pl.ds(column, CHUNK)]
+        chunk = scratch.v.get_mma_tile(step).at[rows, pl.ds(column, CHUNK)]
         values = plgpu.load(chunk, layout=tile_layout())
         key = plgpu.broadcasted_iota(jnp.int32, (half, CHUNK), 0, layout=tile_layout()) + ctx.warpgroup * half
         key = masked_absent(ctx, key, bits)
@@ -396,7 +403,7 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
     Output rows are staged row-major where this warpgroup's Q came to, and stored by one TMA copy for each head; where
     the tile has fewer tokens than rows, by one for each row.
     """
-    call, refs = ctx.call, ctx.refs
+    call, results = ctx.call, ctx.results
     work = ctx.work_again()
     scale = normaliser(row_sum)
     staged = ctx.scratch.rows.at[ctx.my_rows]
@@ -407,7 +414,7 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
 
     def store_tokens(begin: Scalar, size: int) -> None:
         def store_head(number: Scalar, _: None) -> None:
-            target = refs.out.at[pl.ds(token + begin, size), head + number]
+            target = results.out.at[pl.ds(token + begin, size), head + number]
             plgpu.copy_smem_to_gmem(staged.at[pl.ds(number * call.tokens + begin, size)], target)
 
         lax.fori_loop(0, call.group, store_head, None)
@@ -421,7 +428,7 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
         lax.fori_loop(0, my_tokens, lambda begin, _: store_tokens(begin, 1), None)
 
     lse = row_lse(m, row_sum)
-    refs.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
+    results.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -437,8 +444,8 @@ def chunk_kernel(
     work: jax.Array,
     *,
     call: ChunkCall,
-) -> tuple[jax.Array, jax.Array]:
-    """``(out, lse)`` of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles, kv_heads, 2, 64]``.
+) -> AttentionResults[jax.Array]:
+    """Computes out and lse of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles, kv_heads, 2, 64]``.
 
     Tokens of no tile, and rows beyond a tile's tokens, have any results.
 
@@ -450,19 +457,15 @@ def chunk_kernel(
     """
     plan = call.plan(query.dtype, query.shape[2])
 
-    def body(
-        q_ref: Ref, k_ref: Ref, v_ref: Ref, table_ref: Ref, bits_ref: Ref, work_ref: Ref, out_ref: Ref, lse_ref: Ref,
-        *scratch: Ref,
-    ) -> None:  # fmt: skip
-        refs = ChunkRefs(q_ref, k_ref, v_ref, table_ref, bits_ref, work_ref, out_ref, lse_ref)
-        ctx = ChunkContext.of_program(call, plan, refs, ChunkScratch.bind(plan, scratch))
+    def body(operands: ChunkOperands[Ref], results: AttentionResults[Ref], scratch: ChunkScratch[Ring, Ref]) -> None:
+        ctx = ChunkContext.of_program(call, plan, operands, results, scratch)
         pl.when(ctx.has_work & (ctx.warpgroup < CONSUMERS))(functools.partial(run_consumer, ctx))
         pl.when(ctx.has_work & (ctx.warpgroup == CONSUMERS))(functools.partial(run_producer, ctx))
 
-    out_type = (
+    operands = ChunkOperands[object](query, key, value, table, bits, work)
+    results = AttentionResults(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
     )
-    programs = call.order_length * call.kv_heads
-    kernel = warpgroup_kernel(body, out_type, ChunkScratch.types(plan), programs, CONSUMERS + 1)
-    return kernel(query, key, value, table, bits, work)
+    num_ctas = call.order_length * call.kv_heads
+    return run_kernel(body, operands, results, plan.scratch(), num_ctas=num_ctas, warpgroups=CONSUMERS + 1)

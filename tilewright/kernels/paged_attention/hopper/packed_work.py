@@ -4,8 +4,7 @@ Sizes are static; what depends on lengths and on the page table is computed by X
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import Ring, RingPlan, bind_rings, ring_scratch
+from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
 
@@ -34,6 +32,26 @@ TILES_AT_ONCE = 48
 
 TILE_OVERHEAD = 2
 """Cost of a tile besides its steps, in steps."""
+
+
+class ChunkScratch[R, M](NamedTuple):
+    """Shared memory of the kernel: plans of rings and types or, in the kernel, what they bind.
+
+    Attributes:
+      rows: Q as TMA brings it, then the output: row-major, for TMA swizzles only whole groups of 8 rows that start at a
+        multiple of 8, and a head's tokens need not.
+      k, v: blocks of keys and values.
+      q_tile: Q swizzled, as wgmma reads it.
+      queries_ready: a barrier: all pieces of Q have arrived in ``rows``.
+      cleared: a barrier: both consumers have cleared masked rows of V.
+    """
+
+    rows: M
+    k: R
+    v: R
+    q_tile: M
+    queries_ready: M
+    cleared: M
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +72,7 @@ class ChunkPlan:
 
     @property
     def keys(self) -> RingPlan:
+        """The ring of K; that of V is the same."""
         tile = SharedTile((self.block_k, self.dim), self.dtype)
         return RingPlan(tile, self.num_stages, CONSUMERS, copies=self.pages_per_block)
 
@@ -61,47 +80,20 @@ class ChunkPlan:
     def queries(self) -> SharedTile:
         return SharedTile((BLOCK_ROWS, self.dim), self.dtype)
 
+    def scratch(self) -> ChunkScratch[RingPlan, object]:
+        """The rings, and scratch types of the buffers and of the barriers."""
+        return ChunkScratch(
+            rows=plgpu.SMEM(self.queries.shape, self.dtype),
+            k=self.keys,
+            v=self.keys,
+            q_tile=self.queries.scratch(),
+            queries_ready=plgpu.Barrier(num_arrivals=self.pieces),
+            cleared=plgpu.Barrier(num_arrivals=CONSUMERS),
+        )
+
     @property
     def shared_bytes(self) -> int:
         return 2 * (self.keys.shared_bytes + self.queries.stack_bytes(1)) + RESERVED
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkScratch:
-    """The shared memory and the barriers of a CTA.
-
-    Attributes:
-      rows: Q as TMA brings it, then the output: row-major, for TMA swizzles only whole groups of 8 rows that start at a
-        multiple of 8, and a head's tokens need not.
-      q_tile: Q swizzled, as wgmma reads it.
-      queries_ready: all pieces of Q have arrived in ``rows``.
-      cleared: both consumers have cleared masked rows of V.
-    """
-
-    rows: Ref
-    k_ring: Ring
-    v_ring: Ring
-    q_tile: Ref
-    queries_ready: Ref
-    cleared: Ref
-
-    @staticmethod
-    def types(plan: ChunkPlan) -> list[Any]:
-        """The scratch types of the kernel, in the order in which ``bind`` takes their references."""
-        return [
-            plgpu.SMEM(plan.queries.shape, plan.dtype),
-            *ring_scratch((plan.keys, plan.keys)),
-            plan.queries.scratch(),
-            plgpu.Barrier(num_arrivals=plan.pieces),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
-        ]
-
-    @classmethod
-    def bind(cls, plan: ChunkPlan, refs: Sequence[Ref]) -> Self:
-        """The scratch over the references that the kernel got for ``types``."""
-        rows, *others = refs
-        (k_ring, v_ring), (q_tile, queries_ready, cleared) = bind_rings((plan.keys, plan.keys), others)
-        return cls(rows, k_ring, v_ring, q_tile, queries_ready, cleared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
