@@ -40,14 +40,21 @@ Where shared memory is tiled by atoms, TMA wants a multiple of these rows in glo
 
 
 class RegisterSplit(NamedTuple):
-    """Registers per thread of a consumer and of the producer warpgroup, by ``setmaxnreg``."""
+    """Registers per thread of a consumer, of the producer and of a dQ warpgroup, by ``setmaxnreg``.
+
+    A CTA starts with all the registers of an SM, shared out evenly in multiples of 8: together these must not be more.
+    """
 
     consumer: int
     producer: int
+    dq: int = 0
 
 
 REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 32)})
-"""By the number of consumer warpgroups.
+"""By the number of consumer warpgroups, beside a producer."""
 
-A CTA starts with all the registers of an SM, shared out evenly in multiples of 8: together these must not be more.
-"""
+NARROW_REGISTERS = RegisterSplit(232, 40)
+"""The split of two consumers whose accumulators are narrow, and which leave registers to the producer."""
+
+DQ_REGISTERS = RegisterSplit(208, 24, dq=72)
+"""The split of two consumers, a producer and a dQ warpgroup."""

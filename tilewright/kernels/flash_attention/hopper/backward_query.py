@@ -147,9 +147,9 @@ def query_kernel(
         ctx = QueryContext(plan, options, schedule, heads, group, operands, d_query, scratch, warpgroup)
         run = functools.partial(run_warpgroup, operands.item_lists)
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
-        consumer, producer = REGISTERS[CONSUMERS]
-        pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, consumer, "increase"))
-        pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, producer, "decrease"))
+        registers = REGISTERS[CONSUMERS]
+        pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, registers.consumer, "increase"))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, registers.producer, "decrease"))
 
     out_type = jax.ShapeDtypeStruct(call.query.shape, call.query.dtype)
     return run_kernel(body, operands, out_type, plan.scratch(), num_ctas=len(lists[0]) - 1, warpgroups=CONSUMERS + 1)

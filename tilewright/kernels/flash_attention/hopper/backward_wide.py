@@ -122,7 +122,7 @@ def wide_key_value_kernel(
 
 def load_tiles(ctx: WideContext) -> None:
     """Role of the producer: loads K and V of the CTA, and Q, dO and the statistics of its steps."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
     item = ctx.decode(ctx.current_item())
     b, iterations, refs, rings = item.batch, item.iterations, ctx.operands, ctx.scratch
     kv_rows = pl.ds(item.kv_start, BLOCK)
@@ -194,7 +194,7 @@ def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -
 
 def compute_dv(ctx: WideContext) -> None:
     """Role of the dV warpgroup: S, P, dV and the first columns of dQ."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
     item, options = ctx.current_item(), ctx.options
     iterations = ctx.decode(item).iterations
     steps = iterations.total
@@ -329,7 +329,7 @@ class DvWarpgroup:
 
 def compute_dk(ctx: WideContext) -> None:
     """Role of the dK warpgroup: dP, dS, dK and the rest of dQ's columns."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
     item = ctx.current_item()
     iterations = ctx.decode(item).iterations
     steps = iterations.total

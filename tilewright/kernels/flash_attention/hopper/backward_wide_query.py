@@ -183,7 +183,7 @@ def bind_out_ring(scratch: WideQueryScratch[Ring]) -> WideQueryRings:
 
 def load_tiles(ctx: WideQueryContext) -> None:
     """Role of the producer: loads dO, O and Q of the item, and K and V of its steps."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
     b, h, q_start, steps = ctx.decode(ctx.current_item())
     kv_head = lax.div(h, jnp.int32(ctx.group))
     rings, refs = ctx.rings, ctx.operands
@@ -206,7 +206,7 @@ def load_tiles(ctx: WideQueryContext) -> None:
 
 def compute_dq(ctx: WideQueryContext) -> None:
     """Role of a consumer: delta and dQ of its 64 queries."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
     item = ctx.current_item()
     steps = ctx.decode(item).steps
     complete_delta(ctx, item)

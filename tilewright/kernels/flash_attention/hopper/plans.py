@@ -18,7 +18,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.limits import REGISTERS, SHARED_BYTES
+from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYTES, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS
@@ -119,14 +119,6 @@ OUTPUT_RESERVED = 32
 """Bytes of shared memory beside each output buffer, for alignment."""
 
 
-class WarpgroupRegisters(NamedTuple):
-    """Registers per thread of each warpgroup role; see ``limits.REGISTERS``."""
-
-    consumer: int
-    dq: int
-    producer: int
-
-
 class DqMmaTile(NamedTuple):
     """The part of a step's dQ that one MMA computes: 64 queries from ``row`` and ``columns`` from ``column`` on."""
 
@@ -225,12 +217,9 @@ class BackwardPlan:
         ]
 
     @property
-    def registers(self) -> WarpgroupRegisters:
-        """Registers of the roles; those of four warpgroups add up to 512."""
-        if self.has_dq_warpgroup:
-            return WarpgroupRegisters(208, 72, 24)
-        consumer, producer = REGISTERS[CONSUMERS]
-        return WarpgroupRegisters(consumer, 0, producer)
+    def registers(self) -> RegisterSplit:
+        """Registers of the warpgroup roles."""
+        return DQ_REGISTERS if self.has_dq_warpgroup else REGISTERS[CONSUMERS]
 
     @property
     def overlaps_next_s(self) -> bool:

@@ -43,7 +43,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
-from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
+from tilewright.kernels.hopper.limits import NARROW_REGISTERS, REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
     AttentionResults,
@@ -181,7 +181,7 @@ def read_work(call: ChunkCall, operands: ChunkOperands[Ref], order_index: Scalar
 
 def register_split(dim: int) -> RegisterSplit:
     """Registers of the warpgroups: consumers of narrow heads need few, and leave them to the producer."""
-    return RegisterSplit(232, 40) if dim <= 64 else REGISTERS[CONSUMERS]
+    return NARROW_REGISTERS if dim <= 64 else REGISTERS[CONSUMERS]
 
 
 # The producer.
