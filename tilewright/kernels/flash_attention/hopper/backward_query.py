@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
     MINUS_LSE,
@@ -50,7 +50,6 @@ from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBa
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
-    ScoreArrays,
     ScoreOptions,
     TileCoord,
     biased_and_capped,
@@ -68,26 +67,6 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 NUM_STAGES = 2  # of the rings of K and V
 
 
-class QueryOperands[Operand](NamedTuple):
-    """Operands of the kernel, as arrays or references.
-
-    Attributes:
-      statistics: as in ``BackwardCall``, with d_lse in the second row.
-      item_lists: ``program_lists`` over tiles of 128 queries.
-      tables: of the tile schedule.
-    """
-
-    query: Operand
-    key: Operand
-    value: Operand
-    d_out: Operand
-    out: Operand
-    statistics: Operand
-    item_lists: tuple[Operand, Operand]
-    tables: tuple[Operand, ...]
-    arrays: ScoreArrays
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryContext:
     """All that the roles of the kernel share.
@@ -103,7 +82,7 @@ class QueryContext:
     schedule: TileSchedule
     heads: int
     group: int
-    operands: QueryOperands[Ref]
+    operands: QueryOperands[Ref, tuple[Ref, Ref]]
     d_query: Ref
     scratch: QueryScratch[Ring, Ref]
     warpgroup: Scalar
@@ -140,12 +119,14 @@ def query_kernel(
     kv_heads, value_dim = call.value.shape[2:]
     plan = QueryPlan(block_k, NUM_STAGES, head_dim, value_dim, call.query.dtype)
     options = call.options
-    operands = QueryOperands[object](*call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays)
+    operands = QueryOperands[object, object](
+        *call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays
+    )
 
-    def body(operands: QueryOperands[Ref], d_query: Ref, scratch: QueryScratch[Ring, Ref]) -> None:
+    def body(operands: QueryOperands[Ref, tuple[Ref, Ref]], d_query: Ref, scratch: QueryScratch[Ring, Ref]) -> None:
         warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
         ctx = QueryContext(plan, options, schedule, heads, group, operands, d_query, scratch, warpgroup)
-        run = functools.partial(run_warpgroup, operands.item_lists)
+        run = functools.partial(run_warpgroup, operands.items)
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
         registers = REGISTERS[CONSUMERS]
         pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, registers.consumer, "increase"))

@@ -40,7 +40,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
     MINUS_LSE,
@@ -51,7 +51,7 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -60,26 +60,6 @@ from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
-
-
-class WideQueryOperands[Operand](NamedTuple):
-    """Operands of the kernel, as arrays or references.
-
-    Attributes:
-      statistics: as in ``BackwardCall``, with d_lse in the second row.
-      item_order: the work item of each CTA.
-      tables: of the tile schedule.
-    """
-
-    query: Operand
-    key: Operand
-    value: Operand
-    d_out: Operand
-    out: Operand
-    statistics: Operand
-    item_order: Operand
-    tables: tuple[Operand, ...]
-    arrays: ScoreArrays
 
 
 class WideQueryRings(NamedTuple):
@@ -116,7 +96,7 @@ class WideQueryContext:
     schedule: TileSchedule
     heads: int
     group: int
-    operands: WideQueryOperands[Ref]
+    operands: QueryOperands[Ref, Ref]
     d_query: Ref
     rings: WideQueryRings
     warpgroup: Scalar
@@ -133,7 +113,7 @@ class WideQueryContext:
 
     def current_item(self) -> jax.Array:
         """The work item of the CTA."""
-        return self.operands.item_order[lax.axis_index("program")]
+        return self.operands.items[lax.axis_index("program")]
 
     def decode(self, item: Scalar) -> WideQueryItem:
         """Decodes a work item: anew in each step where that saves registers (`item_in_step`)."""
@@ -159,9 +139,9 @@ def wide_query_kernel(
     kv_heads, value_dim = call.value.shape[2:]
     options = call.options
     plan = WideBackwardPlan(call.params, head_dim, value_dim, call.query.dtype)
-    operands = WideQueryOperands[object](*call.operands, call.out, call.statistics, order, tables, call.arrays)
+    operands = QueryOperands[object, object](*call.operands, call.out, call.statistics, order, tables, call.arrays)
 
-    def body(operands: WideQueryOperands[Ref], d_query: Ref, scratch: WideQueryScratch[Ring]) -> None:
+    def body(operands: QueryOperands[Ref, Ref], d_query: Ref, scratch: WideQueryScratch[Ring]) -> None:
         rings = bind_out_ring(scratch)
         warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
         ctx = WideQueryContext(plan, options, schedule, heads, group, operands, d_query, rings, warpgroup)

@@ -39,6 +39,26 @@ class BackwardCall[Params: BackwardParams]:
         return self.query, self.key, self.value, self.d_out
 
 
+class QueryOperands[Operand, Items](NamedTuple):
+    """Operands of a kernel for dQ alone, as arrays or references.
+
+    Attributes:
+      statistics: as in ``BackwardCall``, with d_lse in the second row.
+      items: ``program_lists`` over tiles of queries, or for wide heads the work item of each CTA.
+      tables: of the tile schedule.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    d_out: Operand
+    out: Operand
+    statistics: Operand
+    items: Items
+    tables: tuple[Operand, ...]
+    arrays: ScoreArrays
+
+
 class ConversionResults[Result](NamedTuple):
     """Results of an `OverlappedConversion`.
 
