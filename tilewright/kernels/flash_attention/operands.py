@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 
@@ -114,21 +115,40 @@ def with_fully_masked_rows(out: jax.Array, lse: jax.Array, visible: jax.Array | 
     return jnp.where(by_row(visible), out, jnp.zeros((), out.dtype)), jnp.where(visible, lse, -jnp.inf)
 
 
-def without_fully_masked_rows(
-    out: jax.Array, d_out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, fully_masked: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Changes a backward kernel's inputs so that fully masked rows add 0 to every gradient.
+class BackwardRows(NamedTuple):
+    """The rows that a backward kernel of a library reads, besides the queries.
+
+    Attributes:
+      out, d_out: in the query's dtype.
+      lse, d_lse: in float32.
+      fully_masked: ``[batch, heads, q_length]``, True for fully masked rows; None if there is none.
+    """
+
+    out: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    d_lse: jax.Array | None
+    fully_masked: jax.Array | None
+
+
+def backward_rows(dtype: DTypeLike, results: Any, cotangents: Any, may_mask_rows: bool) -> BackwardRows:
+    """Rows of results and cotangents, with values by which fully masked rows add 0 to every gradient.
 
     With lse = ∞ every probability exp(logit − ∞) is 0.
 
     Args:
-      fully_masked: ``[batch, heads, q_length]``; None if there is no such row.
+      dtype: the query's.
+      may_mask_rows: whether a row may be fully masked.
     """
-    if fully_masked is None:
-        return out, d_out, lse, d_lse
+    out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
+    lse = results[1].astype(jnp.float32)
+    d_lse = None if cotangents[1] is None else cotangents[1].astype(jnp.float32)
+    if not may_mask_rows:
+        return BackwardRows(out, d_out, lse, d_lse, None)
+    fully_masked = jnp.isneginf(lse)
     out, d_out = (jnp.where(by_row(fully_masked), jnp.zeros((), each.dtype), each) for each in (out, d_out))
     lse = jnp.where(fully_masked, jnp.inf, lse)
-    return out, d_out, lse, None if d_lse is None else jnp.where(fully_masked, 0.0, d_lse)
+    return BackwardRows(out, d_out, lse, None if d_lse is None else jnp.where(fully_masked, 0.0, d_lse), fully_masked)
 
 
 def without_masked(
@@ -141,7 +161,7 @@ def without_masked(
     """Sets the gradients of masked queries and keys, which a kernel need not write, to 0.
 
     Args:
-      fully_masked: as in ``without_fully_masked_rows``.
+      fully_masked: as in `BackwardRows`.
       kv_lengths: ``[batch]``; None if every key is within its length.
     """
     if fully_masked is not None:

@@ -15,6 +15,7 @@ from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
+    backward_rows,
     bias_gradient,
     by_row,
     min_lengths,
@@ -22,7 +23,6 @@ from tilewright.kernels.flash_attention.operands import (
     pad_last_dim,
     with_fully_masked_rows,
     with_positive_scale,
-    without_fully_masked_rows,
     without_masked,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -188,11 +188,9 @@ class CudnnFlashAttention(
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         negated = inputs.options.softmax_scale < 0
-        call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
-        out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
-        lse, d_lse = results[1].astype(jnp.float32), cotangents[1]
-        fully_masked = jnp.isneginf(lse) if call.may_mask_rows else None
-        out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
+        call = _Call.of(with_positive_scale(inputs))
+        rows = backward_rows(inputs.query.dtype, results, cotangents, call.may_mask_rows)
+        out, d_out, lse, d_lse, fully_masked = rows
         dim = computed_dim(call.problem, d_lse is not None)
         if d_lse is not None:
             out, d_out = with_d_lse_columns(out, d_out, d_lse)

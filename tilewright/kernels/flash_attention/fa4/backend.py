@@ -25,11 +25,11 @@ from tilewright.kernels.flash_attention.fa4.params import (
 )
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import (
+    backward_rows,
     over_batch,
     pad_last_dim,
     with_fully_masked_rows,
     with_positive_scale,
-    without_fully_masked_rows,
     without_masked,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -124,15 +124,12 @@ class Fa4FlashAttention(
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         negated = inputs.options.softmax_scale < 0
-        call, dtype = _Call.of(with_positive_scale(inputs)), inputs.query.dtype
+        call = _Call.of(with_positive_scale(inputs))
         if call.is_fully_masked:
             return empty_backward(inputs, *results, *cotangents)
         complete = params.completed(backward_defaults(call.problem, call.mask))
-        out, d_out = results[0].astype(dtype), cotangents[0].astype(dtype)
-        lse = results[1].astype(jnp.float32)
-        d_lse = None if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        fully_masked = jnp.isneginf(lse) if call.visible_rows() is not None else None
-        out, d_out, lse, d_lse = without_fully_masked_rows(out, d_out, lse, d_lse, fully_masked)
+        rows = backward_rows(inputs.query.dtype, results, cotangents, call.visible_rows() is not None)
+        out, d_out, lse, d_lse, fully_masked = rows
         _, value_dim = computed_dims(call.problem, "backward")
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
         arrays |= {"out": pad_last_dim(out, value_dim), "d_out": pad_last_dim(d_out, value_dim)}
