@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from tilewright.kernels.arguments import flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
 from tilewright.kernels.paged_attention import arguments, sampling
@@ -27,7 +28,7 @@ type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
-    """An op that defines only ``prepare``, which ends in ``canonical``."""
+    """An op that defines only ``prepare``, which ends in ``canonical`` or ``canonical_blocks``."""
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
@@ -120,6 +121,38 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             "writes": new is not None,
             "platform": platforms(given["platform"]),
         }
+
+    def canonical_blocks(
+        self,
+        query: ArrayLike,
+        key_cache: ArrayLike,
+        value_cache: ArrayLike,
+        block_table: ArrayLike,
+        lengths: tuple[str, ArrayLike],
+        boundaries: tuple[str, ArrayLike],
+        **others: Any,
+    ) -> Call:
+        """``canonical`` of packed queries over blocks, which are pages by vLLM's argument names.
+
+        Args:
+          lengths, boundaries: the name of the argument, and tokens of each sequence in the cache, or where the
+            sequences' queries begin and end.
+          others: further arguments of ``canonical``.
+        """
+        queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
+        keys, values = arguments.block_arrays(key_cache, value_cache)
+        kv_lengths = arguments.lengths_array(*lengths, None)
+        sequences = kv_lengths.shape[0]
+        return self.canonical(
+            queries,
+            keys,
+            values,
+            kv_lengths,
+            page_table=arguments.page_table_array(block_table, sequences, "block_table"),
+            cum_q_lens=arguments.boundaries_array(*boundaries, sequences),
+            q_length=None,
+            **others,
+        )
 
     def inputs(
         self,

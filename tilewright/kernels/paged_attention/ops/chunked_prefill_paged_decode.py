@@ -6,7 +6,6 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from tilewright.kernels.cases import Arguments
-from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
@@ -52,18 +51,13 @@ class ChunkedPrefillPagedDecode(PagedAttentionKernel):
         **options: Unpack[ServingOptions],
     ) -> Call:
         """Checks a call and returns the core's problem."""
-        queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
-        keys, values = arguments.block_arrays(key_cache, value_cache)
-        lengths = arguments.lengths_array("seq_lens", seq_lens, None)
-        sequences = lengths.shape[0]
-        return self.canonical(
-            queries,
-            keys,
-            values,
-            lengths,
-            page_table=arguments.page_table_array(block_table, sequences, "block_table"),
-            cum_q_lens=arguments.boundaries_array("query_start_loc", query_start_loc, sequences),
-            q_length=None,
+        return self.canonical_blocks(
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            lengths=("seq_lens", seq_lens),
+            boundaries=("query_start_loc", query_start_loc),
             new=(key, value),
             **options,
         )

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from tilewright.kernels.cases import Arguments
-from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import UnifiedOptions
@@ -66,18 +65,13 @@ class UnifiedAttention(PagedAttentionKernel):
         **options: Unpack[UnifiedOptions],
     ) -> Call:
         """Checks a call and returns the core's problem."""
-        queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
-        keys, values = arguments.block_arrays(key_cache, value_cache)
-        lengths = arguments.lengths_array("seqused_k", seqused_k, None)
-        sequences = lengths.shape[0]
-        return self.canonical(
-            queries,
-            keys,
-            values,
-            lengths,
-            page_table=arguments.page_table_array(block_table, sequences, "block_table"),
-            cum_q_lens=arguments.boundaries_array("cu_seqlens_q", cu_seqlens_q, sequences),
-            q_length=None,
+        return self.canonical_blocks(
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            lengths=("seqused_k", seqused_k),
+            boundaries=("cu_seqlens_q", cu_seqlens_q),
             key_scale=k_descale,
             value_scale=v_descale,
             causal=causal,
