@@ -39,6 +39,10 @@ Where shared memory is tiled by atoms, TMA wants a multiple of these rows in glo
 """
 
 
+TMA_STRIDE_BYTES = 16
+"""TMA wants a multiple of these bytes from each row of an array in global memory to the next."""
+
+
 class RegisterSplit(NamedTuple):
     """Registers per thread of a consumer, of the producer and of a dQ warpgroup, by ``setmaxnreg``.
 

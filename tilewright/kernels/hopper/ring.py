@@ -20,6 +20,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, MAX_BARRIERS
+from tilewright.kernels.hopper.panels import load_tile
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
@@ -69,13 +70,13 @@ class RingPlan:
         """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
         return (
             self.tile.scratch(self.num_stages),
-            plgpu.Barrier(num_arrivals=max(self.writers, self.copies), num_barriers=self.num_stages),
+            plgpu.Barrier(num_arrivals=max(self.writers, self.copies * self.tile.copies), num_barriers=self.num_stages),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages),
         )
 
     def bind(self, smem: Ref, full: Ref, empty: Ref) -> "Ring":
         """The ring over the references that the kernel got for ``scratch()``."""
-        return Ring(self, smem, full, empty)
+        return Ring(self, self.tile.bind(smem), full, empty)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Ring:
         rows = self.plan.tile.shape[0] // self.plan.copies
         for number, source_ref in zip(range(self.plan.copies), source_refs, strict=True):
             part = () if self.plan.copies == 1 else (pl.ds(number * rows, rows),)
-            plgpu.copy_gmem_to_smem(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])
+            load_tile(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])
         return None
 
     def copy_to_shared(

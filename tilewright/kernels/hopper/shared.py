@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
 from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SWIZZLE_ROWS, SWIZZLES
+from tilewright.kernels.hopper.panels import PanelRef
+from tilewright.kernels.hopper.types import Ref
 
 # A type checker takes the transforms of jax 0.12 for abstract, because one method of their base has no body.
 _mosaic: Any = plgpu
@@ -110,11 +112,13 @@ class SharedTile:
     Attributes:
       swizzle: in bytes; None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
         tile that is not a matrix. Both operands of one wgmma that are in shared memory must have the same.
+      panelled: whether the columns lie in panels of one swizzle width, for arrays that TMA cannot cut into atoms.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     swizzle: int | None = None
+    panelled: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -127,6 +131,8 @@ class SharedTile:
             object.__setattr__(self, "swizzle", 0)
         elif self.swizzle != 0:
             object.__setattr__(self, "swizzle", swizzle_of(*self.shape, self.dtype, self.swizzle))
+        if self.panelled and not self.swizzle:
+            raise ValueError(f"panels are as wide as a swizzle, got {self.swizzle=}")
 
     @property
     def layout(self) -> SwizzledLayout:
@@ -141,10 +147,53 @@ class SharedTile:
         """Mosaic's tiling and swizzle, emitted from the layout; none where the tile stays row-major."""
         return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
 
+    @property
+    def copies(self) -> int:
+        """TMA copies of a tile: one for each panel."""
+        return self.shape[1] * self.dtype.itemsize // (self.swizzle or 1) if self.panelled else 1
+
     def stack_bytes(self, count: int) -> int:
         """Shared memory of so many tiles in bytes, alignment included."""
+        if self.panelled:
+            return self.copies * aligned_bytes((count, self.shape[0], self.shape[1] // self.copies), self.dtype)
         return aligned_bytes((count, *self.shape), self.dtype)
 
     def scratch(self, *stack: int) -> Any:
-        """The scratch type of the tile, or of a stack of such tiles."""
-        return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)
+        """The scratch type of the tile, or of a stack of such tiles, whose reference ``bind`` takes."""
+        if not self.panelled:
+            return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)
+        shape = (*stack, self.shape[0], self.shape[1] // self.copies)
+        _, swizzle = self.transforms
+        # Two views of the same memory, which Mosaic lays out alike as both have the same panels.
+        memory, operands = (
+            tuple(plgpu.SMEM(shape, self.dtype, transforms=transforms) for _ in range(self.copies))
+            for transforms in ((swizzle,), self.transforms)
+        )
+        return plgpu.RefUnion(memory, operands)
+
+    def bind(self, ref: Any) -> Ref:
+        """The tile, or stack of tiles, over the reference that the kernel got for ``scratch()``."""
+        if not self.panelled:
+            return ref
+        memory, operands = ref
+        return PanelRef(tuple(operands), tuple(memory))
+
+    def stack(self, *stack: int) -> "TileStack":
+        """A stack of such tiles as a part of a kernel's scratch memory; of no dimensions, a single tile."""
+        return TileStack(self, stack)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileStack:
+    """The plan of a stack of tiles, which ``run_kernel`` binds."""
+
+    tile: SharedTile
+    counts: tuple[int, ...]
+
+    def scratch(self) -> tuple[Any]:
+        """The scratch type, in the form of ``RingPlan.scratch``."""
+        return (self.tile.scratch(*self.counts),)
+
+    def bind(self, ref: Any) -> Ref:
+        """The stack over the reference that the kernel got."""
+        return self.tile.bind(ref)

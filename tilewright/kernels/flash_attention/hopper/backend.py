@@ -44,9 +44,11 @@ from tilewright.kernels.flash_attention.results import (
 )
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
-from tilewright.kernels.hopper.limits import SHARED_BYTES, SWIZZLE_ROWS, WARPGROUP_THREADS
+from tilewright.kernels.hopper.limits import SHARED_BYTES, SWIZZLE_ROWS, TMA_STRIDE_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.hopper.schedule import program_lists, program_order
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
+from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.masks import AndMask, Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.sharding import unvarying
@@ -66,6 +68,9 @@ FUSED_LENGTH = 2048
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
+MIN_PANEL = 32
+"""Fewest columns of a panel of V: the N of the MMAs of PV, which are slow below."""
+
 UNREDUCED_BYTES = 256 << 20
 """Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
@@ -75,10 +80,16 @@ def padded_dim(dim: int) -> int:
     return next(size for size in HEAD_DIMS if size >= dim)
 
 
-def aligned(array: jax.Array, dim: int) -> Any:
-    """``[batch, length, heads, ...]`` with zeros to a whole number of ``SWIZZLE_ROWS`` and ``dim`` at the end."""
-    widths = [(0, 0), (0, -array.shape[1] % SWIZZLE_ROWS), (0, 0), (0, dim - array.shape[3])]
-    return jnp.pad(array, widths) if any(width != (0, 0) for width in widths) else array
+def needs_panels(q_length: int, kv_length: int, head_dim: int, value_dim: int) -> bool:
+    """True if TMA cannot cut the arrays of a call into the atoms of whole tiles, so that these lie in panels."""
+    rows = q_length % SWIZZLE_ROWS or kv_length % SWIZZLE_ROWS
+    return bool(rows) or any(padded_dim(dim) != dim for dim in (head_dim, value_dim))
+
+
+def aligned(array: jax.Array) -> Any:
+    """``[batch, length, heads, dim]`` with zeros to strides that TMA can have: copied only where ``dim`` is unusual."""
+    rest = -array.shape[3] % (TMA_STRIDE_BYTES // array.dtype.itemsize)
+    return jnp.pad(array, [(0, 0), (0, 0), (0, 0), (0, rest)]) if rest else array
 
 
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
@@ -90,6 +101,7 @@ def plan_of(
     value_dim: int,
     dtype: DTypeLike,
     bias_gradient: BiasGradient | None = None,
+    panelled: bool = False,
 ) -> Plan:
     """The shared memory and rings of a CTA with these params, at padded head dims.
 
@@ -99,13 +111,15 @@ def plan_of(
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
-        plan = ForwardPlan(params, head_dim, value_dim, dtype)
+        plan = ForwardPlan(params, head_dim, value_dim, dtype, panelled)
+        if plan.values.tile.copies * MIN_PANEL > max(value_dim, MIN_PANEL):
+            raise ValueError(f"{params} cuts values of {value_dim=} into panels of less than {MIN_PANEL} columns")
     elif isinstance(params, WideBackwardParams) and wide:
-        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
+        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled)
         if plan.reason:
             raise ValueError(f"{params} at {head_dim=} {plan.reason}")
     elif isinstance(params, HopperBackwardParams) and not wide:
-        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
+        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled)
     else:
         raise ValueError(
             f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
@@ -128,6 +142,14 @@ def bias_gradient_of(
     if bias is None or not isinstance(params, BackwardParams):
         return None
     return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
+
+
+def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | BackwardParams) -> Plan:
+    """The plan of a call, by its sizes; errors as in ``plan_of``."""
+    dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+    panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
+    bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
+    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled)
 
 
 class PallasGpuFlashAttention(
@@ -226,9 +248,8 @@ class PallasGpuFlashAttention(
         direction: Direction,
         params: HopperForwardParams | BackwardParams,
     ) -> list[str]:
-        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
         try:
-            plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
+            plan_of_problem(problem, params)
         except ValueError as error:
             return [str(error)]
         return []
@@ -240,8 +261,7 @@ class PallasGpuFlashAttention(
         direction: Direction,
         params: HopperForwardParams | BackwardParams,
     ) -> list[Footprint]:
-        dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
-        plan = plan_of(params, *dims, problem.dtype, bias_gradient_of(problem.bias, problem.score_shape, params))
+        plan = plan_of_problem(problem, params)
         by_queries = functools.partial(_tiles, problem.q_length, matrices=problem.batch * problem.heads)
         by_keys = functools.partial(_tiles, problem.kv_length, matrices=problem.batch * problem.kv_heads)
         persistent = num_sms(device)
@@ -268,25 +288,27 @@ class PallasGpuFlashAttention(
         q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        plan_of(params, *dims, inputs.query.dtype)
+        panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
+        plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled)
+        assert isinstance(plan, ForwardPlan)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
         options, arrays = prepare_scores(
             inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
         )
         out, lse = forward_kernel(
-            aligned(inputs.query, dims[0]),
-            aligned(inputs.key, dims[0]),
-            aligned(inputs.value, dims[1]),
+            aligned(inputs.query),
+            aligned(inputs.key),
+            aligned(inputs.value),
             sinks_lse(inputs.softmax_aux),
             tables,
             arrays,
             options=options,
             schedule=schedule,
-            params=params,
+            plan=plan,
             num_sms=num_sms(current_device()),
         )
-        return out[:, :q_length, :, :value_dim], lse[..., :q_length]
+        return out[..., :value_dim], lse[..., :q_length]
 
     def backward(
         self,
@@ -302,12 +324,12 @@ class PallasGpuFlashAttention(
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         dims = padded_dim(head_dim), padded_dim(value_dim)
         bias_gradient = bias_gradient_of(inputs.bias, (batch, heads, q_length, kv_length), params)
-        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient)
-        query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
-        value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
+        panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
+        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled)
+        query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
-        out = aligned(results[0], dims[1])
+        out = aligned(results[0])
         lse = results[1].astype(jnp.float32)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
         d_lse, exponent = masked_rows_zeroed(d_lse, lse)
@@ -315,14 +337,15 @@ class PallasGpuFlashAttention(
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
-        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params)
+        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled)
         d_query: Any = None
         accumulator: Any = None
         if params.deterministic:
             d_query = _query_gradient(call, inputs.mask)
         else:
             shape = dq_accumulator_shape(params.block_q, batch, heads, q_length, dims[0])
-            zeros, counters = delta_kernel(out, d_out, statistics, shape)
+            tile = SharedTile((ROWS, dims[1]), out.dtype, panelled=panelled)
+            zeros, counters = delta_kernel(out, d_out, statistics, shape, tile)
             accumulator = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
@@ -340,7 +363,8 @@ class PallasGpuFlashAttention(
         kernel: Any
         if isinstance(params, HopperBackwardParams):
             lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
-            if isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and q_padded == kv_padded:
+            overlaps = isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and query.shape[3] == dims[0]
+            if overlaps and q_padded == kv_padded:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
             kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
@@ -356,10 +380,11 @@ class PallasGpuFlashAttention(
             d_query = convert_kernel(
                 jax.freeze(accumulator), query.shape, query.dtype, converted,
                 block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
+                tile=SharedTile((ROWS, dims[0]), query.dtype, panelled=panelled),
             )  # fmt: skip
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
-            "query": d_query[:, :q_length, :, :head_dim],
+            "query": d_query[..., :head_dim],
             "key": found.d_key[:, :kv_length, :, :head_dim],
             "value": found.d_value[:, :kv_length, :, :value_dim],
             "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
@@ -371,8 +396,9 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
     """dQ by a kernel of its own, which completes the statistics for the one for dK and dV."""
     query, key, value, _ = call.operands
     params, options = call.params, call.options
-    batch, q_length, heads, head_dim = query.shape
-    kv_length, kv_heads, value_dim = value.shape[1:]
+    batch, q_length, heads, _ = query.shape
+    kv_length, kv_heads, _ = value.shape[1:]
+    head_dim, value_dim = call.padded_dims
     if isinstance(params, HopperBackwardParams):
         query_rows, block_k = 128, 64
         if max(head_dim, value_dim) <= 64 and options.soft_cap is None and not options.dropout_prob:

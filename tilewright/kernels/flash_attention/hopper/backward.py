@@ -74,6 +74,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, column_layout, opaque_zero, store_unoptimised
@@ -103,7 +104,7 @@ def key_value_kernel(
     batch, _, heads, head_dim = call.query.shape
     kv_length, kv_heads, value_dim = call.value.shape[1:]
     dtype, options = call.query.dtype, call.options
-    plan = BackwardPlan(call.params, head_dim, value_dim, dtype, bias_gradient)
+    plan = BackwardPlan(call.params, *call.padded_dims, dtype, bias_gradient, call.panelled)
     operands: KeyValueOperands[object] = KeyValueOperands(
         *call.operands, call.statistics, dq_accumulator, d_bias, operands_of(lists),
         None if conversion is None else ConversionOperands(jnp.asarray(conversion.items), counters),
@@ -112,7 +113,8 @@ def key_value_kernel(
     # Gradients in registers are stored as whole tiles; TMA stores stop at the end of the array.
     added = bias_gradient is not None and bias_gradient.added
     rows = schedule.extent.row_tiles * call.params.block_k if added else kv_length
-    d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in (head_dim, value_dim))
+    dims = call.padded_dims if added else (head_dim, value_dim)
+    d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in dims)
     results = KeyValueResults(d_key, d_value)
     if conversion is not None:
         d_query = jax.ShapeDtypeStruct(call.query.shape, dtype)
@@ -280,10 +282,10 @@ def initialize_s(ctx: KeyValueContext, step: Scalar, s: Ref) -> None:
         s[...] = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
 
 
-def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
-    """Issues the MMA S += KQᵀ."""
+def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> int:
+    """Issues the MMA S += KQᵀ; returns its groups of wgmma."""
     k = tile.operand(tile.ctx.scratch.k, step)
-    plgpu.wgmma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
+    return mma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
 
 
 def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
@@ -357,9 +359,9 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
         p = ProbabilityTiles(*(each[:, begin : begin + ROWS] for each in p))
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
-    plgpu.wgmma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
-    plgpu.wgmma(dv, p.dv, d_out.at[columns])
-    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+    mma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
+    dv_groups = mma(dv, p.dv, d_out.at[columns])
+    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=dv_groups)
     ds = p.dp.astype(jnp.float32) * dp_tile
     if ctx.options.dropout_prob:
         ds = ds + p.delta.astype(jnp.float32) * load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
@@ -380,9 +382,8 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
         pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
         initialize_s(ctx, step.index + 1, next_s)
     for sub_tile, ds_tile in enumerate(ds):
-        plgpu.wgmma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
-    if next_s is not None:
-        issue_s(tiles.keys, step.index + 1, next_s)
+        mma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
+    next_groups = 0 if next_s is None else issue_s(tiles.keys, step.index + 1, next_s)
     if rings.ds is not None:
         rings.ds.copy_to_shared(step.index, ds, rows=tiles.keys.own_rows)
     else:
@@ -390,7 +391,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     # Only behind an async-proxy fence, which both branches have: threads have read the statistics, and TMA writes the
     # slot next, through the async proxy.
     rings.statistics.release(step.index)
-    plgpu.wgmma_wait(int(ctx.overlaps_next_s))
+    plgpu.wgmma_wait(next_groups)
     rings.q.release(step.index)
     return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)
 
@@ -409,4 +410,4 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
         buffer.at[ctx.warpgroup][...] = gradient.astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer.at[ctx.warpgroup], target.at[tile.batch, rows, tile.kv_head])
+        store_tile(buffer.at[ctx.warpgroup], target.at[tile.batch, rows, tile.kv_head])

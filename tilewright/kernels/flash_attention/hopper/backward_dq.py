@@ -28,6 +28,7 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
 )
 from tilewright.kernels.flash_attention.hopper.plans import DqMmaTile
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -65,15 +66,15 @@ def accumulate_dq(ctx: KeyValueContext, item: Scalar, batch: Scalar, step: Query
     assert accumulator is not None
     zero = opaque_zero(step.index + item)
 
-    def mma(tile: DqMmaTile, dq: Ref) -> jax.Array:
+    def compute(tile: DqMmaTile, dq: Ref) -> jax.Array:
         k = ctx.scratch.k.smem.at[zero, :, pl.ds(tile.column, tile.columns)]
-        plgpu.wgmma(dq, ds_ring.get_mma_tile(step.index).at[:, pl.ds(tile.row, ROWS)].T, k)
+        mma(dq, ds_ring.get_mma_tile(step.index).at[:, pl.ds(tile.row, ROWS)].T, k)
         return dq[...]
 
     ds_ring.load_from_shared(step.index)
     tiles = ctx.plan.dq_mma_tiles
     for tile in tiles:
-        dq = pl.run_scoped(functools.partial(mma, tile), plgpu.ACC((ROWS, tile.columns), jnp.float32))
+        dq = pl.run_scoped(functools.partial(compute, tile), plgpu.ACC((ROWS, tile.columns), jnp.float32))
         if tile == tiles[-1]:
             ds_ring.release(step.index)
         # Only now wait until the reduction of the step before has read the buffer, so that an MMA ran meanwhile.

@@ -59,6 +59,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, row_layout, store_unoptimised
@@ -115,9 +116,8 @@ def query_kernel(
     block_k: int,
 ) -> jax.Array:
     """Computes dQ, and completes ``call.statistics``; ``lists`` are over tiles of 128 queries."""
-    heads, head_dim = call.query.shape[2:]
-    kv_heads, value_dim = call.value.shape[2:]
-    plan = QueryPlan(block_k, NUM_STAGES, head_dim, value_dim, call.query.dtype)
+    heads, kv_heads = call.query.shape[2], call.value.shape[2]
+    plan = QueryPlan(block_k, NUM_STAGES, *call.padded_dims, call.query.dtype, call.panelled)
     options = call.options
     operands = QueryOperands[object, object](
         *call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays
@@ -177,7 +177,7 @@ def consume_item(ctx: QueryContext, item_index: Scalar, item: Scalar, first: Sca
     plgpu.commit_smem()
     # Behind that async-proxy fence: threads have read the slot, and TMA writes it next.
     ctx.scratch.statistics.release(item_index)
-    plgpu.copy_smem_to_gmem(buffer, ctx.d_query.at[b, pl.ds(q_start, ROWS), h])
+    store_tile(buffer, ctx.d_query.at[b, pl.ds(q_start, ROWS), h])
     return first + steps.total
 
 
@@ -239,7 +239,7 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
         compute = functools.partial(compute_ds, tile, KeyStep(number, k_step, v_step, zero, coord), statistics)
         accumulator = plgpu.ACC(ctx.s_shape, jnp.float32)
         ds = pl.run_scoped(compute, accumulator, accumulator)
-        plgpu.wgmma(dq, ds, rings.k.get_mma_tile(k_step))
+        mma(dq, ds, rings.k.get_mma_tile(k_step))
         plgpu.wgmma_wait(0)
         rings.k.release(k_step)
 
@@ -273,11 +273,11 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     # Indexed by an opaque zero: else the compiler hoists wgmma's descriptors for Q and dO out of the loop, and spills.
     q, d_out = rings.q.smem.at[step.zero, tile.own_rows], rings.d_out.smem.at[step.zero, tile.own_rows]
     rings.k.load_from_shared(step.k_step)
-    plgpu.wgmma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
+    mma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
     rings.v.load_from_shared(step.v_step)
-    plgpu.wgmma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
+    dp_groups = mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
     # Waits for S alone: P is computed while the MMA for dP is in flight.
-    logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
+    logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=dp_groups), None
     if not options.plain:
         logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord)
     logits = (logits + statistics.minus_lse) * options.multiplier

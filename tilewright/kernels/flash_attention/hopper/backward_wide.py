@@ -67,6 +67,7 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -95,7 +96,7 @@ def wide_key_value_kernel(
     params, options, dtype = call.params, call.options, call.query.dtype
     batch, _, heads, head_dim = call.query.shape
     kv_length, kv_heads, value_dim = call.value.shape[1:]
-    plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient)
+    plan = WideBackwardPlan(params, *call.padded_dims, dtype, bias_gradient, call.panelled)
     if params.deterministic != (dq_accumulator is None):
         raise ValueError(f"a dQ accumulator is for kernels that are not deterministic, got {params.deterministic=}")
     if plan.reason:
@@ -185,7 +186,7 @@ def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -
     stage = ring.smem.at[ring.slot(step)]
     stage[...] = gradient.astype(stage.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, target)
+    store_tile(stage, target)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -252,13 +253,13 @@ class DvWarpgroup:
         """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
             self.issue_s(step + 1, s)
-            self.issue_dv(step, p, dv)
-            s_tile = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            dv_groups = self.issue_dv(step, p, dv)
+            s_tile = plgpu.wgmma_accumulator_load(s, wait_n=dv_groups)
         else:
             # dV first: its stage of dO is the only one, and the producer waits for it.
             self.issue_dv(step, p, dv)
-            self.issue_s(step + 1, s)
-            plgpu.wgmma_wait(1)
+            s_groups = self.issue_s(step + 1, s)
+            plgpu.wgmma_wait(s_groups)
             self.ctx.scratch.d_out.release(step)
             s_tile = s[...]
         return self.compute_p(step + 1, following, s_tile)
@@ -268,14 +269,14 @@ class DvWarpgroup:
         self.issue_s(jnp.int32(0), s)
         return self.compute_p(jnp.int32(0), iterations.first, s[...])
 
-    def issue_s(self, step: Scalar, s: Ref) -> None:
-        """Issues the MMA S = KQᵀ − lse."""
+    def issue_s(self, step: Scalar, s: Ref) -> int:
+        """Issues the MMA S = KQᵀ − lse; returns its groups of wgmma."""
         rings = self.ctx.scratch
         if self.ctx.options.plain:
             s[...] = load_statistic(rings.minus_lse, step)
         rings.q.load_from_shared(step)
         k = rings.k.smem.at[opaque_zero(step + self.item)]
-        plgpu.wgmma(s, k, rings.q.get_mma_tile(step, transposed=True))
+        return mma(s, k, rings.q.get_mma_tile(step, transposed=True))
 
     def compute_p(self, step: Scalar, iteration: QueryIteration, s: jax.Array) -> ProbabilityTiles:
         """Computes P from S, possibly with an MMA in flight."""
@@ -299,12 +300,12 @@ class DvWarpgroup:
         self.ctx.scratch.minus_lse.release(step)
         return p_dv if self.ctx.p_in_registers else jnp.int32(0)
 
-    def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> None:
-        """Issues the MMA dV += P·dO."""
+    def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> int:
+        """Issues the MMA dV += P·dO; returns its groups of wgmma."""
         d_out_ring, p_ring, buffer = self.ctx.scratch.d_out, self.ctx.scratch.p, self.ctx.scratch.p_dv
         d_out_ring.load_from_shared(step)
         p_smem = (p_ring.smem if buffer is None else buffer).at[0]
-        plgpu.wgmma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
+        return mma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
 
     def add_own_dq(self, step: Scalar, iteration: QueryIteration) -> None:
         """Adds the first columns of a step's dQ, unless another kernel computes dQ."""
@@ -320,7 +321,7 @@ class DvWarpgroup:
         """Computes the first columns of dQ = dSᵀ·K."""
         columns = pl.ds(0, self.ctx.plan.d_query_split)
         k = self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns]
-        plgpu.wgmma(dq, ds_ring.get_mma_tile(step, True), k)
+        mma(dq, ds_ring.get_mma_tile(step, True), k)
         return dq[...]
 
 
@@ -408,9 +409,9 @@ class DkWarpgroup:
     def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
         """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
         self.issue_dp(step + 1, dp)
-        self.issue_dk(step, ds, dk)
+        dk_groups = self.issue_dk(step, ds, dk)
         following = self.after_for_bias(step, iteration)
-        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=dk_groups)
         return self.compute_ds(step + 1, following, dp_tile)
 
     def one_step(
@@ -428,8 +429,8 @@ class DkWarpgroup:
 
         def overlapped(dq: Ref) -> jax.Array:
             self.issue_dq(step, dq)
-            self.issue_dk(step, ds, dk)
-            return plgpu.wgmma_accumulator_load(dq, wait_n=1)
+            dk_groups = self.issue_dk(step, ds, dk)
+            return plgpu.wgmma_accumulator_load(dq, wait_n=dk_groups)
 
         if self.has_dq_columns:
             self.add_own_dq(step, iteration, pl.run_scoped(overlapped, self.dq_accumulator))
@@ -444,7 +445,7 @@ class DkWarpgroup:
             dp[...] = load_statistic(rings.minus_delta, step)
         rings.d_out.load_from_shared(step)
         v = rings.v.smem.at[opaque_zero(step + self.item)]
-        plgpu.wgmma(dp, v, rings.d_out.get_mma_tile(step, transposed=True))
+        mma(dp, v, rings.d_out.get_mma_tile(step, transposed=True))
 
     def ds_alone(self, step: Scalar, iteration: QueryIteration, dp: Ref) -> jax.Array:
         """dS of a step, with no other MMA in flight."""
@@ -488,11 +489,11 @@ class DkWarpgroup:
         coord = self.ctx.decode(item_in_step(self.item, step)).coord(iteration)
         bias_gradient.store(d_bias, None if staging is None else staging.at[0], ds, coord)
 
-    def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> None:
-        """Issues the MMA dK += dS·Q."""
+    def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> int:
+        """Issues the MMA dK += dS·Q; returns its groups of wgmma."""
         q_ring, ds_ring = self.ctx.scratch.q, self.ctx.scratch.ds
         q_ring.load_from_shared(step)
-        plgpu.wgmma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
+        return mma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
 
     def issue_dq(self, step: Scalar, dq: Ref) -> None:
         """Issues the MMA for this warpgroup's columns of dQ = dSᵀ·K."""
@@ -500,7 +501,7 @@ class DkWarpgroup:
         assert ds_ring is not None
         ds = ds_ring.get_mma_tile(step, True)
         columns = pl.ds(split, self.ctx.plan.head_dim - split)
-        plgpu.wgmma(dq, ds, self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns])
+        mma(dq, ds, self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns])
 
     def dq_alone(self, step: Scalar, dq: Ref) -> jax.Array:
         """This warpgroup's columns of dQ, with no other MMA in flight."""

@@ -56,6 +56,7 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.panels import leave_in_flight, mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
@@ -135,10 +136,9 @@ def wide_query_kernel(
       schedule: of rows of ``query_rows`` and columns of ``block_k``.
       order: ``program_order`` over tiles of ``query_rows``.
     """
-    batch, _, heads, head_dim = call.query.shape
-    kv_heads, value_dim = call.value.shape[2:]
-    options = call.options
-    plan = WideBackwardPlan(call.params, head_dim, value_dim, call.query.dtype)
+    batch, _, heads, _ = call.query.shape
+    kv_heads, options = call.value.shape[2], call.options
+    plan = WideBackwardPlan(call.params, *call.padded_dims, call.query.dtype, panelled=call.panelled)
     operands = QueryOperands[object, object](*call.operands, call.out, call.statistics, order, tables, call.arrays)
 
     def body(operands: QueryOperands[Ref, Ref], d_query: Ref, scratch: WideQueryScratch[Ring]) -> None:
@@ -202,7 +202,7 @@ def compute_dq(ctx: WideQueryContext) -> None:
     plgpu.commit_smem()
     b, h, q_start, _ = ctx.decode(item_in_step(item, steps.total))
     rows = pl.ds(q_start + ctx.warpgroup * BLOCK, BLOCK)
-    plgpu.copy_smem_to_gmem(stage, ctx.d_query.at[b, rows, h])
+    store_tile(stage, ctx.d_query.at[b, rows, h])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -301,21 +301,20 @@ class DqWarpgroup:
         return pl.run_scoped(compute, self.ctx.s_accumulator, self.ctx.s_accumulator).astype(self.ctx.plan.dtype)
 
     def compute_ds(
-        self, step: Scalar, masked: Condition, issue_dq: Callable[[], None] | None, s: Ref, dp: Ref
+        self, step: Scalar, masked: Condition, issue_dq: Callable[[], int] | None, s: Ref, dp: Ref
     ) -> jax.Array:
         """Computes dS in float32, with the MMAs for S and dP in flight together.
 
         Args:
-          issue_dq: issues another MMA, which is still in flight afterwards.
+          issue_dq: issues another MMA, which is still in flight afterwards; returns its groups of wgmma.
         """
         dp[...] = self.load_minus_delta(step)
         self.issue_s(step, s)
-        self.issue_dp(step, dp)
-        if issue_dq is not None:
-            issue_dq()
+        dp_groups = self.issue_dp(step, dp)
+        behind = 0 if issue_dq is None else issue_dq()
         # S first, then dP: P is computed while the MMAs for dP and dQ are in flight.
-        behind = 0 if issue_dq is None else 1
-        p = self.compute_p(plgpu.wgmma_accumulator_load(s, wait_n=behind + 1), step, masked)
+        s_tile = plgpu.wgmma_accumulator_load(s, wait_n=leave_in_flight(behind + dp_groups))
+        p = self.compute_p(s_tile, step, masked)
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
         self.ctx.rings.v.release(step)
         return p * dp_tile
@@ -345,18 +344,18 @@ class DqWarpgroup:
         rings = self.ctx.rings
         rings.k.load_from_shared(step)
         q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
-        plgpu.wgmma(s, q, rings.k.get_mma_tile(step, transposed=True))
+        mma(s, q, rings.k.get_mma_tile(step, transposed=True))
 
-    def issue_dp(self, step: Scalar, dp: Ref) -> None:
-        """Issues the MMA dP += dO·Vᵀ."""
+    def issue_dp(self, step: Scalar, dp: Ref) -> int:
+        """Issues the MMA dP += dO·Vᵀ; returns its groups of wgmma."""
         rings = self.ctx.rings
         rings.v.load_from_shared(step)
         d_out = rings.d_out.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
-        plgpu.wgmma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
+        return mma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
 
-    def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> None:
-        """Issues the MMA dQ += dS·K."""
-        plgpu.wgmma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
+    def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> int:
+        """Issues the MMA dQ += dS·K; returns its groups of wgmma."""
+        return mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
 
     def compute_p(self, s: jax.Array, step: Scalar, masked: Condition) -> jax.Array:
         """Computes P from S, as a factor of dS."""

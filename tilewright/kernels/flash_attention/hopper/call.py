@@ -11,7 +11,7 @@ from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreO
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackwardCall[Params: BackwardParams]:
-    """The arrays that all backward kernels read, padded, and the static options of the scores.
+    """The arrays that all backward kernels read, and the static options of the scores.
 
     Attributes:
       query, key: ``[batch, length, heads, head_dim]``.
@@ -21,6 +21,8 @@ class BackwardCall[Params: BackwardParams]:
         ``ScoreOptions.multiplier``, −∞ for fully masked rows and those beyond the last query; row 1 is
         −delta = d_lse − rowsum(dO ∘ O). A kernel for dQ alone finds d_lse in row 1, and subtracts the row sum.
       arrays: for tiles ``[queries, keys]``.
+      padded_dims: head_dim and value_dim that the kernels compute with.
+      panelled: whether tiles of the arrays lie in panels.
     """
 
     query: jax.Array
@@ -32,6 +34,8 @@ class BackwardCall[Params: BackwardParams]:
     arrays: ScoreArrays
     options: ScoreOptions
     params: Params
+    padded_dims: tuple[int, int]
+    panelled: bool
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

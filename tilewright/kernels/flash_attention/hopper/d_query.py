@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import MAX_TMA_BOX
+from tilewright.kernels.hopper.panels import store_tile
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
@@ -161,6 +162,7 @@ def convert_kernel(
     block_q: int,
     kv_heads: int,
     scale: float,
+    tile: SharedTile,
 ) -> jax.Array:
     """Converts the dQ accumulator to dQ, a tile of 64 rows per CTA.
 
@@ -168,16 +170,17 @@ def convert_kernel(
       accumulator: an array of ``dq_accumulator_shape``.
       shape: of dQ, ``[batch, q_length, heads, head_dim]``.
       converted: rows that are done already.
+      tile: of 64 rows of dQ, with all columns that the accumulator has.
     """
-    batch, q_length, heads, head_dim = shape
+    batch, q_length, heads, _ = shape
     row_tiles = -(-q_length // ROWS)
     # Backwards: the rows that were added to last are still in the L2 cache.
     tiles = np.arange(batch * heads * row_tiles, dtype=np.int32)[::-1]
     operands: _ConvertOperands[object] = _ConvertOperands(accumulator, None, None, None)
     result: jax.Ref | None = None
     if converted is not None:
-        matrix, tile = np.divmod(tiles, row_tiles)
-        items = matrix * kv_heads // heads * converted.plan.tiles + tile // TILES_PER_ITEM
+        matrix, row_tile = np.divmod(tiles, row_tiles)
+        items = matrix * kv_heads // heads * converted.plan.tiles + row_tile // TILES_PER_ITEM
         items = np.where(np.isin(items, converted.plan.items), items, -1)
         order = np.argsort(items >= 0, kind="stable")  # first the tiles that certainly need a conversion
         result = jax.new_ref(converted.d_query)
@@ -186,16 +189,16 @@ def convert_kernel(
 
     def body(refs: _ConvertOperands[Ref], out_ref: Ref | None, staging: Ref) -> None:
         program = lax.axis_index("program")
-        tile = len(tiles) - 1 - program if refs.tiles is None else refs.tiles[program, 0]
-        b, head, row_tile = decode_tile_index(tile, row_tiles, heads)
+        index = len(tiles) - 1 - program if refs.tiles is None else refs.tiles[program, 0]
+        b, head, row_tile = decode_tile_index(index, row_tiles, heads)
         target = refs.d_query if out_ref is None else out_ref
         assert target is not None
 
         def convert() -> None:
-            dq = load_dq_accumulator(refs.accumulator, b, head, row_tile, block_q, head_dim)
+            dq = load_dq_accumulator(refs.accumulator, b, head, row_tile, block_q, tile.shape[1])
             staging[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staging, target.at[b, pl.ds(row_tile * ROWS, ROWS), head])
+            store_tile(staging, target.at[b, pl.ds(row_tile * ROWS, ROWS), head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if refs.tiles is None or refs.done is None:
@@ -205,6 +208,5 @@ def convert_kernel(
             pl.when((item < 0) | (refs.done[lax.max(item, jnp.int32(0))] == 0))(convert)
 
     out_type = jax.ShapeDtypeStruct(shape, dtype) if result is None else None
-    staging_type = SharedTile((ROWS, head_dim), dtype).scratch()
-    d_query = run_kernel(body, operands, out_type, staging_type, num_ctas=len(tiles))
+    d_query = run_kernel(body, operands, out_type, tile.stack(), num_ctas=len(tiles))
     return d_query if result is None else jax.freeze(result)

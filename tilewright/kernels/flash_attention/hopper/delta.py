@@ -13,6 +13,7 @@ from jax import lax
 from tilewright.kernels.flash_attention.hopper.d_query import COUNTER_SHAPE, ROW
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.panels import load_tile
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -66,7 +67,11 @@ class _Scratch[Memory](NamedTuple):
 
 
 def delta_kernel(
-    out: jax.Array, d_out: jax.Array, statistics: jax.Ref, accumulator_shape: tuple[int, int, int, int]
+    out: jax.Array,
+    d_out: jax.Array,
+    statistics: jax.Ref,
+    accumulator_shape: tuple[int, int, int, int],
+    tile: SharedTile,
 ) -> tuple[jax.Array, jax.Array]:
     """Completes the statistics; returns zeros for the dQ accumulator, and ``COUNTER_SHAPE`` zeros for each head.
 
@@ -74,10 +79,10 @@ def delta_kernel(
       out, d_out: ``[batch, q_length, heads, value_dim]``.
       statistics: a reference, as in ``BackwardCall``.
       accumulator_shape: ``dq_accumulator_shape``.
+      tile: of 64 rows of O or dO.
     """
-    batch, q_length, heads, value_dim = out.shape
+    batch, q_length, heads, _ = out.shape
     tiles = -(-q_length // ROWS)
-    tile = SharedTile((ROWS, value_dim), out.dtype)
     zero_rows = -(-accumulator_shape[2] // tiles // ZEROS_SHAPE[0]) * ZEROS_SHAPE[0]  # of each CTA
 
     def body(refs: _Operands[Ref], results: _Results[Ref], scratch: _Scratch[Ref]) -> None:
@@ -86,8 +91,8 @@ def delta_kernel(
         b, q_tile = lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles))
         rows = pl.ds(q_tile * ROWS, ROWS)
         # Both loads arrive on one barrier; zeros are stored until they are complete.
-        plgpu.copy_gmem_to_smem(refs.out.at[b, rows, head], scratch.out, scratch.loaded)
-        plgpu.copy_gmem_to_smem(refs.d_out.at[b, rows, head], scratch.d_out, scratch.loaded)
+        load_tile(refs.out.at[b, rows, head], scratch.out, scratch.loaded)
+        load_tile(refs.d_out.at[b, rows, head], scratch.d_out, scratch.loaded)
         scratch.zeros[...] = jnp.zeros(ZEROS_SHAPE, jnp.float32)
         plgpu.commit_smem()
         for row in range(0, zero_rows, ZEROS_SHAPE[0]):
@@ -110,10 +115,10 @@ def delta_kernel(
         jax.ShapeDtypeStruct((batch, heads, *COUNTER_SHAPE), jnp.float32),
     )
     scratch = _Scratch(
-        out=tile.scratch(),
-        d_out=tile.scratch(),
+        out=tile.stack(),
+        d_out=tile.stack(),
         zeros=plgpu.SMEM(ZEROS_SHAPE, jnp.float32),
-        loaded=plgpu.Barrier(num_arrivals=2),
+        loaded=plgpu.Barrier(num_arrivals=2 * tile.copies),
     )
     operands = _Operands[object](out, d_out, statistics)
     results = run_kernel(body, operands, out_types, scratch, num_ctas=batch * heads * tiles)

@@ -50,7 +50,6 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     QueuedItem,
     for_each_item,
 )
-from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
@@ -64,6 +63,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import item_by_arithmetic, program_lists, program_order
 from tilewright.kernels.hopper.softmax import (
@@ -139,13 +139,13 @@ def run_consumer(ctx: ForwardContext) -> None:
 
 def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> None:
     """Issues S = QKᵀ of a step of the rings, whose K must have arrived."""
-    plgpu.wgmma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
+    mma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
 
 
-def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
-    """Waits for V of a step of the rings, and issues O += PV."""
+def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> int:
+    """Waits for V of a step of the rings, and issues O += PV; returns the groups of wgmma of that."""
     ctx.scratch.v.load_from_shared(step)
-    plgpu.wgmma(acc, p, ctx.scratch.v.get_mma_tile(step))
+    return mma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
 def softmax_tile(
@@ -221,10 +221,10 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             ctx.ping_pong_wait()
             k_ring.load_from_shared(step)
             issue_qk(ctx, q_tile, step, scores)
-            issue_pv(ctx, acc, state.p, step - 1)
+            pv_groups = issue_pv(ctx, acc, state.p, step - 1)
             ctx.ping_pong_arrive()
-            # wait_n=1: QKᵀ is complete, PV may still run.
-            s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
+            # QKᵀ is complete, PV may still run.
+            s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else pv_groups)
             k_ring.release(step)
             tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked)
             plgpu.wgmma_wait(0)
@@ -313,9 +313,9 @@ def last_pv_beside_next_step(
             k_ring.load_from_shared(step)
 
         issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
-        issue_pv(ctx, acc, p, after - 1)
+        pv_groups = issue_pv(ctx, acc, p, after - 1)
         ctx.ping_pong_arrive()
-        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=pv_groups)
 
         @pl.when(has_next)
         def _() -> None:
@@ -358,7 +358,7 @@ def store_item(
     target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
     scratch.lse[ctx.warpgroup, :] = lse
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(target, ctx.results.out.at[work.batch, q_rows, work.head])
+    store_tile(target, ctx.results.out.at[work.batch, q_rows, work.head])
     plgpu.copy_smem_to_gmem(scratch.lse.at[ctx.warpgroup], ctx.results.lse.at[work.batch, work.head, q_rows])
 
 
@@ -396,7 +396,7 @@ def forward_kernel(
     *,
     options: ScoreOptions,
     schedule: TileSchedule,
-    params: HopperForwardParams,
+    plan: ForwardPlan,
     num_sms: int,
 ) -> AttentionResults[jax.Array]:
     """Computes out and lse: ``[batch, q_length, heads, value_dim]`` and float32 ``[batch, heads, padded q_length]``.
@@ -406,10 +406,10 @@ def forward_kernel(
       tables: of ``schedule``.
       num_sms: SMs of the device, each of which has one CTA of a persistent kernel.
     """
-    batch, q_length, heads, head_dim = query.shape
-    kv_length, kv_heads, value_dim = value.shape[1:]
+    batch, q_length, heads, _ = query.shape
+    kv_length, kv_heads, _ = value.shape[1:]
     group, q_tiles = heads // kv_heads, schedule.extent.row_tiles
-    plan = ForwardPlan(params, head_dim, value_dim, query.dtype)
+    params, head_dim, value_dim = plan.params, plan.head_dim, plan.value_dim
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
 
@@ -446,7 +446,7 @@ def forward_kernel(
         pl.when(warpgroup == params.consumers)(functools.partial(run_producer, ctx))
 
     results = AttentionResults(
-        jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, q_length, heads, value.shape[3]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * params.block_q), jnp.float32),
     )
     return run_kernel(body, operands, results, plan.scratch(), num_ctas=programs, warpgroups=params.consumers + 1)

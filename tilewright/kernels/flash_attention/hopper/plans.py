@@ -48,12 +48,17 @@ class ForwardScratch[R, M](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones."""
+    """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones.
+
+    Attributes:
+      panelled: whether tiles of query, key, value and output lie in panels.
+    """
 
     params: HopperForwardParams
     head_dim: int
     value_dim: int
     dtype: DTypeLike
+    panelled: bool = False
 
     @property
     def queries(self) -> RingPlan:
@@ -62,7 +67,7 @@ class ForwardPlan:
     @property
     def keys(self) -> RingPlan:
         params = self.params
-        tile = SharedTile((params.block_k, self.head_dim), self.dtype)
+        tile = SharedTile((params.block_k, self.head_dim), self.dtype, panelled=self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
     @property
@@ -70,7 +75,7 @@ class ForwardPlan:
         params = self.params
         # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
         width = math.gcd(params.block_k, self.value_dim, 64)
-        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width)
+        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width, self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
     def scratch(self) -> ForwardScratch[RingPlan, object]:
@@ -82,13 +87,13 @@ class ForwardPlan:
             v=self.values,
             lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
             turns=plgpu.Barrier(num_barriers=consumers),
-            out=self.output.scratch() if self.own_output else None,
+            out=self.output.stack() if self.own_output else None,
         )
 
     @property
     def output(self) -> SharedTile:
         """Buffer of the output before its TMA store, if that does not reuse Q's."""
-        return SharedTile((self.params.block_q, self.value_dim), self.dtype)
+        return SharedTile((self.params.block_q, self.value_dim), self.dtype, panelled=self.panelled)
 
     @property
     def ahead(self) -> bool:
@@ -108,7 +113,8 @@ class ForwardPlan:
         return self._bytes(2 if self.ahead else 1, self.own_output)
 
     def _queries(self, stages: int) -> RingPlan:
-        return RingPlan(SharedTile((self.params.block_q, self.head_dim), self.dtype), stages, self.params.consumers)
+        tile = SharedTile((self.params.block_q, self.head_dim), self.dtype, panelled=self.panelled)
+        return RingPlan(tile, stages, self.params.consumers)
 
     def _bytes(self, query_stages: int, own_output: bool) -> int:
         rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
@@ -163,9 +169,13 @@ class BackwardPlan:
     value_dim: int
     dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
+    panelled: bool = False
+
+    def _tile(self, rows: int, columns: int) -> SharedTile:
+        return SharedTile((rows, columns), self.dtype, panelled=self.panelled)
 
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
-        return RingPlan(SharedTile((rows, columns), self.dtype), stages, CONSUMERS)
+        return RingPlan(self._tile(rows, columns), stages, CONSUMERS)
 
     @property
     def has_dq_warpgroup(self) -> bool:
@@ -174,7 +184,7 @@ class BackwardPlan:
 
     @property
     def k_ring(self) -> RingPlan:
-        tile = SharedTile((self.params.block_k, self.head_dim), self.dtype)
+        tile = self._tile(self.params.block_k, self.head_dim)
         return RingPlan(tile, 1, CONSUMERS + self.has_dq_warpgroup)
 
     @property
@@ -243,11 +253,11 @@ class BackwardPlan:
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
         widths = dict.fromkeys((self.value_dim, self.head_dim))
-        return tuple(SharedTile((ROWS, width), self.dtype) for width in widths)
+        return tuple(self._tile(ROWS, width) for width in widths)
 
     def scratch(self, overlaps_conversion: bool) -> KeyValueScratch[RingPlan, object]:
         """The rings, and scratch types of the buffers."""
-        outputs = [tile.scratch(CONSUMERS) for tile in self.output_tiles]
+        outputs = [tile.stack(CONSUMERS) for tile in self.output_tiles]
         return KeyValueScratch(
             k=self.k_ring,
             v=self.v_ring,
@@ -300,13 +310,17 @@ class QueryPlan:
     head_dim: int
     value_dim: int
     dtype: DTypeLike
+    panelled: bool = False
 
     @property
     def block_q(self) -> int:
         return CONSUMERS * ROWS
 
+    def _tile(self, rows: int, columns: int) -> SharedTile:
+        return SharedTile((rows, columns), self.dtype, panelled=self.panelled)
+
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
-        return RingPlan(SharedTile((rows, columns), self.dtype), stages, CONSUMERS)
+        return RingPlan(self._tile(rows, columns), stages, CONSUMERS)
 
     def scratch(self) -> QueryScratch[RingPlan, object]:
         """The rings, and the scratch type of the buffer."""
@@ -316,7 +330,7 @@ class QueryPlan:
             statistics=RingPlan(SharedTile((2, self.block_q), jnp.float32, 0), 1, CONSUMERS),
             k=self._ring(self.block_k, self.head_dim, self.num_stages),
             v=self._ring(self.block_k, self.value_dim, self.num_stages),
-            dq=SharedTile((ROWS, self.head_dim), self.dtype).scratch(CONSUMERS),
+            dq=self._tile(ROWS, self.head_dim).stack(CONSUMERS),
         )
 
     @property
@@ -373,6 +387,7 @@ class WideBackwardPlan:
     value_dim: int
     dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
+    panelled: bool = False
 
     @property
     def fuses_dq(self) -> bool:
@@ -381,12 +396,12 @@ class WideBackwardPlan:
 
     @property
     def qk_tile(self) -> SharedTile:
-        return SharedTile((BLOCK, self.head_dim), self.dtype)
+        return SharedTile((BLOCK, self.head_dim), self.dtype, panelled=self.panelled)
 
     @property
     def v_tile(self) -> SharedTile:
         """A tile of V or dO."""
-        return SharedTile((BLOCK, self.value_dim), self.dtype)
+        return SharedTile((BLOCK, self.value_dim), self.dtype, panelled=self.panelled)
 
     @property
     def p_tile(self) -> SharedTile:

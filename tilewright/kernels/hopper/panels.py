@@ -1,0 +1,152 @@
+"""Tiles in shared memory whose columns lie in panels, for arrays of any length and width.
+
+Mosaic GPU tiles shared memory by atoms of 8 rows × one swizzle width, row of atoms by row of atoms. A TMA copy into
+such a tile needs an array that is cut in the same way, so its rows must come in eights and its columns in swizzle
+widths: other arrays would have to be padded, a copy in memory. In a panel, one swizzle width of columns, the atoms lie
+one below the other, which is the order in which TMA itself writes rows: a copy for each panel takes the array as it is
+and writes zeros for what lies beyond its end, and a store leaves that out.
+
+The memory of a panel has two references: ``memory`` for TMA, plain rows, and ``operands`` for wgmma and for registers,
+which are tiled. An MMA over columns (QKᵀ) sums over the panels; one whose result has these columns (PV) has one MMA for
+each panel.
+"""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.types import Index, Part, Ref
+
+MAX_PENDING_GROUPS = 7
+"""Most groups of wgmma that a wait can leave in flight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PanelViews:
+    """``PanelRef.at``."""
+
+    ref: "PanelRef"
+
+    def __getitem__(self, index: Index, /) -> Ref:
+        return self.ref.view(index if isinstance(index, tuple) else (index,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PanelRef:
+    """A reference to a tile of panels, or to a stack of such tiles: ``[*stack, rows, columns]``.
+
+    Attributes:
+      operands: of each panel the reference for wgmma and for registers.
+      memory: of each panel the reference for TMA.
+      transposed: whether an MMA takes the tile as ``[columns, rows]``.
+    """
+
+    operands: tuple[Ref, ...]
+    memory: tuple[Ref, ...]
+    transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.operands[0].shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.operands[0].shape[:-1], self.width * len(self.operands))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.operands[0].dtype
+
+    @property
+    def at(self) -> PanelViews:
+        return PanelViews(self)
+
+    @property
+    def T(self) -> "PanelRef":
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+    def view(self, index: tuple[Part, ...]) -> Ref:
+        """A part of the stack, of the rows, and of the columns: of these whole panels, and a single one as it is."""
+        operands, memory = self.operands, self.memory
+        if len(index) == len(self.shape):
+            columns = index[-1]
+            if not isinstance(columns, pl.Slice) or columns.start % self.width or columns.size % self.width:
+                raise ValueError(f"columns are taken by panels of {self.width}, got {columns}")
+            chosen = slice(columns.start // self.width, (columns.start + columns.size) // self.width)
+            index, operands, memory = index[:-1], operands[chosen], memory[chosen]
+            if len(operands) == 1:
+                return operands[0].at[index]
+        return PanelRef(tuple(ref.at[index] for ref in operands), tuple(ref.at[index] for ref in memory))
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> Ref:
+        raise ValueError(f"panels keep their shape, got {shape}")
+
+    def __getitem__(self, index: Index, /) -> jax.Array:
+        raise ValueError(f"a tile of panels is loaded panel by panel, got {index=}")
+
+    def __setitem__(self, index: Index, value: ArrayLike, /) -> None:
+        """Stores registers to the whole tile, ``ref[...] = value``."""
+        if index is not Ellipsis or not isinstance(value, jax.Array):
+            raise ValueError(f"a tile of panels is stored as a whole, from an array, got {index=}")
+        for number, ref in enumerate(self.operands):
+            ref[...] = value[:, number * self.width : (number + 1) * self.width]
+
+
+def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref) -> int:
+    """Issues the MMAs for ``accumulator += a @ b``.
+
+    Args:
+      a: registers, or a tile; panels where ``b`` is transposed panels, over which it is summed.
+
+    Returns:
+      the groups of wgmma that were committed, which a wait for what was issued before leaves in flight.
+    """
+    if not isinstance(b, PanelRef):
+        plgpu.wgmma(accumulator, a, b)
+        return 1
+    for number, panel in enumerate(b.operands):
+        columns = pl.ds(number * b.width, b.width)
+        if not b.transposed:
+            plgpu.wgmma(accumulator if len(b.operands) == 1 else accumulator.at[:, columns], a, panel)
+        elif isinstance(a, PanelRef):
+            plgpu.wgmma(accumulator, a.operands[number], panel.T)
+        else:
+            raise ValueError("a sum over panels needs panels on both sides")
+    return len(b.operands)
+
+
+def leave_in_flight(groups: int) -> int:
+    """The number to wait with so that at most ``groups`` groups of wgmma are left in flight."""
+    return min(groups, MAX_PENDING_GROUPS)
+
+
+def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:
+    """Starts the TMA copies of a tile from global memory, ``[rows, columns]``, each of which arrives on ``barrier``."""
+    if not isinstance(target, PanelRef):
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+        return
+    for number, panel in enumerate(target.memory):
+        plgpu.copy_gmem_to_smem(_columns(source, number, target.width), panel, barrier)
+
+
+def store_tile(source: Ref, target: Ref) -> None:
+    """Starts the TMA stores of a tile to global memory."""
+    if not isinstance(source, PanelRef):
+        plgpu.copy_smem_to_gmem(source, target)
+        return
+    for number, panel in enumerate(source.memory):
+        plgpu.copy_smem_to_gmem(panel, _columns(target, number, source.width))
+
+
+def _columns(array: Ref, number: int, width: int) -> Ref:
+    """Columns of a panel in global memory, which may hang over the end."""
+    start = number * width
+    # A constant that hangs over the end is refused; `axis_index * 0` is none while the kernel is traced.
+    hangs_over = start + width > array.shape[-1]
+    return array.at[:, pl.ds(lax.axis_index("program") * 0 + start if hangs_over else start, width)]
