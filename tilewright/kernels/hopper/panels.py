@@ -7,23 +7,22 @@ one below the other, which is the order in which TMA itself writes rows: a copy 
 and writes zeros for what lies beyond its end, and a store leaves that out.
 
 The memory of a panel has two references: ``memory`` for TMA, plain rows, and ``operands`` for wgmma and for registers,
-which are tiled. An MMA over columns (QKᵀ) sums over the panels; one whose result has these columns (PV) has one MMA for
-each panel.
+which are tiled.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.mosaic_mma import Panels, issue_wgmma, panelled_operand
 from tilewright.kernels.hopper.types import Index, Part, Ref
-
-MAX_PENDING_GROUPS = 7
-"""Most groups of wgmma that a wait can leave in flight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,17 +42,26 @@ class PanelRef:
     Attributes:
       operands: of each panel the reference for wgmma and for registers.
       memory: of each panel the reference for TMA.
+      stride: elements from a panel to the next.
+      transforms: Mosaic's, of ``operands``.
       transposed: whether an MMA takes the tile as ``[columns, rows]``.
     """
 
     operands: tuple[Ref, ...]
     memory: tuple[Ref, ...]
+    stride: int
+    transforms: tuple[Any, ...]
     transposed: bool = False
 
     @property
     def width(self) -> int:
         """Columns of a panel."""
         return self.operands[0].shape[-1]
+
+    @property
+    def panels(self) -> Panels:
+        """What the MMA must know of the panels beside the first one."""
+        return Panels(len(self.operands), self.stride, self.transposed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +90,8 @@ class PanelRef:
             index, operands, memory = index[:-1], operands[chosen], memory[chosen]
             if len(operands) == 1:
                 return operands[0].at[index]
-        return PanelRef(tuple(ref.at[index] for ref in operands), tuple(ref.at[index] for ref in memory))
+        operands, memory = (tuple(ref.at[index] for ref in refs) for refs in (operands, memory))
+        return dataclasses.replace(self, operands=operands, memory=memory)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Ref:
         raise ValueError(f"panels keep their shape, got {shape}")
@@ -98,32 +107,40 @@ class PanelRef:
             ref[...] = value[:, number * self.width : (number + 1) * self.width]
 
 
-def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref) -> int:
-    """Issues the MMAs for ``accumulator += a @ b``.
+def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref) -> None:
+    """Issues the MMA ``accumulator += a @ b``, a group of wgmma.
+
+    wgmma takes the distance of panels as that of two columns of atoms, so it reads panels as it reads whole tiles; an
+    MMA for each panel would be up to a fifth slower. Pallas has no reference with such strides, so Mosaic GPU is called
+    here as Pallas calls it for ``plgpu.wgmma``.
 
     Args:
-      a: registers, or a tile; panels where ``b`` is transposed panels, over which it is summed.
-
-    Returns:
-      the groups of wgmma that were committed, which a wait for what was issued before leaves in flight.
+      a: registers, or a tile.
+      b: a tile; of panels if ``a`` is.
     """
     if not isinstance(b, PanelRef):
         plgpu.wgmma(accumulator, a, b)
-        return 1
-    for number, panel in enumerate(b.operands):
-        columns = pl.ds(number * b.width, b.width)
-        if not b.transposed:
-            plgpu.wgmma(accumulator if len(b.operands) == 1 else accumulator.at[:, columns], a, panel)
-        elif isinstance(a, PanelRef):
-            plgpu.wgmma(accumulator, a.operands[number], panel.T)
-        else:
-            raise ValueError("a sum over panels needs panels on both sides")
-    return len(b.operands)
+        return
+    layout = plgpu.Layout.WGMMA
+    left: Ref | jax.Array = a
+    left_type, left_panels = layout, None
+    if isinstance(a, PanelRef):
+        left, left_type, left_panels = a.operands[0], plgpu.RefType(a.transforms), a.panels
+    elif not isinstance(a, jax.Array):
+        left_type = plgpu.RefType(b.transforms)
 
+    @plgpu.inline_mgpu(
+        arg_types=(layout, left_type, plgpu.RefType(b.transforms)),
+        return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=layout),
+    )
+    def issue(_: Any, accumulator: Any, left: Any, right: Any) -> Any:
+        left = left if left_panels is None else panelled_operand(left, left_panels)
+        right = panelled_operand(right, b.panels)
+        return issue_wgmma(accumulator, left, right, b.width * b.dtype.itemsize)
 
-def leave_in_flight(groups: int) -> int:
-    """The number to wait with so that at most ``groups`` groups of wgmma are left in flight."""
-    return min(groups, MAX_PENDING_GROUPS)
+    # Without a wait: an MMA that adds to the accumulator may be in flight.
+    in_flight = plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
+    accumulator[...] = issue(in_flight, left, b.operands[0])
 
 
 def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:

@@ -176,7 +176,8 @@ class SharedTile:
         if not self.panelled:
             return ref
         memory, operands = ref
-        return PanelRef(tuple(operands), tuple(memory))
+        stride = aligned_bytes(operands[0].shape, self.dtype) // self.dtype.itemsize
+        return PanelRef(tuple(operands), tuple(memory), stride, self.transforms)
 
     def stack(self, *stack: int) -> "TileStack":
         """A stack of such tiles as a part of a kernel's scratch memory; of no dimensions, a single tile."""

@@ -282,10 +282,10 @@ def initialize_s(ctx: KeyValueContext, step: Scalar, s: Ref) -> None:
         s[...] = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
 
 
-def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> int:
-    """Issues the MMA S += KQᵀ; returns its groups of wgmma."""
+def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
+    """Issues the MMA S += KQᵀ."""
     k = tile.operand(tile.ctx.scratch.k, step)
-    return mma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
+    mma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
 
 
 def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
@@ -360,8 +360,8 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
     mma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
-    dv_groups = mma(dv, p.dv, d_out.at[columns])
-    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=dv_groups)
+    mma(dv, p.dv, d_out.at[columns])
+    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
     ds = p.dp.astype(jnp.float32) * dp_tile
     if ctx.options.dropout_prob:
         ds = ds + p.delta.astype(jnp.float32) * load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
@@ -383,7 +383,8 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
         initialize_s(ctx, step.index + 1, next_s)
     for sub_tile, ds_tile in enumerate(ds):
         mma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
-    next_groups = 0 if next_s is None else issue_s(tiles.keys, step.index + 1, next_s)
+    if next_s is not None:
+        issue_s(tiles.keys, step.index + 1, next_s)
     if rings.ds is not None:
         rings.ds.copy_to_shared(step.index, ds, rows=tiles.keys.own_rows)
     else:
@@ -391,7 +392,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     # Only behind an async-proxy fence, which both branches have: threads have read the statistics, and TMA writes the
     # slot next, through the async proxy.
     rings.statistics.release(step.index)
-    plgpu.wgmma_wait(next_groups)
+    plgpu.wgmma_wait(int(ctx.overlaps_next_s))
     rings.q.release(step.index)
     return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)
 

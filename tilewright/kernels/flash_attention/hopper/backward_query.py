@@ -275,9 +275,9 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     rings.k.load_from_shared(step.k_step)
     mma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
     rings.v.load_from_shared(step.v_step)
-    dp_groups = mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
+    mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
     # Waits for S alone: P is computed while the MMA for dP is in flight.
-    logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=dp_groups), None
+    logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
     if not options.plain:
         logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord)
     logits = (logits + statistics.minus_lse) * options.multiplier

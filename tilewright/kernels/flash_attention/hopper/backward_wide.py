@@ -253,13 +253,13 @@ class DvWarpgroup:
         """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
             self.issue_s(step + 1, s)
-            dv_groups = self.issue_dv(step, p, dv)
-            s_tile = plgpu.wgmma_accumulator_load(s, wait_n=dv_groups)
+            self.issue_dv(step, p, dv)
+            s_tile = plgpu.wgmma_accumulator_load(s, wait_n=1)
         else:
             # dV first: its stage of dO is the only one, and the producer waits for it.
             self.issue_dv(step, p, dv)
-            s_groups = self.issue_s(step + 1, s)
-            plgpu.wgmma_wait(s_groups)
+            self.issue_s(step + 1, s)
+            plgpu.wgmma_wait(1)
             self.ctx.scratch.d_out.release(step)
             s_tile = s[...]
         return self.compute_p(step + 1, following, s_tile)
@@ -269,14 +269,14 @@ class DvWarpgroup:
         self.issue_s(jnp.int32(0), s)
         return self.compute_p(jnp.int32(0), iterations.first, s[...])
 
-    def issue_s(self, step: Scalar, s: Ref) -> int:
-        """Issues the MMA S = KQᵀ − lse; returns its groups of wgmma."""
+    def issue_s(self, step: Scalar, s: Ref) -> None:
+        """Issues the MMA S = KQᵀ − lse."""
         rings = self.ctx.scratch
         if self.ctx.options.plain:
             s[...] = load_statistic(rings.minus_lse, step)
         rings.q.load_from_shared(step)
         k = rings.k.smem.at[opaque_zero(step + self.item)]
-        return mma(s, k, rings.q.get_mma_tile(step, transposed=True))
+        mma(s, k, rings.q.get_mma_tile(step, transposed=True))
 
     def compute_p(self, step: Scalar, iteration: QueryIteration, s: jax.Array) -> ProbabilityTiles:
         """Computes P from S, possibly with an MMA in flight."""
@@ -300,12 +300,12 @@ class DvWarpgroup:
         self.ctx.scratch.minus_lse.release(step)
         return p_dv if self.ctx.p_in_registers else jnp.int32(0)
 
-    def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> int:
-        """Issues the MMA dV += P·dO; returns its groups of wgmma."""
+    def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> None:
+        """Issues the MMA dV += P·dO."""
         d_out_ring, p_ring, buffer = self.ctx.scratch.d_out, self.ctx.scratch.p, self.ctx.scratch.p_dv
         d_out_ring.load_from_shared(step)
         p_smem = (p_ring.smem if buffer is None else buffer).at[0]
-        return mma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
+        mma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
 
     def add_own_dq(self, step: Scalar, iteration: QueryIteration) -> None:
         """Adds the first columns of a step's dQ, unless another kernel computes dQ."""
@@ -409,9 +409,9 @@ class DkWarpgroup:
     def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
         """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
         self.issue_dp(step + 1, dp)
-        dk_groups = self.issue_dk(step, ds, dk)
+        self.issue_dk(step, ds, dk)
         following = self.after_for_bias(step, iteration)
-        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=dk_groups)
+        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
         return self.compute_ds(step + 1, following, dp_tile)
 
     def one_step(
@@ -429,8 +429,8 @@ class DkWarpgroup:
 
         def overlapped(dq: Ref) -> jax.Array:
             self.issue_dq(step, dq)
-            dk_groups = self.issue_dk(step, ds, dk)
-            return plgpu.wgmma_accumulator_load(dq, wait_n=dk_groups)
+            self.issue_dk(step, ds, dk)
+            return plgpu.wgmma_accumulator_load(dq, wait_n=1)
 
         if self.has_dq_columns:
             self.add_own_dq(step, iteration, pl.run_scoped(overlapped, self.dq_accumulator))
@@ -489,11 +489,11 @@ class DkWarpgroup:
         coord = self.ctx.decode(item_in_step(self.item, step)).coord(iteration)
         bias_gradient.store(d_bias, None if staging is None else staging.at[0], ds, coord)
 
-    def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> int:
-        """Issues the MMA dK += dS·Q; returns its groups of wgmma."""
+    def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> None:
+        """Issues the MMA dK += dS·Q."""
         q_ring, ds_ring = self.ctx.scratch.q, self.ctx.scratch.ds
         q_ring.load_from_shared(step)
-        return mma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
+        mma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
 
     def issue_dq(self, step: Scalar, dq: Ref) -> None:
         """Issues the MMA for this warpgroup's columns of dQ = dSᵀ·K."""

@@ -56,7 +56,7 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
-from tilewright.kernels.hopper.panels import leave_in_flight, mma, store_tile
+from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
@@ -301,20 +301,21 @@ class DqWarpgroup:
         return pl.run_scoped(compute, self.ctx.s_accumulator, self.ctx.s_accumulator).astype(self.ctx.plan.dtype)
 
     def compute_ds(
-        self, step: Scalar, masked: Condition, issue_dq: Callable[[], int] | None, s: Ref, dp: Ref
+        self, step: Scalar, masked: Condition, issue_dq: Callable[[], None] | None, s: Ref, dp: Ref
     ) -> jax.Array:
         """Computes dS in float32, with the MMAs for S and dP in flight together.
 
         Args:
-          issue_dq: issues another MMA, which is still in flight afterwards; returns its groups of wgmma.
+          issue_dq: issues another MMA, which is still in flight afterwards.
         """
         dp[...] = self.load_minus_delta(step)
         self.issue_s(step, s)
-        dp_groups = self.issue_dp(step, dp)
-        behind = 0 if issue_dq is None else issue_dq()
+        self.issue_dp(step, dp)
+        if issue_dq is not None:
+            issue_dq()
         # S first, then dP: P is computed while the MMAs for dP and dQ are in flight.
-        s_tile = plgpu.wgmma_accumulator_load(s, wait_n=leave_in_flight(behind + dp_groups))
-        p = self.compute_p(s_tile, step, masked)
+        behind = 0 if issue_dq is None else 1
+        p = self.compute_p(plgpu.wgmma_accumulator_load(s, wait_n=behind + 1), step, masked)
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
         self.ctx.rings.v.release(step)
         return p * dp_tile
@@ -346,16 +347,16 @@ class DqWarpgroup:
         q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
         mma(s, q, rings.k.get_mma_tile(step, transposed=True))
 
-    def issue_dp(self, step: Scalar, dp: Ref) -> int:
-        """Issues the MMA dP += dO·Vᵀ; returns its groups of wgmma."""
+    def issue_dp(self, step: Scalar, dp: Ref) -> None:
+        """Issues the MMA dP += dO·Vᵀ."""
         rings = self.ctx.rings
         rings.v.load_from_shared(step)
         d_out = rings.d_out.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
-        return mma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
+        mma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
 
-    def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> int:
-        """Issues the MMA dQ += dS·K; returns its groups of wgmma."""
-        return mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
+    def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> None:
+        """Issues the MMA dQ += dS·K."""
+        mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
 
     def compute_p(self, s: jax.Array, step: Scalar, masked: Condition) -> jax.Array:
         """Computes P from S, as a factor of dS."""

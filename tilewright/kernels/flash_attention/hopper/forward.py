@@ -142,10 +142,10 @@ def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> Non
     mma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
 
 
-def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> int:
-    """Waits for V of a step of the rings, and issues O += PV; returns the groups of wgmma of that."""
+def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
+    """Waits for V of a step of the rings, and issues O += PV."""
     ctx.scratch.v.load_from_shared(step)
-    return mma(acc, p, ctx.scratch.v.get_mma_tile(step))
+    mma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
 def softmax_tile(
@@ -221,10 +221,10 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             ctx.ping_pong_wait()
             k_ring.load_from_shared(step)
             issue_qk(ctx, q_tile, step, scores)
-            pv_groups = issue_pv(ctx, acc, state.p, step - 1)
+            issue_pv(ctx, acc, state.p, step - 1)
             ctx.ping_pong_arrive()
-            # QKᵀ is complete, PV may still run.
-            s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else pv_groups)
+            # wait_n=1: QKᵀ is complete, PV may still run.
+            s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
             k_ring.release(step)
             tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked)
             plgpu.wgmma_wait(0)
@@ -313,9 +313,9 @@ def last_pv_beside_next_step(
             k_ring.load_from_shared(step)
 
         issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
-        pv_groups = issue_pv(ctx, acc, p, after - 1)
+        issue_pv(ctx, acc, p, after - 1)
         ctx.ping_pong_arrive()
-        s = plgpu.wgmma_accumulator_load(scores, wait_n=pv_groups)
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
         @pl.when(has_next)
         def _() -> None:
