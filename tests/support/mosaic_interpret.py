@@ -29,6 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, forc
 from jax._src.state import discharge, indexing
 from jax._src.state import types as state_types
 
+from tests.support import interpreted_panels
 from tests.support.unoptimised import unoptimised
 from tilewright.ops.utils.target import traced_as
 
@@ -86,6 +87,7 @@ _failures: list[Exception] = []
 
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
+    yield from interpreted_panels.patches()
     # Each thread that a failure reaches would log the whole of it.
     yield callback.logger, "disabled", True
     yield callback, "api", _API

@@ -165,7 +165,7 @@ def test_a_place_for_d_query_belongs_to_sums():
     nothing: Any = None
 
     def run(x: jax.Array) -> Any:
-        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC)
+        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC, (256, 256), False)
         return wide_key_value_kernel(call, nothing, (), order=nothing, dq_accumulator=x)
 
     with pytest.raises(ValueError, match="deterministic"):

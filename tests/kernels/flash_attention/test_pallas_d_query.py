@@ -24,6 +24,8 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
 )
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, program_lists, program_order
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.tiles import ROWS
 
 ONE_PROGRAM = dataclasses.replace(H100, cores=1)
 
@@ -41,7 +43,10 @@ def test_conversion_of_all_sums(block_q: int, q_length: int, head_dim: int):
         place, rest = divmod(inside * STRIP + column % STRIP, ROW)
         sums[b, head, first + place, rest] = values[b, row, head, column]
     with interpret_mosaic():
-        found = convert_kernel(jnp.asarray(sums), shape, jnp.bfloat16, None, block_q=block_q, kv_heads=1, scale=0.5)
+        tile = SharedTile((ROWS, head_dim), jnp.bfloat16)
+        found = convert_kernel(
+            jnp.asarray(sums), shape, jnp.bfloat16, None, block_q=block_q, kv_heads=1, scale=0.5, tile=tile
+        )
     assert np.array_equal(found, jnp.asarray(values * 0.5, jnp.bfloat16))
 
 

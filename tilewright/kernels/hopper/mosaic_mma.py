@@ -19,7 +19,6 @@ class Panels(NamedTuple):
 
 def panelled_operand(panel: Any, panels: Panels) -> Any:
     """An operand of wgmma over all panels, from the memref of the first one, ``[rows / 8, 1, 8, width]``."""
-    mgpu = importlib.import_module("jax.experimental.mosaic.gpu")
     ir = importlib.import_module("jaxlib.mlir.ir")
     memref = importlib.import_module("jaxlib.mlir.dialects.memref")
 
@@ -38,7 +37,12 @@ def panelled_operand(panel: Any, panels: Panels) -> Any:
         static_sizes=shape,
         static_strides=strides,
     )
-    return mgpu.memref_transpose(operand, (1, 0, 3, 2)) if panels.transposed else operand
+    return transposed_operand(operand) if panels.transposed else operand
+
+
+def transposed_operand(operand: Any) -> Any:
+    """The transpose of a tiled memref: of its atoms, and within them."""
+    return importlib.import_module("jax.experimental.mosaic.gpu").memref_transpose(operand, (1, 0, 3, 2))
 
 
 def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:

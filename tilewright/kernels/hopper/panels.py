@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.mosaic_mma import Panels, issue_wgmma, panelled_operand
+from tilewright.kernels.hopper.mosaic_mma import Panels, issue_wgmma, panelled_operand, transposed_operand
 from tilewright.kernels.hopper.types import Index, Part, Ref
 
 
@@ -107,20 +107,28 @@ class PanelRef:
             ref[...] = value[:, number * self.width : (number + 1) * self.width]
 
 
-def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref) -> None:
-    """Issues the MMA ``accumulator += a @ b``, a group of wgmma.
-
-    wgmma takes the distance of panels as that of two columns of atoms, so it reads panels as it reads whole tiles; an
-    MMA for each panel would be up to a fifth slower. Pallas has no reference with such strides, so Mosaic GPU is called
-    here as Pallas calls it for ``plgpu.wgmma``.
+def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref, *, transpose_a: bool = False) -> None:
+    """Issues the MMA ``accumulator += a @ b``, as one group of wgmma.
 
     Args:
       a: registers, or a tile.
       b: a tile; of panels if ``a`` is.
+      transpose_a: whether the operand is the transpose of the tile ``a``.
     """
-    if not isinstance(b, PanelRef):
-        plgpu.wgmma(accumulator, a, b)
-        return
+    if isinstance(b, PanelRef):
+        mma_of_panels(accumulator, a, b, transpose_a)
+    else:
+        assert not transpose_a or not isinstance(a, jax.Array)
+        plgpu.wgmma(accumulator, a.T if transpose_a else a, b)
+
+
+def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -> None:
+    """`mma` where ``b`` has panels.
+
+    wgmma takes the distance of panels as that of two columns of atoms, so it reads panels as it reads whole tiles; an
+    MMA for each panel would be up to a fifth slower. Pallas has no reference with such strides, so Mosaic GPU is called
+    here as Pallas calls it for ``plgpu.wgmma``.
+    """
     layout = plgpu.Layout.WGMMA
     left: Ref | jax.Array = a
     left_type, left_panels = layout, None
@@ -135,8 +143,8 @@ def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref) -> None:
     )
     def issue(_: Any, accumulator: Any, left: Any, right: Any) -> Any:
         left = left if left_panels is None else panelled_operand(left, left_panels)
-        right = panelled_operand(right, b.panels)
-        return issue_wgmma(accumulator, left, right, b.width * b.dtype.itemsize)
+        left = transposed_operand(left) if transpose_a else left
+        return issue_wgmma(accumulator, left, panelled_operand(right, b.panels), b.width * b.dtype.itemsize)
 
     # Without a wait: an MMA that adds to the accumulator may be in flight.
     in_flight = plgpu.wgmma_accumulator_load(accumulator, wait_n=None)

@@ -105,6 +105,22 @@ def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
 
 
+def panel_scratch(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple[Any, ...], count: int) -> Any:
+    """The scratch type of ``count`` panels of a shape: for each two views of one memory, with and without tiling."""
+    _, swizzle = transforms
+    # Mosaic lays both halves of the union out alike, for they have the same panels.
+    return plgpu.RefUnion(
+        tuple(plgpu.SMEM(shape, dtype, transforms=(swizzle,)) for _ in range(count)),
+        tuple(plgpu.SMEM(shape, dtype, transforms=transforms) for _ in range(count)),
+    )
+
+
+def panel_references(ref: Any) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
+    """References to panels without and with tiling, from the reference to their union."""
+    memory, operands = ref
+    return tuple(memory), tuple(operands)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedTile:
     """A tile in shared memory, whose layout, transforms and size follow from shape, dtype and swizzle.
@@ -162,22 +178,17 @@ class SharedTile:
         """The scratch type of the tile, or of a stack of such tiles, whose reference ``bind`` takes."""
         if not self.panelled:
             return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)
-        shape = (*stack, self.shape[0], self.shape[1] // self.copies)
-        _, swizzle = self.transforms
-        # Two views of the same memory, which Mosaic lays out alike as both have the same panels.
-        memory, operands = (
-            tuple(plgpu.SMEM(shape, self.dtype, transforms=transforms) for _ in range(self.copies))
-            for transforms in ((swizzle,), self.transforms)
+        return panel_scratch(
+            (*stack, self.shape[0], self.shape[1] // self.copies), self.dtype, self.transforms, self.copies
         )
-        return plgpu.RefUnion(memory, operands)
 
     def bind(self, ref: Any) -> Ref:
         """The tile, or stack of tiles, over the reference that the kernel got for ``scratch()``."""
         if not self.panelled:
             return ref
-        memory, operands = ref
+        memory, operands = panel_references(ref)
         stride = aligned_bytes(operands[0].shape, self.dtype) // self.dtype.itemsize
-        return PanelRef(tuple(operands), tuple(memory), stride, self.transforms)
+        return PanelRef(operands, memory, stride, self.transforms)
 
     def stack(self, *stack: int) -> "TileStack":
         """A stack of such tiles as a part of a kernel's scratch memory; of no dimensions, a single tile."""

@@ -68,9 +68,6 @@ FUSED_LENGTH = 2048
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
-MIN_PANEL = 32
-"""Fewest columns of a panel of V: the N of the MMAs of PV, which are slow below."""
-
 UNREDUCED_BYTES = 256 << 20
 """Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
@@ -112,8 +109,6 @@ def plan_of(
     plan: Plan
     if isinstance(params, HopperForwardParams):
         plan = ForwardPlan(params, head_dim, value_dim, dtype, panelled)
-        if plan.values.tile.copies * MIN_PANEL > max(value_dim, MIN_PANEL):
-            raise ValueError(f"{params} cuts values of {value_dim=} into panels of less than {MIN_PANEL} columns")
     elif isinstance(params, WideBackwardParams) and wide:
         plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled)
         if plan.reason:

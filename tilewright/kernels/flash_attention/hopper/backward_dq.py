@@ -68,7 +68,7 @@ def accumulate_dq(ctx: KeyValueContext, item: Scalar, batch: Scalar, step: Query
 
     def compute(tile: DqMmaTile, dq: Ref) -> jax.Array:
         k = ctx.scratch.k.smem.at[zero, :, pl.ds(tile.column, tile.columns)]
-        mma(dq, ds_ring.get_mma_tile(step.index).at[:, pl.ds(tile.row, ROWS)].T, k)
+        mma(dq, ds_ring.get_mma_tile(step.index).at[:, pl.ds(tile.row, ROWS)], k, transpose_a=True)
         return dq[...]
 
     ds_ring.load_from_shared(step.index)

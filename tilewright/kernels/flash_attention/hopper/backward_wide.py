@@ -321,7 +321,7 @@ class DvWarpgroup:
         """Computes the first columns of dQ = dSᵀ·K."""
         columns = pl.ds(0, self.ctx.plan.d_query_split)
         k = self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns]
-        mma(dq, ds_ring.get_mma_tile(step, True), k)
+        mma(dq, ds_ring.get_mma_tile(step), k, transpose_a=True)
         return dq[...]
 
 
@@ -499,9 +499,9 @@ class DkWarpgroup:
         """Issues the MMA for this warpgroup's columns of dQ = dSᵀ·K."""
         ds_ring, split = self.ctx.scratch.ds, self.ctx.plan.d_query_split
         assert ds_ring is not None
-        ds = ds_ring.get_mma_tile(step, True)
         columns = pl.ds(split, self.ctx.plan.head_dim - split)
-        mma(dq, ds, self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns])
+        k = self.ctx.scratch.k.smem.at[opaque_zero(step + self.item), :, columns]
+        mma(dq, ds_ring.get_mma_tile(step), k, transpose_a=True)
 
     def dq_alone(self, step: Scalar, dq: Ref) -> jax.Array:
         """This warpgroup's columns of dQ, with no other MMA in flight."""

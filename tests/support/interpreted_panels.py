@@ -1,0 +1,36 @@
+"""Tiles of panels where kernels are interpreted: memory has no layout there, and nothing is below Pallas."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.kernels.hopper import panels, shared
+from tilewright.kernels.hopper.panels import PanelRef
+from tilewright.kernels.hopper.types import Ref
+
+
+def patches() -> Iterator[tuple[Any, str, Any]]:
+    """What the interpreter puts in the place of aliased memory and of wgmma with strides."""
+    yield shared, "panel_scratch", _scratch
+    yield shared, "panel_references", lambda refs: (tuple(refs), tuple(refs))
+    yield panels, "mma_of_panels", _mma
+
+
+def _scratch(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...], count: int) -> list[Any]:
+    """One memory for both views of a panel, without the tiling that TMA must not see."""
+    del transforms
+    return [plgpu.SMEM(shape, dtype) for _ in range(count)]
+
+
+def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -> None:
+    """An MMA for each panel: the waits for one group then leave the last of them in flight."""
+    for number, panel in enumerate(b.operands):
+        columns = pl.ds(number * b.width, b.width)
+        if b.transposed:
+            part = a.operands[number] if isinstance(a, PanelRef) else a.at[:, columns]  # type: ignore[union-attr]
+            plgpu.wgmma(accumulator, part, panel.T)
+        else:
+            plgpu.wgmma(accumulator.at[:, columns], a.T if transpose_a else a, panel)
