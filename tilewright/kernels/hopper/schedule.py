@@ -27,6 +27,10 @@ ITEM_OVERHEAD = 1.5
 """Cost of a work item besides its steps, in steps: its first QKᵀ, which overlaps with nothing, and its output."""
 
 
+MANY_WAVES = 8
+"""Items of a program from which it does not matter that the last ones leave programs without work."""
+
+
 def decode_tile_index(item: Scalar, row_tiles: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch element, head and row of tiles of a work item, ``(batch · heads + head) · row_tiles + row tile``."""
     matrix, row_tile = lax.div(item, jnp.int32(row_tiles)), lax.rem(item, jnp.int32(row_tiles))
@@ -79,6 +83,22 @@ def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tu
         owners[index] = program
     starts = np.searchsorted(np.sort(owners), np.arange(programs + 1))
     return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
+
+
+def makespan(row_costs: np.ndarray, matrices: int, programs: int) -> float:
+    """Time until all programs are done with the items of so many matrices, if the longest start first.
+
+    Args:
+      row_costs: of each row of tiles of a matrix.
+    """
+    total = float(row_costs.sum()) * matrices
+    items = len(row_costs) * matrices
+    if items > MANY_WAVES * programs:  # the end is a small part
+        return total / programs
+    busy = [0.0] * programs
+    for cost in np.sort(np.tile(row_costs, matrices))[::-1].tolist():
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
 
 
 def item_by_arithmetic(

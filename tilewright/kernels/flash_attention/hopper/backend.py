@@ -23,6 +23,11 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
 )
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_kernel
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
+from tilewright.kernels.flash_attention.hopper.heuristics import (
+    forward_candidates,
+    narrow_backward_candidates,
+    wide_backward_candidates,
+)
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
     HopperBackwardParams,
@@ -33,7 +38,6 @@ from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, Forwar
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import prepare_scores
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import (
     Results,
@@ -49,7 +53,7 @@ from tilewright.kernels.hopper.schedule import program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.masks import AndMask, Mask
+from tilewright.kernels.masks import Mask
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.sharding import unvarying
 from tilewright.kernels.softmax import sinks_lse
@@ -62,14 +66,8 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
 
-FUSED_LENGTH = 2048
-"""Key length from which adding dQ up in global memory pays: the accumulator is cleared, read and converted once."""
-
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
-
-UNREDUCED_BYTES = 256 << 20
-"""Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
 
 def padded_dim(dim: int) -> int:
@@ -174,67 +172,13 @@ class PallasGpuFlashAttention(
     def candidates(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[HopperForwardParams | BackwardParams]:
-        """Best first by the sweeps in ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json``.
-
-        That of masks with arrays is by ``attention_tuned.json`` beside it, and on an H200.
-        """
         widest = max(padded_dim(problem.head_dim), padded_dim(problem.value_dim))
-        banded = problem.mask is not None
-        if direction == "backward":
-            if widest > NARROW_DIM:
-                wide = [
-                    WideBackwardParams(),
-                    WideBackwardParams(False, 2, 2, 16, 1),
-                    WideBackwardParams(False, 2, 1, 32, 2),
-                    WideBackwardParams(False, 2, 2, 32, 2),
-                ]
-                # Beside the gradient of a bias at head_dim 256, none of the others that add up dQ fits.
-                if problem.bias is not None and not problem.dropout:
-                    wide.append(WideBackwardParams(False, 2, 1, 32, 1))
-                if _adds_bias(problem):
-                    wide = sorted(wide, key=lambda params: params.deterministic)
-                return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
-            # Where the gradient of a bias is added up, 128 queries do not fit; the rest is spilled with so many.
-            heavy = problem.bias is not None or problem.dropout or problem.options.logits_soft_cap is not None
-            block = 128 if widest <= 64 and not heavy else 64
-            short = problem.kv_length < FUSED_LENGTH and not _adds_bias(problem)
-            forms = [short, not short]
-            if problem.dropout and widest > 64 and not _adds_bias(problem):  # the generator's registers
-                forms = [True]
-            return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
-        # (block_q, block_k, persistent, ping_pong)
-        if widest <= 64:
-            tiles = [(192, 128, True, True), (192, 128, True, False), (128, 128, True, True), (128, 128, False, True)]
-            if problem.options.logits_soft_cap is not None:
-                tiles = tiles[2:]
-        elif widest <= 128:
-            tiles = [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
-            if not banded:
-                long = problem.kv_length >= 8192
-                tiles = [tiles[3], tiles[0], tiles[2]] if long else [tiles[2], tiles[0], tiles[3]]
-        else:
-            tiles = [(128, 80, False, False), (128, 64, False, False)]
-            tiles = tiles if banded else tiles[::-1]
-        of_arrays = split_mask(problem.mask)[1]
-        if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
-            tiles = sorted(tiles, key=lambda tile: (tile[2], not tile[3] and not problem.dropout))
-        plain = problem.bias is None and problem.options.logits_soft_cap is None
-        if of_arrays is not None and widest > 128:
-            # As many keys as leave the registers that masks and the generator take.
-            few = 64 if plain else 32
-            if problem.dropout:
-                few = 32 if plain and not isinstance(of_arrays, AndMask) else 16
-            tiles = [(128, few, False, False)]
-        elif problem.dropout:  # the generator's registers
-            tiles = [
-                (block_q, 64, persistent, ping_pong)
-                for block_q, _, persistent, ping_pong in tiles
-                if of_arrays is None or not persistent
-            ]
-        return [
-            HopperForwardParams(block_q, block_k, 2, persistent, ping_pong)
-            for block_q, block_k, persistent, ping_pong in tiles
-        ]
+        if direction == "forward":
+            return [*forward_candidates(problem, widest, num_sms(device))]
+        if widest <= NARROW_DIM:
+            return [*narrow_backward_candidates(problem, widest)]
+        wide = wide_backward_candidates(problem)
+        return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
 
     def config_reasons(
         self,
@@ -417,11 +361,3 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
 
 def _tiles(length: int, block: int, matrices: int) -> int:
     return -(-length // block) * matrices
-
-
-def _adds_bias(problem: AttentionProblem) -> bool:
-    """True if the gradient of a shared bias, one per batch element and head, is too large to be kept unreduced."""
-    if problem.bias is None:
-        return False
-    unreduced = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)
-    return unreduced.shared and unreduced.bytes > UNREDUCED_BYTES
