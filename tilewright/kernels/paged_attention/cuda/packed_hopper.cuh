@@ -13,7 +13,7 @@
 //     warp 2    look_ahead<kChunks>   takes the next item, zeroes rows of V that no query sees
 //     warp 3    look_ahead<kDecoded>  the same for the decode queue
 //   warpgroup 1, setmaxnreg 64        decode: S^T = K Q^T, O^T += V^T P^T, P through shared memory
-//   warpgroups 2, 3, setmaxnreg 208   attend: S = Q K^T, O += P V for 64 rows each, P in registers
+//   warpgroups 2, 3, setmaxnreg 208   prefill: S = Q K^T, O += P V for 64 rows each, P in registers
 //
 // The decode warpgroup computes transposed products because wgmma has M = 64 but N as small as 8: the item's rows are
 // the N dimension. It has one wgmma group in flight at a time, which keeps its part of shared memory small.
@@ -28,13 +28,13 @@
 //
 // Symbols (rows of an item are token-major: row r is token r / group, query head r % group of the KV head):
 //
-//   Q             [128 or 8, head_dim]  Side::query, shared memory
-//   K, V          [128 or 64, head_dim] Side::unit, a ring in shared memory; one unit holds K or V of one KV block
-//   S             `logits`              fp32 registers of a warpgroup, not yet scaled
-//   P             `weights`             registers (chunks) or SharedStorage::weights (decode), not yet divided by l
-//   O             `out`                 fp32 registers, not yet divided by l
-//   m, l          `row_max`, `total`    m is the subtracted maximum, which may lag the true one (see kSlack)
-//   lse           m * scale + log(l)    global memory, natural logarithm, -inf for a row that sees no key
+//   Q      [128 or 8, head_dim]   QueueStorage::query, shared memory
+//   K, V   [128 or 64, head_dim]  QueueStorage::unit, a ring in shared memory; one unit holds K or V of one KV block
+//   S      `logits`               fp32 registers of a warpgroup, not yet scaled
+//   P      `probabilities`        registers (chunks) or SharedStorage::probabilities (decode), not yet divided by l
+//   O      `out`                  fp32 registers, not yet divided by l
+//   m, l   `row_max`, `row_sum`   m is the subtracted maximum, which may lag the true one (see kSlack)
+//   lse    m * scale + log(l)     global memory, natural logarithm, -inf for a row that sees no key
 //
 // A plan kernel runs first: one of its CTAs sorts the sequences, longest first.
 //
@@ -45,13 +45,10 @@
 //   packed_math.cuh      single instructions and the running softmax
 //   packed_storage.cuh   struct PackedHopper: tiles, items, shared memory with its mbarriers, parameters
 //   packed_loads.cuh     warps 0 to 3: copy, look_ahead
-//   packed_prefill.cuh   warpgroups 2 and 3: attend
+//   packed_prefill.cuh   warpgroups 2 and 3: prefill
 //   packed_decode.cuh    warpgroup 1: decode
 //   packed_hopper.cuh    this file, the header of the variant table: the launch, and which warp has which role
 #pragma once
-
-#include <algorithm>
-#include <climits>
 
 #include <algorithm>
 #include <cstdint>
@@ -75,6 +72,7 @@ struct Extent {
   int64_t size, stride, box;
 };
 
+// Encodes a TMA descriptor with the 128-byte swizzle; what is out of bounds is read as zeros.
 template <class Element, int kRank>
 ffi::Error tensor_map(CUtensorMap* map, const void* data, const Extent (&extents)[kRank]) {
   cuuint64_t sizes[kRank], strides[kRank];
@@ -101,9 +99,10 @@ inline int log2_of(int64_t power) {
   return bits;
 }
 
+// Launches the plan kernel, and after it, in the same stream, the persistent kernel.
 template <class Element, int kHeadDim>
 ffi::Error PackedHopper<Element, kHeadDim>::run(cudaStream_t stream, const Device& device, const Problem& problem,
-                                                  const Arguments& arguments) {
+                                                const Arguments& arguments) {
   Params p;
   TILEWRIGHT_RETURN_IF_ERROR(attribute<float>(arguments, "scale", &p.scale));
   const int64_t tokens = problem.tokens, heads = problem.heads, kv_heads = problem.kv_heads;
@@ -165,10 +164,11 @@ ffi::Error PackedHopper<Element, kHeadDim>::run(cudaStream_t stream, const Devic
   return launch<run_kernel<PackedHopper>>(dim3(unsigned(blocks)), dim3(kThreads), sizeof(SharedStorage), stream, p);
 }
 
+// The persistent kernel: one thread initializes the mbarriers, then each warp runs its role until its queue is empty.
 template <class Element, int kHeadDim>
 CUTLASS_DEVICE void PackedHopper<Element, kHeadDim>::operator()(const Params& p, SharedStorage& s) const {
 #if defined(CUTLASS_ARCH_MMA_SM90A_ENABLED)
-  const int group = cutlass::canonical_warp_group_idx();  // 0: copy and look_ahead, 1: decode, 2 and 3: attend
+  const int group = cutlass::canonical_warp_group_idx();  // 0: copy and look_ahead, 1: decode, 2 and 3: prefill
   const int warp = cutlass::canonical_warp_idx_sync();
   if (warp == 0 && cute::elect_one_sync()) {
     for (const CUtensorMap* map : {&p.queries[0], &p.queries[1], &p.key, &p.value}) {
@@ -176,6 +176,7 @@ CUTLASS_DEVICE void PackedHopper<Element, kHeadDim>::operator()(const Params& p,
     }
     s.chunks.init();
     s.decoded.init();
+    // TMA must see the initialized mbarriers, hence this fence; __syncthreads serves the other threads.
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -192,7 +193,7 @@ CUTLASS_DEVICE void PackedHopper<Element, kHeadDim>::operator()(const Params& p,
     decode(p, s);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kChunkRegisters>();
-    attend(p, s, group - 2);
+    prefill(p, s, group - 2);
   }
 #endif
 }

@@ -12,7 +12,10 @@
 namespace tilewright::paged {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kSlack = 8;  // m is raised only if P would exceed 2^8: rescaling O is rare
+
+// m is raised only if P would exceed 2^8, so that O is rarely rescaled. P and l stay far below the largest float16 and
+// float32, and the division by l cancels the common factor.
+constexpr float kSlack = 8;
 
 // Two floats as a pair of 16-bit elements, `low` in the lower half.
 template <class Element>
@@ -37,13 +40,15 @@ CUTLASS_DEVICE uint32_t first_bits(int count) {
   return found;
 }
 
+// 1 / number in one instruction, with an error of at most one ulp; a subnormal input counts as 0.
 CUTLASS_DEVICE float reciprocal(float number) {
   float found;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(number));
   return found;
 }
 
-// Transposes the 8 x 8 matrix of 16-bit elements that a warp holds.
+// Transposes the 8 x 8 matrix of 16-bit elements that a warp holds: lane i has row i / 4, columns 2 * (i % 4) and the
+// one after it. All 32 lanes must call it.
 CUTLASS_DEVICE uint32_t transposed(uint32_t part) {
   uint32_t found;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(part));
@@ -51,7 +56,8 @@ CUTLASS_DEVICE uint32_t transposed(uint32_t part) {
 }
 
 // True if `holds` for any thread of the calling warpgroup: a barrier with an OR reduction, on a named barrier that
-// nothing else uses.
+// nothing else uses. Like any barrier it also makes earlier writes to shared memory visible to the warpgroup. CUTLASS's
+// NamedBarrier has no reduction, hence the PTX; the offset is the one that NamedBarrier::sync adds.
 CUTLASS_DEVICE bool any_of_warpgroup(int barrier, bool holds) {
   int found;
   asm volatile(
@@ -68,17 +74,19 @@ CUTLASS_DEVICE float subtrahend(float row_max, float scale) {
   return row_max == -INFINITY ? 0.0f : row_max * scale;
 }
 
-// Sets m to `most` and returns the factor by which l and O of the row (decode: column) are rescaled.
-CUTLASS_DEVICE float raise(float& row_max, float most, float scale2) {
+// Sets m to `new_max`, which is not smaller, and returns the factor by which l and O of the row (decode: column) are
+// rescaled.
+CUTLASS_DEVICE float raise(float& row_max, float new_max, float scale2) {
   // Return exactly 1 if m is unchanged: the compiler may fuse the multiplication and the difference into one FMA,
-  // whose single rounding can give another value.
-  const float shrink = row_max == most ? 1.0f : power_of_two(row_max * scale2 - subtrahend(most, scale2));
-  row_max = most;
-  return shrink;
+  // whose single rounding can give another value. If m is raised from -inf, the factor is 0: l and O hold nothing yet.
+  const float rescale = row_max == new_max ? 1.0f : power_of_two(row_max * scale2 - subtrahend(new_max, scale2));
+  row_max = new_max;
+  return rescale;
 }
 
-CUTLASS_DEVICE float log_sum(float row_max, float total, float scale) {
-  return total == 0 ? -INFINITY : subtrahend(row_max, scale) + logf(total);
+// lse of a row, in natural logarithms; -inf for a row that sees no key.
+CUTLASS_DEVICE float log_sum_exp(float row_max, float row_sum, float scale) {
+  return row_sum == 0 ? -INFINITY : subtrahend(row_max, scale) + logf(row_sum);
 }
 
 }  // namespace tilewright::paged
