@@ -1,5 +1,7 @@
 """Counts that say how a tree of Python reads: cycles of imports, repetitions, `Any`, sizes, comments and docstrings.
 
+Of sources in CUDA C++ the lines are counted, and nothing else.
+
 python -m tools.counts               # a line for each count of tilewright/
 python -m tools.counts --show cycles # what is behind one of them, by the name at the end of its line
 """
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 REPEATED_LINES = 6
 MAX_MODULES = 20
 MIN_FILE = 60
+CUDA_SUFFIXES = frozenset({".cu", ".cuh", ".h"})
 QUESTION_WORDS = frozenset({"What", "Whether", "Of", "Which", "How", "Where", "Who", "That", "Those", "Why", "When"})
 
 
@@ -55,6 +58,11 @@ def modules_of(package: Path) -> list[Module]:
         text = path.read_text(encoding="utf-8")
         found.append(Module(name, path, text, ast.parse(text)))
     return found
+
+
+def cuda_files(package: Path) -> list[Path]:
+    """The sources and headers in CUDA C++ in the folder of a package."""
+    return sorted(path for path in package.rglob("*") if path.suffix in CUDA_SUFFIXES)
 
 
 def imports_of(module: Module, names: Iterable[str]) -> set[str]:
@@ -223,7 +231,9 @@ def counts_of(package: Path) -> dict[str, Count]:
     pairs = repeated(modules)
     annotations = list(_annotations(modules))
     loose = [place for place, said in annotations if said in ("Any", "Any | None")]
-    files = sorted(((len(module.text.splitlines()), str(module.path)) for module in modules), reverse=True)
+    texts = [(module.text, module.path) for module in modules]
+    texts += [(path.read_text(encoding="utf-8"), path) for path in cuda_files(package)]
+    files = sorted(((len(text.splitlines()), str(path)) for text, path in texts), reverse=True)
     functions = sorted(
         ((_lines(node), f"{module.path}:{node.lineno} {node.name}") for module, node in _functions(modules)),
         reverse=True,
@@ -244,7 +254,7 @@ def counts_of(package: Path) -> dict[str, Count]:
         "repeated": Count(f"pairs of files that share {REPEATED_LINES} lines or more", str(len(pairs)), pairs),
         "any": Count("arguments annotated as Any", f"{share:.1f} % ({len(loose)} of {len(annotations)})", loose),
         "files": Count(
-            "lines of a file, 90 % and most",
+            "lines of a file, CUDA C++ included, 90 % and most",
             f"{_percentile([size for size, _ in files], 0.9)}, {files[0][0] if files else 0}",
             [f"{size} {path}" for size, path in files],
         ),

@@ -90,6 +90,15 @@ def test_sizes(package):
     assert counts["folders"].behind[0].startswith("21 modules in ")
 
 
+def test_sizes_of_cuda_files_count_too(package):
+    folder = package(one="value = 1\n")
+    for name, lines in {"long.cuh": 700, "short.cu": 20, "short.h": 30, "notes.md": 900}.items():
+        (folder / name).write_text("// a line\n" * lines)
+    files = counts_of(folder)["files"]
+    assert files.value == "700, 700"
+    assert [said.split()[0] for said in files.behind] == ["700", "30", "20", "1", "0"]
+
+
 def test_the_command_prints_each_count_and_what_is_behind_one(package, capsys):
     main([str(package(one="import house.two", two="import house.one")), "--show", "cycles"])
     *counts, behind = capsys.readouterr().out.splitlines()
