@@ -112,6 +112,7 @@ def number(name: str, value: object) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a number, got {value}; {static_hint(name, 'float')}")
     scalar = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == () and is_real(value.dtype)
+    # bool is a subclass of int, but as a number it is a mistake.
     if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     result = float(cast(SupportsFloat, value))
@@ -171,6 +172,7 @@ def scaled(query: jax.Array, softmax_scale: object) -> tuple[jax.Array, float]:
 
 
 def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:
+    # In float32 or wider, so that the product is rounded to the query's dtype once.
     compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
     return (query.astype(compute_dtype) * scale.astype(compute_dtype)).astype(query.dtype)
 
