@@ -81,6 +81,7 @@ def run_kernel[Operands, Results, Scratch](
             jax.tree.unflatten(scratch_tree, bound),
         )
 
+    # A kernel of one result returns an array, not a tuple of one.
     out_type = out_types[0] if len(out_types) == 1 else tuple(out_types)
     kernel = warpgroup_kernel(body, out_type, scratch_types, num_ctas, warpgroups)
     return jax.tree.unflatten(result_tree, jax.tree.leaves(kernel(*arrays)))

@@ -305,6 +305,7 @@ class PallasGpuFlashAttention(
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient)
         query, key = aligned(inputs.query, dims[0]), aligned(inputs.key, dims[0])
         value, d_out = aligned(inputs.value, dims[1]), aligned(cotangents[0], dims[1])
+        # To whole tiles of all kernels: 128 queries and 128 keys are the largest.
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
         out = aligned(results[0], dims[1])
@@ -312,12 +313,14 @@ class PallasGpuFlashAttention(
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
         d_lse, exponent = masked_rows_zeroed(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
+        # −lse is −∞ for padded queries: their P is 0, so no kernel has to mask them.
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
         call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params)
         d_query: Any = None
         accumulator: Any = None
+        # Either kernel completes the statistics, which the kernel for dK and dV reads.
         if params.deterministic:
             d_query = _query_gradient(call, inputs.mask)
         else:
@@ -325,6 +328,7 @@ class PallasGpuFlashAttention(
             zeros, counters = delta_kernel(out, d_out, statistics, shape)
             accumulator = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
+        # Rows are keys here, and those beyond the end have to be masked; columns are queries, see ``shift``.
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
         queue = row_steps(schedule) * group
@@ -340,6 +344,7 @@ class PallasGpuFlashAttention(
         kernel: Any
         if isinstance(params, HopperBackwardParams):
             lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+            # The plan converts the queries at the positions of a work item's keys: both sides must have as many tiles.
             if isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and q_padded == kv_padded:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
@@ -381,6 +386,7 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
         assert isinstance(params, WideBackwardParams)
         query_rows, block_k = params.query_rows, params.block_k
     extent = Extent(q_length, kv_length, query_rows, block_k)
+    # Queries beyond the end need no mask, their −lse is −∞; keys do.
     schedule, tables = plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
     queue = row_steps(schedule)
     at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)

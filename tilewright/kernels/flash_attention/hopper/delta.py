@@ -78,6 +78,7 @@ def delta_kernel(
     batch, q_length, heads, value_dim = out.shape
     tiles = -(-q_length // ROWS)
     tile = SharedTile((ROWS, value_dim), out.dtype)
+    # Rounded up to whole tiles of zeros; TMA writes nothing beyond the end of a head's rows.
     zero_rows = -(-accumulator_shape[2] // tiles // ZEROS_SHAPE[0]) * ZEROS_SHAPE[0]  # of each CTA
 
     def body(refs: _Operands[Ref], results: _Results[Ref], scratch: _Scratch[Ref]) -> None:
