@@ -86,6 +86,7 @@ def over_batch(
             else into_batch(array, mapped[0][name], size, batch)
             for name, array in arrays.items()
         }
+        # Through `over_batch` again, for a vmap around this one.
         results = over_batch(call, size * batch, folded, shared)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (True,) * len(results)
 

@@ -58,6 +58,7 @@ def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Ar
     """The gradient of the sinks, ``[heads, sinks]``: a sink is a key whose value is zero."""
     if inputs.softmax_aux is None:
         return None
+    # As of any logit, dS = P ∘ (dP − delta); dP = dO·vᵀ is 0.
     sinks = inputs.softmax_aux.astype(delta.dtype)
     probabilities = jnp.exp(sinks[None, :, None, :] - exponent[..., None])
     return -jnp.sum(probabilities * delta[..., None], axis=(0, 2)).astype(inputs.softmax_aux.dtype)
