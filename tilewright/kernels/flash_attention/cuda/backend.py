@@ -134,6 +134,7 @@ class CudaFlashAttention(
         ]
         if not reasons_by_variant:
             return [f"there is no variant {params.variant!r}"]
+        # A name may stand for several attempts, unpadded and padded: empty if one of them fits.
         return min(reasons_by_variant, key=len)
 
     def footprints(

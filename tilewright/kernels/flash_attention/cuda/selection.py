@@ -139,6 +139,7 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
     for table, variant in fitting:
         known = dims.setdefault(table, set())
         max_dim = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
+        # Kernels compute their maximum head dim in full: from the third one on they only compute more.
         if max_dim not in known and len(known) == 2:
             continue
         known.add(max_dim)
@@ -147,6 +148,7 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
         }
         if disabled:
             without = dataclasses.replace(variant, **disabled)
+            # The same variant with fewer features, which suffice for the call, was listed before.
             if without in lean:
                 continue
             lean.add(without)
