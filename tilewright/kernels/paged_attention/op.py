@@ -148,6 +148,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         **_: Any,
     ) -> PagedInputs:
         """The prepared arguments in the form that backends take, with any new tokens written to the cache."""
+        # Before attention, as new tokens are among the keys that queries see.
         if new_key is not None:
             arrays = WriteInputs(
                 key, value, key_scale, value_scale, new_key, new_value, page_table, kv_lengths, cum_q_lens, kv_dtype
@@ -201,6 +202,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The cost if sequences fill their tables: every visible key read once, every query and output moved once."""
         problem = self.problem_of(inv)
+        # The windows of several queries cover more keys than that of one.
         per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
         scores = problem.tokens * problem.heads * problem.visible
         rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize

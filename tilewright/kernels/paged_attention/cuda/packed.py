@@ -113,6 +113,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
             why.append(f"needs a positive scale, got {problem.options.softmax_scale=}")
         if max(problem.num_pages * problem.page_size, problem.tokens * problem.heads) >= COUNT_LIMIT:
             why.append(f"rows must be counted by 32 bits, got {problem.num_pages=}, {problem.page_size=}")
+        # Without elements no kernel runs, so no variant has to fit.
         if why or 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
             return why
         return KERNEL.reasons(problem_fields(problem), device)
