@@ -99,6 +99,7 @@ class CudaKernel:
             return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
         reasons: dict[str, list[str]] = {}
         for variant in self.table.variants:
+            # The second only where the first has none: it may compile the variant's group.
             unmet = _unmet_without_facts(variant, values) or self._reasons_compiled(variant, values)
             if not unmet:
                 return variant, reasons

@@ -69,6 +69,7 @@ def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, 
 
 def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str, int]]:
     """Yields the problem unchanged, and with padded head dims if that differs."""
+    # Unpadded first: padding copies the arrays.
     yield dict(fields)
     vector = VECTOR_BYTES // itemsize
     padded = {name: -(-fields[name] // vector) * vector for name in ("head_dim", "value_dim")}

@@ -332,6 +332,7 @@ class PallasGpuFlashAttention(
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
         queue = row_steps(schedule) * group
+        # What CTAs of one head read, and add to, over and over: Q, dO and the float32 accumulator of dQ.
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
         # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
