@@ -58,8 +58,8 @@ def is_real(dtype: np.dtype) -> bool:
     return is_floating(dtype) or is_integer(dtype)
 
 
-def narrowed(array: jax.Array | None, dtype: DTypeLike) -> Any:
-    """Narrows a 64-bit array, such as ``jax_enable_x64`` makes, to 32 bits, unless ``dtype`` has 64 bits too."""
+def to_32_bit(array: jax.Array | None, dtype: DTypeLike) -> Any:
+    """Converts a 64-bit array, such as ``jax_enable_x64`` makes, to 32 bits, unless ``dtype`` has 64 bits too."""
     if array is None or np.dtype(dtype).itemsize >= 8:
         return array
     if is_integer(array.dtype) and array.dtype.itemsize == 8:

@@ -137,7 +137,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         combined = with_positions(combined, queries)
         bias = None if bias is None else bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
-        bias, combined, sinks = jax.tree.map(lambda x: arguments.narrowed(x, queries.dtype), (bias, combined, sinks))
+        bias, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (bias, combined, sinks))
         return (queries, keys, values, bias, combined, sinks), {
             "dropout_seed": seed,
             "softmax_scale": scale,

@@ -45,10 +45,10 @@ def row_terms(
     delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
     if d_lse is not None:
         delta = delta - d_lse.astype(dtype)
-    return masked_rows_zeroed(delta, lse)
+    return zero_fully_masked_rows(delta, lse)
 
 
-def masked_rows_zeroed(term: Array, lse: Array) -> tuple[Array, Array]:
+def zero_fully_masked_rows(term: Array, lse: Array) -> tuple[Array, Array]:
     """A row term set to 0 and lse set to +inf for fully masked rows, whose lse is −inf."""
     masked = lse == -jnp.inf
     return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)

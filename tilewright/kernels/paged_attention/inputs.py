@@ -121,7 +121,7 @@ class PagedProblem:
     options: PagedOptions
 
     @property
-    def scaled_alike(self) -> bool:
+    def scales_constant_per_head(self) -> bool:
         """True if there are no scales, or all tokens of a head share one."""
         return all(shape is None or shape[:2] == (1, 1) for shape in self.scale_shapes)
 

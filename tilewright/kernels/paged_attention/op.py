@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.arguments import flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
+from tilewright.kernels.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
@@ -102,8 +102,8 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             cum_q_lens,
             arguments.scale_array("key_scale", given["key_scale"], key),
             arguments.scale_array("value_scale", given["value_scale"], value),
-            narrowed(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
-            narrowed(None if sinks is None else sinks_array(sinks, heads), query.dtype),
+            to_32_bit(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
+            to_32_bit(None if sinks is None else sinks_array(sinks, heads), query.dtype),
             new_key,
             new_value,
         )

@@ -14,7 +14,7 @@ from tilewright.kernels.cuda.table import Variant
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
-    wants_exact_products,
+    needs_exact_matmuls,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Device, Direction
@@ -63,7 +63,7 @@ def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, 
         "lowest": parts.band.lowest,
         "highest": parts.band.highest,
         "deterministic": int(deterministic),
-        "exact": int(wants_exact_products(problem.options, problem.dtype)),
+        "exact": int(needs_exact_matmuls(problem.options, problem.dtype)),
     }
 
 

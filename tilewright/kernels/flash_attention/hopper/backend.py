@@ -39,8 +39,8 @@ from tilewright.kernels.flash_attention.results import (
     Results,
     empty_backward,
     empty_forward,
-    masked_rows_zeroed,
     sinks_gradient,
+    zero_fully_masked_rows,
 )
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
@@ -311,7 +311,7 @@ class PallasGpuFlashAttention(
         out = aligned(results[0], dims[1])
         lse = results[1].astype(jnp.float32)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        d_lse, exponent = masked_rows_zeroed(d_lse, lse)
+        d_lse, exponent = zero_fully_masked_rows(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
         # −lse is −∞ for padded queries: their P is 0, so no kernel has to mask them.
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)

@@ -12,7 +12,7 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR, Band
-from tilewright.kernels.flash_attention.operands import over_batch, wants_exact_products
+from tilewright.kernels.flash_attention.operands import needs_exact_matmuls, over_batch
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.configs import has_tma, padded_dim
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
@@ -199,7 +199,7 @@ class TritonCall:
         kv_bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         # Rounded down below to a divisor of all heads, for `decode_program_id` knows no smaller last group.
         at_once = max(CACHED_BYTES // max(kv_bytes, 1), 1) * sharing
-        exact = wants_exact_products(options, problem.dtype)
+        exact = needs_exact_matmuls(options, problem.dtype)
         return {
             "HEADS": problem.heads,
             "GROUPS": problem.groups,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.footprint import max_shared_bytes
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
+from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, packed_tiles, packed_tokens
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.triton import launch, unavailable
@@ -87,7 +87,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
             )
 
         # Where keys take few instructions, a warp with a page a step needs no other warp, and waits for no page number.
-        if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scaled_alike:
+        if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scales_constant_per_head:
             return params(16, 1)
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
         sizes = (64, 32, 16) if narrow and not wide else (32, 16)
@@ -143,7 +143,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+        return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
 
 
 def _run(inputs: PagedInputs, params: FwdParams) -> Results:
