@@ -51,6 +51,7 @@ def registered(name: str, where: str) -> Iterator[None]:
         yield
     finally:
         del _OPS[name]
+        # The name may be given to another op.
         kernel.cache_clear()
 
 

@@ -58,8 +58,8 @@ def is_real(dtype: np.dtype) -> bool:
     return is_floating(dtype) or is_integer(dtype)
 
 
-def narrowed(array: jax.Array | None, dtype: DTypeLike) -> Any:
-    """Narrows a 64-bit array, such as ``jax_enable_x64`` makes, to 32 bits, unless ``dtype`` has 64 bits too."""
+def to_32_bit(array: jax.Array | None, dtype: DTypeLike) -> Any:
+    """Converts a 64-bit array, such as ``jax_enable_x64`` makes, to 32 bits, unless ``dtype`` has 64 bits too."""
     if array is None or np.dtype(dtype).itemsize >= 8:
         return array
     if is_integer(array.dtype) and array.dtype.itemsize == 8:
@@ -112,6 +112,7 @@ def number(name: str, value: object) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a number, got {value}; {static_hint(name, 'float')}")
     scalar = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == () and is_real(value.dtype)
+    # bool is a subclass of int, but as a number it is a mistake.
     if isinstance(value, bool | np.bool_) or not (scalar or isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     result = float(cast(SupportsFloat, value))
@@ -171,6 +172,7 @@ def scaled(query: jax.Array, softmax_scale: object) -> tuple[jax.Array, float]:
 
 
 def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:
+    # In float32 or wider, so that the product is rounded to the query's dtype once.
     compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
     return (query.astype(compute_dtype) * scale.astype(compute_dtype)).astype(query.dtype)
 

@@ -35,6 +35,7 @@ def keep_threshold(prob: float) -> int:
     """The smallest word that keeps its element, a uint32."""
     if not 0.0 <= prob < 1.0:
         raise ValueError(f"a dropout probability must be in [0, 1), got {prob=}")
+    # A probability next to 1 rounds to 2³², which no uint32 holds.
     return min(round(prob * 2**32), 2**32 - 1)
 
 
@@ -59,6 +60,8 @@ def keep_mask_tile(
     """
     rows, columns = shape
     odd = column_start % 2 if isinstance(column_start, int) else None if not even_start else 0
+    # A tile that begins at an odd column begins with the second word of a pair, so it needs a word more. Where the
+    # parity of the start is traced (None), there must be room for it.
     pairs = (columns + (1 if odd is None else odd) + 1) // 2
     row = _count(row_start, (rows, 1))
     pair = _count(column_start // 2, (1, pairs))

@@ -42,6 +42,7 @@ def block_limits(capability: tuple[int, int] | None) -> BlockLimits | None:
     number = 0 if capability is None else 10 * capability[0] + capability[1]
     if number not in SHARED_KB:
         return None
+    # 64 K registers of 32 bits, half of that on two embedded GPUs.
     return BlockLimits(SHARED_KB[number] << 10, 1 << (15 if number in _HALF_REGISTERS else 16))
 
 
@@ -96,5 +97,6 @@ def busy_share(footprints: Sequence[Footprint], device: Device) -> float:
     """
     if not footprints or not device.cores:
         return 1.0
+    # The share of the arithmetic that each kernel does is not known, so the largest grid bounds them all.
     grids = [device.cores if each.blocks is None else each.blocks for each in footprints]
     return min(1.0, max(1, *grids) / device.cores)

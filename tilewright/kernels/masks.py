@@ -148,7 +148,9 @@ class BandMask(Mask):
         lowest, highest = self.difference_bounds
         rows = _positions(self.q_positions, q_start, q_size)[:, None, :, None]
         columns = _positions(self.kv_positions, kv_start, kv_size)[:, None, None, :]
+        # int32 suffices: positions are at most ±2³⁰, see `CausalMask`.
         difference = columns - rows
+        # Broadcastable, so that a band without bounds makes no array of the tile's size.
         visible = jnp.ones((1, 1, 1, 1), bool)
         if lowest is not None:
             visible = visible & (difference >= _saturate(lowest))
@@ -161,6 +163,7 @@ class BandMask(Mask):
             return _difference_classes(*self.difference_bounds, *grid.q_bounds, *grid.kv_bounds)
         if static_only:
             return _all_partial(grid)
+        # Min and max of each block suffice to bound j - i. Positions with gaps may leave a full or empty tile PARTIAL.
         q_bounds = _position_bounds(self.q_positions, grid.q_bounds, grid.block_q)
         kv_bounds = _position_bounds(self.kv_positions, grid.kv_bounds, grid.block_k)
         return _difference_classes(*self.difference_bounds, *q_bounds, *kv_bounds)
@@ -276,6 +279,8 @@ class SegmentMask(Mask):
         q_low, q_high = _block_extrema(self.q_segment_ids, grid.block_q)
         kv_low, kv_high = _block_extrema(self.kv_segment_ids, grid.block_k)
         q_low, q_high, kv_low, kv_high = q_low[:, :, None], q_high[:, :, None], kv_low[:, None, :], kv_high[:, None, :]
+        # Ids in a block need not be sorted: disjoint ranges of ids prove that nothing matches, and only blocks of one
+        # id each prove that everything does.
         empty = (q_high < kv_low) | (kv_high < q_low)
         full = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
         return _classes(empty, full)[:, None]
@@ -315,6 +320,7 @@ class LengthMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         if static_only and not self.is_static:
             return _all_partial(grid)
+        # NumPy makes no array of symbolic dimensions.
         xp: Any = jnp if grid.is_symbolic else np
         classes: Any = xp.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.FULL, np.int32)
         if self.q_lengths is not None:
@@ -353,6 +359,8 @@ class ExplicitMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         if static_only:
             return _all_partial(grid)
+        # ``low``: all of a tile is visible; ``high``: any of it. A dimension of 1 is not reduced, it stands for all its
+        # tiles.
         low, high = self.array, self.array
         for axis, block in ((2, grid.block_q), (3, grid.block_k)):
             if self.array.shape[axis] != 1:
@@ -389,6 +397,7 @@ class AndMask(CombinedMask):
 
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         bands = [mask for mask in self.masks if isinstance(mask, BandMask) and mask.is_static]
+        # By identity: equality would compare the arrays of other masks, which gives no single truth value.
         others = [mask for mask in self.masks if not any(mask is band for band in bands)]
         classes = [mask.classify(grid, static_only=static_only) for mask in others]
         if bands:  # two partial bands may have an empty intersection, so classify the intersection
@@ -409,6 +418,7 @@ class OrMask(CombinedMask):
         return functools.reduce(operator.or_, (mask.tile(q_start, q_size, kv_start, kv_size) for mask in self.masks))
 
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
+        # Partial members may cover a tile together; it stays PARTIAL, which is always sound.
         classes = [mask.classify(grid, static_only=static_only) for mask in self.masks]
         return _fold(np.maximum, jnp.maximum, classes)
 
@@ -465,9 +475,11 @@ def _difference_classes(
         empty, full = empty | (max_difference < _saturate(lowest)), full & (min_difference >= _saturate(lowest))
     if highest is not None:
         empty, full = empty | (min_difference > _saturate(highest)), full & (max_difference <= _saturate(highest))
+    # Bounds that cross hide every position, but a tile whose differences span both bounds passes the two tests above.
     if lowest is not None and highest is not None and lowest > highest:
         empty = empty | True
     classes = _classes(empty, full)
+    # Bounds of indices have no batch dimension, those of position arrays have.
     return classes[None, None] if classes.ndim == 2 else classes[:, None]
 
 
@@ -509,6 +521,7 @@ def _block_reduce(array: Array, axis: int, block: int, reduction: Callable[..., 
 
 
 def _pad_edge[A: (Array, Array | None)](array: A, axis: int, length: int) -> A:
+    # An axis without elements has no edge to repeat.
     if array is None or array.shape[axis] in (0, length):
         return array
     if is_symbolic(length):  # jnp.pad needs a static amount of padding

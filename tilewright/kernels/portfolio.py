@@ -128,6 +128,7 @@ def without_x64(*operands: object) -> AbstractContextManager[None]:
     implementation is the same program whether x64 is enabled or not.
     """
     dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
+    # Only numbers count: PRNG keys have extended dtypes, which are no numbers.
     has_64_bits = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
     return contextlib.nullcontext() if has_64_bits else jax.enable_x64(False)
 
@@ -183,6 +184,8 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         operands, results = (inv.abstract_args, inv.abstract_kwargs), self.output_shapes(inv)
         size = array_bytes(operands) + array_bytes(results)
         if inv.direction == "backward":
+            # A gradient for every floating-point operand; the cotangents, which are read, have the sizes of the
+            # results.
             size += array_bytes(operands, floating=True)
         return Cost(0.0, float(size))
 
@@ -237,6 +240,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         """The best choice that needs no build first, or else the best one."""
         first = None
+        # A build may take minutes of nvcc, so without measurements a call prefers what is ready.
         for each in self._by_preference(inv):
             if not missing_builds(self.config_builds(inv, each)):
                 return each
@@ -314,6 +318,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         expected = _params_types(implementation, inv.direction)[0]
         if not isinstance(cfg.params, expected):
             return [f"params of type {expected.__name__} were expected, got {cfg.params!r}"]
+        # Footprints come last: they are defined only for params that can serve the problem.
         why = implementation.config_reasons(problem, inv.target, inv.direction, cfg.params)
         return why or launch_reasons(self._footprints(inv, cfg), inv.target)
 
@@ -338,6 +343,8 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         """A lower bound of the call's milliseconds on a share of the device's multiprocessors."""
         min_cost = self.min_cost(inv)
         times = math.prod(axis.size for axis in inv.mapped)
+        # Only the arithmetic is slowed by idle multiprocessors. How much bandwidth a few of them can use is not known,
+        # and a lower bound must not be too high.
         return min_ms(Cost(times * min_cost.flops / share, times * min_cost.bytes), inv.target)
 
     def _footprints(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[Footprint]:
@@ -366,6 +373,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         implementation = self._implementation(cfg)
         if not implementation.keeps_lowering:
             return ()
+        # The op and its backend may be of packages other than this one.
         kinds = (Portfolio, type(self), type(implementation))
         return tuple(sorted({kind.__module__.partition(".")[0] for kind in kinds}))
 
@@ -403,6 +411,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
           UnsupportedError: no implementation can serve the call.
         """
         allowed, problem, found = inv.abstract_kwargs.get("platform"), self.problem_of(inv), False
+        # Deprioritised backends come last within a platform only: the caller's order of platforms is never changed.
         for platform in (None,) if allowed is None else allowed:
             last = []
             for lazy_implementation in self.implementations:
@@ -425,6 +434,8 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         allowed, reasons = inv.abstract_kwargs.get("platform"), self.reasons(inv)
         if allowed is not None:
             absent = set(allowed) - {each.platform for each in self.loaded()}
+            # A backend that cannot be loaded has its module's name, which need not begin with a platform: its reason
+            # stays.
             reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in _NAMES - set(allowed)}
             reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
         return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
@@ -446,6 +457,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
 
     def _checked_choice(self, choice: Choice, inv: Invocation[Choice, Any]) -> Choice | None:
         expected, other = _params_types(self._implementation(choice), inv.direction)
+        # Some backends take params of one type in both directions, and those are for this direction, too.
         if isinstance(choice.params, other) and not isinstance(choice.params, expected):
             return None
         if not isinstance(choice.params, expected):

@@ -78,7 +78,9 @@ def public_function[**P, R](
         def checked(*args: object, **kwargs: object) -> R:
             if not kwargs.keys() <= known:
                 _refuse_keywords(name, kwargs, known)
+                # What was not refused is Flax's ``dropout_rng=None``.
                 kwargs = {key: value for key, value in kwargs.items() if key in known}
+            # ``Signature.bind`` is slow, so it runs only to make the message of an error.
             if not min_args <= len(args) <= max_args:
                 _bind(name, signature, args, kwargs)
             return function(*args, **kwargs)

@@ -72,10 +72,12 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
     used = [name for axes in split for name in axis_names(axes)]
 
     def spec_of(name: str) -> PartitionSpec:
+        # A dimension of size 1 is broadcast, so every device has it whole.
         sizes = zip(split, arrays[name].shape[: shared[name]], strict=False)
         return PartitionSpec(*(axes if size > 1 else None for axes, size in sizes))
 
     def gradient(name: str) -> GradientParts:
+        # An array that is whole over a split axis serves the parts of all devices along it: its gradient is their sum.
         own_axes = [each for axes in spec_of(name) for each in axis_names(axes)]
         summed = tuple(each for each in used if each not in own_axes)
         return GradientParts(spec_of(name), summed, typed_spec(arrays[name]))
@@ -150,6 +152,8 @@ def backward_locally[Inputs, Results](
 
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
     results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
+    # shard_map needs out_specs before it traces, and only the backend knows which gradients it returns, in which
+    # dtypes. Neither depends on the device's part.
     shapes = _shapes(backward, inputs, results, cotangents)
     dtypes = {name: part.dtype for name, part in shapes.items() if part is not None}
     computed = jax.shard_map(

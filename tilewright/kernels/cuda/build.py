@@ -180,6 +180,7 @@ def build(
     with concurrent.futures.ThreadPoolExecutor(jobs or default_jobs(distinct), thread_name_prefix="nvcc") as pool:
         futures = {pool.submit(build_one, group): group for group in distinct}
         try:
+            # Raises the first failure as soon as it happens; the compilers that still run are then cancelled.
             done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -202,6 +203,7 @@ def build_key(group: Group) -> BuildKey:
       OSError: the table's header cannot be read.
     """
     _, packages = hash_headers(group.table)
+    # Where nothing can be compiled any compiler's build serves, such as that of a machine which shares the cache.
     compiler = None if toolchain.missing(group.capability, group.table.packages) else toolchain.find_compiler()
     identity = compiler.identity if compiler else ""
     return BuildKey(group.table.name, group.name, group.target, _content(group), packages, identity)
@@ -298,9 +300,11 @@ def _run(command: list[str], folder: Path, limit: Limit) -> tuple[int, str]:
     scratch = folder / "scratch"  # nvcc's temporary files, removed in any case
     scratch.mkdir()
     log_file = scratch / "output.txt"
+    # The time limit begins anew: that another process held the lock does not count.
     wait = limit.waiting("nvcc was still running, and was ended")
     with open(log_file, "wb") as file:
         process = subprocess.Popen(
+            # A session of its own: nvcc starts further processes, which are ended as one group.
             command, cwd=folder, env={**os.environ, "TMPDIR": str(scratch)}, stdin=subprocess.DEVNULL, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

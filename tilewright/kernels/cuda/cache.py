@@ -119,6 +119,7 @@ class BuildCache:
         """
         if not self._check_folder():
             return None
+        # Without a compiler here the build of any compiler will do, the newest first.
         names = [key.name] if key.compiler else self._names(key.prefix)
         for name in names:
             folder = self.path / name
@@ -132,6 +133,7 @@ class BuildCache:
 
     def publish(self, key: BuildKey, staging: Path, remarks: Mapping[str, Any]) -> Path:
         """Renames a staging folder with its finished ``library.so`` to the group's folder, replacing an earlier one."""
+        # Whatever the umask was: what others could have written is not loaded.
         for path in staging.iterdir():
             os.chmod(path, 0o600)
         library = staging / LIBRARY
@@ -149,6 +151,7 @@ class BuildCache:
             try:
                 os.rename(staging, final)
             except OSError as error:
+                # A folder replaces nothing but an empty folder; whatever else is there is moved away first.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
             else:
@@ -185,6 +188,7 @@ class BuildCache:
         """
         self._make()
         self._sweep()
+        # Cancelled meanwhile: an uncontended lock does not call `waiting`.
         if limit.cancelled.is_set():
             raise Cancelled
         with locked(self.path / f".lock-{key.lock_name}", limit.waiting("another process is building it")):
@@ -207,6 +211,7 @@ class BuildCache:
                 f"the CUDA build cache {self.path} is writable by others (mode {stat.S_IMODE(status.st_mode):o}); "
                 "nothing is loaded from it. Delete it"
             )
+        # Others can only read it, so what it holds may be loaded.
         if status.st_mode & 0o077:
             os.chmod(self.path, 0o700)
         return True
@@ -241,6 +246,7 @@ class BuildCache:
             except OSError:
                 _remove(*(path for path in paths if _older_than(path, _LEFTOVER_LIFETIME_S)))
                 continue
+            # Nobody holds the lock, so the process that made these is gone. They go before the lock is released.
             if descriptor is not None:
                 _remove(*paths, lock)
                 os.close(descriptor)
@@ -255,6 +261,7 @@ def _reason_not_intact(folder: Path, key: BuildKey) -> str:
             return f"{path.name}: {error.strerror}"
         if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return f"{path.name} is not the owner's alone"
+    # Only after the checks of owner and mode: nothing of others is parsed.
     record = _read_record(folder)
     if record is None:
         return "its record cannot be read"

@@ -82,6 +82,7 @@ class CudaKernel:
             variant_reasons = unmet or self._reasons_without_compiling(variant, values)
             if not variant_reasons:
                 return []
+            # With 0 unmet, a fact of the compiled kernel is against the variant, or that nothing can be compiled here.
             by_num_unmet.setdefault(len(unmet), []).extend(variant_reasons)
         return list(dict.fromkeys(by_num_unmet[min(by_num_unmet)]))
 
@@ -98,6 +99,7 @@ class CudaKernel:
             return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
         reasons: dict[str, list[str]] = {}
         for variant in self.table.variants:
+            # The second only where the first has none: it may compile the variant's group.
             unmet = _unmet_without_facts(variant, values) or self._reasons_compiled(variant, values)
             if not unmet:
                 return variant, reasons
@@ -167,10 +169,12 @@ class CudaKernel:
         if noted is not None:
             group = self._group_on(variant, device)
             noted[group] = None
+            # The program is only read, so zeros of the right shapes suffice.
             if library.loaded(group, self.cache) is None:
                 return [jnp.zeros(each.shape, each.dtype) for each in outputs]
         compiled = self._library(variant, device)
         workspace = jax.ShapeDtypeStruct((compiled.workspace(variant.name, values),), np.uint8)
+        # Scratch memory is a result that nobody reads: allocated by XLA, it may be captured in a CUDA graph.
         call = jax.ffi.ffi_call(compiled.registered, [*outputs, workspace], vmap_method="sequential")
         call_attributes = dict(attributes or {}) | {"variant": variant.name, "problem": np.array(values, np.int64)}
         *results, _ = call(*inputs, **call_attributes)

@@ -95,6 +95,7 @@ def _open(path: Path) -> Library:
     count = functions.tilewright_variant_count()
     names = [functions.tilewright_variant_name(index).decode() for index in range(count)]
     facts = {name: _facts(functions, index) for index, name in enumerate(names)}
+    # The folder's name holds the hash of its sources: another version of a group has another target in this process.
     target = f"tilewright_{path.parent.name}".replace("-", "_")
     return Library(target, facts, functions, {name: index for index, name in enumerate(names)})
 

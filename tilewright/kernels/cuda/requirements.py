@@ -219,6 +219,7 @@ def one_of(operand: Field | DeviceField, choices: Iterable[int]) -> Predicate:
 
 def _check_operands(*operands: Operand) -> None:
     for operand in operands:
+        # C++ reads them as int64; the least one has no literal.
         if isinstance(operand, int) and not -(1 << 63) < operand < 1 << 63:
             raise ValueError(f"{operand} has no place in 64 bits")
     if all(isinstance(operand, int) for operand in operands):

@@ -89,6 +89,8 @@ class VariantTable:
     memory_per_job: int = 1 << 30
 
     def __post_init__(self) -> None:
+        # With the name, so that the order, and so the generated sources and their hash, never depend on the
+        # enumeration.
         ordered = sorted(self.variants, key=lambda variant: (variant.sort_key, variant.name))
         object.__setattr__(self, "variants", tuple(ordered))
         _check_names("table", [self.name])

@@ -101,6 +101,7 @@ class Compiler:
 def find_compiler() -> Compiler | None:
     """The nvcc of CUDA_HOME or CUDA_PATH, on PATH, or in a wheel; ``None`` if none of them runs."""
     names = ("CUDA_HOME", "CUDA_PATH", "PATH", "NVCC_CCBIN")
+    # Cached by what the search depends on: a running process may change its environment.
     return _find_compiler(tuple(os.environ.get(name, "") for name in names), tuple(sys.path))
 
 
@@ -215,6 +216,7 @@ def command(
 ) -> list[str]:
     """nvcc's command line for a target such as "90a", without source and output."""
     digits = target.rstrip("a")
+    # No PTX: nothing is left to the driver's compiler when an object is loaded.
     line = [str(compiler.nvcc), *FLAGS, "-gencode", f"arch=compute_{target},code=sm_{target}"]
     line += [f"-DTILEWRIGHT_ARCH={digits}", *flags]
     line += [f"-I{folder}" for folder in (*own_folders(), *folders)]

@@ -94,6 +94,7 @@ def seed_words(seed: object) -> Any:
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool | np.bool_):
         if not -(1 << 63) <= int(seed) < 1 << 64:
             raise ValueError(f"dropout_seed must fit in 64 bits, got {seed=}")
+        # High word first, as in the data of a Threefry key that ``jax.random.key`` makes of an integer.
         low, high = int(seed) & 0xFFFFFFFF, (int(seed) >> 32) & 0xFFFFFFFF
         # An array rather than a static value: a new seed for each step must not recompile the step.
         return np.array([high, low], np.uint32)

@@ -110,6 +110,7 @@ def visible_ranges(mask: Mask, q_length: int, kv_length: int, *, transposed: boo
     visible = jnp.asarray(classes) != TileClass.EMPTY
     visible, length = (visible.swapaxes(2, 3), q_length) if transposed else (visible, kv_length)
     count = visible.shape[3]
+    # argmax finds the first True; it is 0 without one, too, hence ``any_visible``.
     first = jnp.argmax(visible, axis=3) * RANGE_TILE
     end = jnp.minimum((count - jnp.argmax(visible[..., ::-1], axis=3)) * RANGE_TILE, length)
     any_visible = visible.any(axis=3)
@@ -124,6 +125,7 @@ def score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
     q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)
     matrix = None if parts.matrix is None else parts.matrix.materialise(q_length, kv_length).astype(jnp.uint8)
     key_ranges = query_ranges = None
+    # Of a band alone kernels compute the ranges themselves.
     if inputs.mask is not None and (parts.has_rows or matrix is not None):
         key_ranges = visible_ranges(inputs.mask, q_length, kv_length)
         query_ranges = visible_ranges(inputs.mask, q_length, kv_length, transposed=True) if backward else None

@@ -97,6 +97,7 @@ def call_mask(
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
     banded = causal or left is not None or right is not None
     parts: list[Mask] = []
+    # Of the whole arrays; packed sequences and lengths replace it by alignments of their own.
     positions = _bottom_right(shape) if bottom_right else Positions()
     if _is_given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
         if any(array is not None for array in (*segment_ids, *lengths)):
@@ -221,6 +222,8 @@ def _packed_arrays(
     kv_ids = jnp.searchsorted(kv_bounds, columns, side="right").astype(jnp.int32) - 1
     edge = 1 if bottom_right else 0
     shifts = kv_bounds[edge : count + edge] - q_bounds[edge : count + edge]
+    # Tokens of no sequence get any position: their ids match nothing.
     q_positions = rows + shifts[jnp.clip(q_ids, 0, count - 1)]
+    # Queries have −1 before the first boundary and ``count`` behind the last.
     kv_ids = jnp.where(kv_ids == count, count + 1, jnp.where(kv_ids < 0, -2, kv_ids))
     return q_ids[None], kv_ids[None], q_positions[None]

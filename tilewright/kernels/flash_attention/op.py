@@ -137,7 +137,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         combined = with_positions(combined, queries)
         bias = None if bias is None else bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
-        bias, combined, sinks = jax.tree.map(lambda x: arguments.narrowed(x, queries.dtype), (bias, combined, sinks))
+        bias, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (bias, combined, sinks))
         return (queries, keys, values, bias, combined, sinks), {
             "dropout_seed": seed,
             "softmax_scale": scale,
@@ -355,6 +355,7 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
             return of_result(returned[0], 2), of_result(returned[1], 1)
         return of_result(returned, 2)
 
+    # An argument that other parts read as well has a gradient which is a sum over all of them.
     single_part = problem.batch == 1 and problem.kv_heads == 1
     bias_unshared = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
     shared = [
@@ -376,5 +377,6 @@ def visible_share(problem: AttentionProblem, min_class: TileClass) -> float:
     grid = TileGrid(problem.q_length, problem.kv_length, COST_BLOCK, COST_BLOCK)
     visible = np.asarray(problem.mask.classify(grid, static_only=True)) >= min_class
     (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
+    # Ragged tiles count by what they have.
     area = np.outer(q_last - q_first + 1, kv_last - kv_first + 1)
     return float((visible * area).sum() / (np.prod(visible.shape[:2]) * problem.q_length * problem.kv_length))

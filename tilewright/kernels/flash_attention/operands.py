@@ -19,7 +19,7 @@ _EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_
 """Prefixes of precisions for which TensorFloat-32 matmuls of float32 operands are not precise enough."""
 
 
-def wants_exact_products(options: AttentionOptions, dtype: np.dtype) -> bool:
+def needs_exact_matmuls(options: AttentionOptions, dtype: np.dtype) -> bool:
     """True if float32 operands must not be rounded before a matmul, by XLA's meaning of the precision."""
     if dtype != np.float32:
         return False
@@ -87,6 +87,7 @@ def over_batch(
             else into_batch(array, mapped[0][name], size, batch)
             for name, array in arrays.items()
         }
+        # Through `over_batch` again, for a vmap around this one.
         results = over_batch(call, size * batch, folded, shared)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (True,) * len(results)
 

@@ -55,6 +55,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     # Any: AttentionInputs is also the pytree that holds a spec in place of each of its arrays.
     rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
     chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in axis_names(split.heads)))
+    # Key heads that the devices do not divide stay whole: each device takes those that it needs in ``on_part``.
     keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
     sinks: Any = PartitionSpec(split.heads, None)
     replicated: Any = PartitionSpec()
@@ -127,6 +128,7 @@ def _with_positions(mask: Mask, positions: jax.Array) -> Mask:
 
 def _with_origin(part: AttentionInputs, split: Split) -> AttentionInputs:
     """A device's part with its position in the whole call, from which dropout and lengths count."""
+    # Arrays along the rows are split with them; only lengths of queries count from the first row of the whole call.
     if split.rows is not None and part.mask is not None:
         first_row = _index(split.rows).astype(jnp.int32) * part.query.shape[1]
         part = dataclasses.replace(part, mask=_from_row(part.mask, first_row))
@@ -160,6 +162,7 @@ def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[jax.Array], j
 def _scattered(gradient: jax.Array, heads: jax.Array, kv_heads: int) -> jax.Array:
     """The gradient of all key heads from that of a device's key heads, in which one may occur several times."""
     batch, length, _, size = gradient.shape
+    # In float32 or wider, for parts of several query heads may be added up.
     zeros = jnp.zeros((batch, length, kv_heads, size), jnp.promote_types(gradient.dtype, jnp.float32))
     return zeros.at[:, :, heads].add(gradient.astype(zeros.dtype))
 
@@ -195,6 +198,7 @@ def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
     """
 
     def by_batch(array: jax.Array | None, *axes: Axes) -> Any:
+        # A batch dimension of 1 is broadcast, so every device has it.
         return None if array is None else PartitionSpec(split.batch if array.shape[0] == batch > 1 else None, *axes)
 
     match mask:

@@ -45,10 +45,10 @@ def row_terms(
     delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
     if d_lse is not None:
         delta = delta - d_lse.astype(dtype)
-    return masked_rows_zeroed(delta, lse)
+    return zero_fully_masked_rows(delta, lse)
 
 
-def masked_rows_zeroed(term: Array, lse: Array) -> tuple[Array, Array]:
+def zero_fully_masked_rows(term: Array, lse: Array) -> tuple[Array, Array]:
     """A row term set to 0 and lse set to +inf for fully masked rows, whose lse is −inf."""
     masked = lse == -jnp.inf
     return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
@@ -58,6 +58,7 @@ def sinks_gradient(inputs: AttentionInputs, delta: Array, exponent: Array) -> Ar
     """The gradient of the sinks, ``[heads, sinks]``: a sink is a key whose value is zero."""
     if inputs.softmax_aux is None:
         return None
+    # As of any logit, dS = P ∘ (dP − delta); dP = dO·vᵀ is 0.
     sinks = inputs.softmax_aux.astype(delta.dtype)
     probabilities = jnp.exp(sinks[None, :, None, :] - exponent[..., None])
     return -jnp.sum(probabilities * delta[..., None], axis=(0, 2)).astype(inputs.softmax_aux.dtype)

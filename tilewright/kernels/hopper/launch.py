@@ -61,6 +61,7 @@ def run_kernel[Operands, Results, Scratch](
             jax.tree.unflatten(scratch_tree, bound),
         )
 
+    # A kernel of one result returns an array, not a tuple of one.
     kernel = plgpu.kernel(
         body,
         out_type=out_types[0] if len(out_types) == 1 else tuple(out_types),

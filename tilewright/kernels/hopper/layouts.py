@@ -37,6 +37,7 @@ def _offset(coordinate: Tree, shape: Tree, stride: Tree) -> int:
         if not 0 <= coordinate < _size(shape):
             raise ValueError(f"{coordinate=} is outside of {shape=}")
         total = 0
+        # The first leaf is the lowest digit of the integer.
         for extent, step in zip(_leaves(shape), _leaves(stride), strict=True):
             coordinate, position = divmod(coordinate, extent)
             total += position * step
@@ -131,6 +132,7 @@ def coalesce(layout: Layout) -> Layout:
     for extent, step in layout.flat:
         if extent == 1:
             continue
+        # Merged where the leaf goes on at the offset at which the one before it ends.
         if merged and step == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0] * extent, merged[-1][1])
         else:
@@ -190,6 +192,8 @@ def complement(layout: Layout, size: int) -> Layout:
     Raises:
       ValueError: ``layout`` overlaps itself, or its gaps cannot be filled by one layout.
     """
+    # Leaves by stride: ``filled`` offsets are taken below a leaf, and its stride has room for stride / filled copies of
+    # them.
     gaps: list[tuple[int, int]] = []
     filled = 1
     for extent, step in sorted(layout.flat, key=lambda leaf: leaf[1]):
@@ -211,6 +215,7 @@ def blocked_product(block: Layout, tiler: Layout) -> Layout:
     """
     if len(block.modes) != len(tiler.modes):
         raise ValueError(f"block and tiler differ in their modes, got {block.shape=}, {tiler.shape=}")
+    # The complement numbers the copies of ``block`` in memory, and ``tiler`` says which of them is where.
     repeats = composition(complement(block, block.size * tiler.cosize), tiler)
     return _of_modes(
         [coalesce(_of_modes([inner, outer])) for inner, outer in zip(block.modes, repeats.modes, strict=True)]

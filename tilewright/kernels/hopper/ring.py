@@ -70,6 +70,7 @@ class RingPlan:
         """Scratch types of the stages, of ``full`` and of ``empty``, in the order that ``bind`` takes them."""
         return (
             self.tile.scratch(self.num_stages),
+            # A TMA copy arrives once, when all of its bytes are there; a writer once, when it has stored its part.
             plgpu.Barrier(num_arrivals=max(self.writers, self.copies * self.tile.copies), num_barriers=self.num_stages),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages),
         )
@@ -98,6 +99,7 @@ class Ring:
         """Index of the stage that holds ``step``."""
         if isinstance(step, int):
             return (step + self.offset) % self.plan.num_stages
+        # Not `%`: jnp's remainder takes further instructions to be right for negative operands.
         return lax.rem(step + self.offset, jnp.asarray(self.plan.num_stages, step.dtype))
 
     def _wait_released(self, step: Scalar) -> None:

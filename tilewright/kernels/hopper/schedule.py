@@ -82,6 +82,7 @@ def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tu
         heapq.heapreplace(busy, (until + cost, program))
         owners[index] = program
     starts = np.searchsorted(np.sort(owners), np.arange(programs + 1))
+    # Stable: each program keeps the order in which its items start.
     return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
 
 

@@ -79,6 +79,7 @@ def online_softmax(
       m, row_sum: ``[64]``, before this tile.
       guarded: whether a row may have no visible key so far.
     """
+    # The multiplier is positive: scaling the maximum is enough, and below it is one FMA with the subtraction.
     m_new = jnp.maximum(m, logits.max(axis=1) * multiplier)
     # A row that is fully masked so far has m = −∞, and is shifted by 0: −∞ − −∞ is NaN.
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if guarded else m_new

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption, as_array, is_floating, narrowed, number, platforms
+from tilewright.kernels.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
 from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormProblem, NormResults
 from tilewright.kernels.norms.reference import norm_reference
@@ -48,7 +48,7 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
             vector = None if given is None else as_array(name, given)
             if vector is not None and (vector.shape != x.shape[-1:] or not is_floating(vector.dtype)):
                 raise ValueError(f"{name} must be floating-point {x.shape[-1:]}, got {vector.dtype}{vector.shape}")
-            vectors.append(narrowed(vector, x.dtype))
+            vectors.append(to_32_bit(vector, x.dtype))
         options = {name: number(name, value) for name, value in numbers.items()}
         if options["eps"] < 0:
             raise ValueError(f"eps must not be negative, got {options['eps']}")

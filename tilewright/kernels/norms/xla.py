@@ -52,6 +52,8 @@ class XlaNorm(Implementation):
         if inputs.weight is not None:
             gradients["weight"] = jnp.sum(d_out * value, axis=leading).astype(inputs.weight.dtype)
             d_out = d_out * (inputs.weight.astype(dtype) + options.weight_offset)
+        # x̂ the normed rows and g = d_out · weight: dx = rstd · (g − x̂ · mean(g ∘ x̂) − mean(g)), the last term for
+        # layer norm.
         d_x = d_out - value * jnp.mean(d_out * value, axis=-1, keepdims=True)
         if options.kind == "layer":
             d_x = d_x - jnp.mean(d_out, axis=-1, keepdims=True)
@@ -77,5 +79,6 @@ def _normalized(value: Any, options: NormOptions) -> tuple[Any, Any]:
         # A mean is rounded like its largest term: with values near 1000 the rest is up to 1e-4.
         rest = jnp.mean(value, axis=-1, keepdims=True)
     variance = jnp.mean(value * value, axis=-1, keepdims=True) - rest * rest
+    # A difference of rounded numbers may be negative.
     rstd = lax.rsqrt(jnp.maximum(variance, 0.0) + options.eps)
     return (value - rest) * rstd, rstd

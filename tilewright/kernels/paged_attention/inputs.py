@@ -121,7 +121,7 @@ class PagedProblem:
     options: PagedOptions
 
     @property
-    def scaled_alike(self) -> bool:
+    def scales_constant_per_head(self) -> bool:
         """True if there are no scales, or all tokens of a head share one."""
         return all(shape is None or shape[:2] == (1, 1) for shape in self.scale_shapes)
 
@@ -132,6 +132,7 @@ class PagedProblem:
         num_pages, page_size, kv_heads, _ = inputs.key.shape
         stored = head_dim + (0 if inputs.value is None else inputs.value_dim)
         scales = (inputs.key_scale, inputs.value_scale)
+        # Scales of pages, heads or whole arrays are few beside the tokens.
         scale_bytes = sum(4 * math.prod(s.shape[2:]) for s in scales if s is not None and s.shape[1] > 1)
         return cls(
             tokens=tokens,

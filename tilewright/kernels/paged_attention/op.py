@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import flag, narrowed, platforms, reshape, scaled, sinks_array, soft_cap
+from tilewright.kernels.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
@@ -103,8 +103,8 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             cum_q_lens,
             arguments.scale_array("key_scale", given["key_scale"], key),
             arguments.scale_array("value_scale", given["value_scale"], value),
-            narrowed(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
-            narrowed(None if sinks is None else sinks_array(sinks, heads), query.dtype),
+            to_32_bit(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
+            to_32_bit(None if sinks is None else sinks_array(sinks, heads), query.dtype),
             new_key,
             new_value,
         )
@@ -181,6 +181,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         **_: Any,
     ) -> PagedInputs:
         """The prepared arguments in the form that backends take, with any new tokens written to the cache."""
+        # Before attention, as new tokens are among the keys that queries see.
         if new_key is not None:
             arrays = WriteInputs(
                 key, value, key_scale, value_scale, new_key, new_value, page_table, kv_lengths, cum_q_lens, kv_dtype
@@ -234,6 +235,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The cost if sequences fill their tables: every visible key read once, every query and output moved once."""
         problem = self.problem_of(inv)
+        # The windows of several queries cover more keys than that of one.
         per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
         scores = problem.tokens * problem.heads * problem.visible
         rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize

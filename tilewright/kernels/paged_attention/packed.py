@@ -40,7 +40,7 @@ def packed_reasons(problem: PagedProblem, device: Device) -> list[str]:
     return why
 
 
-def is_for_others(problem: PagedProblem, device: Device) -> bool:
+def is_deprioritized(problem: PagedProblem, device: Device) -> bool:
     """True if most tokens are decoded, or tiles do not fill the device, since a chunk's keys are not split."""
     tiles = max_tiles(problem.tokens, problem.sequences + 2, TILE_ROWS // problem.groups)
     return problem.tokens < 2 * problem.sequences or tiles * problem.kv_heads < num_sms(device)

@@ -31,6 +31,7 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
         if array is None:
             return None
         axes = (pages, None, kv_heads)
+        # Scales may broadcast over pages, rows or heads: a dimension of 1 is whole on every device.
         return P(*(each if size > 1 else None for each, size in zip(axes, array.shape, strict=False)))
 
     # Any: PagedInputs is also the pytree that holds a spec in place of each of its arrays.

@@ -29,7 +29,7 @@ def empty_forward(inputs: PagedInputs) -> Results:
     return jnp.zeros((tokens, heads, inputs.value_dim), inputs.query.dtype), lse
 
 
-def one_after_the_other(run: Callable[[PagedInputs], Results], inputs: PagedInputs) -> Results:
+def run_with_sequential_vmap(run: Callable[[PagedInputs], Results], inputs: PagedInputs) -> Results:
     """Runs ``run(inputs)`` by a kernel without a rule for ``vmap``: mapped calls run sequentially."""
     leaves, tree = jax.tree.flatten(inputs)
 

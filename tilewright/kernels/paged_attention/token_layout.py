@@ -62,6 +62,7 @@ class TilePlan(NamedTuple):
 
 def max_tiles(tokens: int, sequences: int, block_q: int) -> int:
     """The maximum number of tiles with rows, however the tokens are spread over the sequences."""
+    # Σ ⌈nᵢ / b⌉ ≤ Σ (nᵢ + b − 1) / b, and a tile has a token at least.
     upper_bound = (tokens + sequences * (block_q - 1)) // block_q
     return min(tokens, upper_bound) if isinstance(upper_bound, int) else upper_bound
 
@@ -75,6 +76,7 @@ def packed_tiles(cum: jax.Array, lengths: jax.Array, tokens: int, block_q: int) 
     owner = _ends_passed(ends, tile)
     sequence = jnp.minimum(owner, sequences - 1)
     offset = (tile - starts[sequence]) * block_q
+    # Tiles behind those of the last sequence have no rows; what else they hold is not used.
     rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)
     position = bounded(lengths)[sequence] - counts[sequence] + offset
     return TilePlan(sequence, cum[sequence] + offset, rows, position), starts

@@ -135,6 +135,7 @@ def _written(
         else:
             token_scale = scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
         new = new.astype(jnp.float32) / token_scale[..., None]
+    # Page ``num_pages`` does not exist: "drop" leaves out the tokens that have it.
     return pages.at[page, row].set(stored(new, dtype).astype(pages.dtype), mode="drop"), scale
 
 
@@ -146,6 +147,7 @@ def token_scales(new: jax.Array, dtype: str, *, per_head: bool) -> Any:
     """The scales of new tokens, ``[tokens, kv_heads | 1]``, float32."""
     max_abs = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
     max_abs = max_abs if per_head else jnp.max(max_abs, axis=1, keepdims=True)
+    # Zeros are zeros by any scale but 0, by which they would be divided.
     return jnp.where(max_abs == 0.0, 1.0, max_abs / max_finite(dtype))
 
 
@@ -154,6 +156,7 @@ def stored(new: jax.Array, dtype: str) -> Any:
     if dtype == "int8":
         return jnp.clip(jnp.round(new.astype(jnp.float32)), -127.0, 127.0).astype(jnp.int8)
     if jnp.dtype(dtype).itemsize == 1:
+        # Out of range a conversion gives NaN in float8_e4m3fn, which has no infinity, and infinity in float8_e5m2.
         limit = max_finite(dtype)
         return jnp.clip(new.astype(jnp.float32), -limit, limit).astype(dtype)
     return new.astype(dtype)

@@ -87,6 +87,7 @@ def report(launch: Launch, capability: tuple[int, int]) -> Report:
         raise BuildError(f"ptxas says nothing of the registers or spills of {launch.name}", output)
     stack, stores, loads = map(int, frame.groups())
     texts = {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
+    # Warnings of ptxas: C7510, and others (C7513) in the same words, "wgmma.mma_async instructions are serialized".
     serialised = "C7510" in output or "serializ" in output
     shared = int(kernel.metadata.shared)
     return Report(launch.name, capability, int(used[1]), stores, loads, stack, shared, serialised, texts)
@@ -123,6 +124,7 @@ def _assembler(number: int) -> str:
 
 def _assembled(ptx: str, number: int) -> str:
     """Messages of ptxas about a PTX program."""
+    # wgmma (sm_90a) and its successors exist in architecture-specific targets alone.
     architecture = f"sm_{number}{'a' if number >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")

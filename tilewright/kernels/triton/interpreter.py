@@ -48,6 +48,7 @@ def _by_callback(launch: Launch, inputs: tuple[Any, ...]) -> Any:
 
 def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
     """The outputs of a launch, interpreted on arrays that the host can read."""
+    # Copies: the kernel may update them in place, and JAX's buffers must not change.
     arrays = [np.array(x) for x in inputs]
     fresh = [_poisoned(output) for output in launch.fresh]
     with _LOCK:
@@ -67,6 +68,7 @@ def _run(launch: Launch, operands: list[Any]) -> None:
     function = _interpreted(launch.kernel.fn)
     arguments = {parameter.name: parameter.default for parameter in launch.kernel.params if parameter.has_default}
     names = [parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr]
+    # Scalars of 1, too, which the compiler takes for constants: here they are arguments like the others.
     given = dict(zip(names, operands, strict=True))
     builder = interpreter.interpreter_builder
     with _language(interpreter, launch.kernel.fn.__globals__.get("MEANINGS", {})):

@@ -139,6 +139,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, cap
     kernel = compiled(launch, capability)
     scratch = _scratch(launch, kernel)
     call = _call_of(launch, kernel, capability, len(scratch))
+    # Results of the custom call: fresh outputs, scratch, outputs in place. Aliases count the scratch, callers do not
+    # get it.
     fresh, first = ctx.avals_out[: len(launch.fresh)], len(launch.fresh) + len(scratch)
     lower = jax.ffi.ffi_lowering(
         _TARGET,

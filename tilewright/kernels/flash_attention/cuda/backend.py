@@ -82,6 +82,7 @@ class CudaFlashAttention(
         widest = max(problem.head_dim, problem.value_dim) + VECTOR_BYTES
         if problem.heads * widest >= INT32_LIMIT or max(problem.q_length, problem.kv_length) >= 1 << 29:
             reasons.append(f"rows and lengths must be counted by 32 bits, got {problem.score_shape=}, {widest=}")
+        # Without elements no kernel runs, so no variant has to fit.
         if reasons or 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
             return reasons
         fields = problem_fields(problem, False)
@@ -134,6 +135,7 @@ class CudaFlashAttention(
         ]
         if not reasons_by_variant:
             return [f"there is no variant {params.variant!r}"]
+        # A name may stand for several attempts, unpadded and padded: empty if one of them fits.
         return min(reasons_by_variant, key=len)
 
     def footprints(

@@ -95,6 +95,7 @@ class CudaCall:
             bias=None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype),
         )
         results = dataclasses.replace(self, problem=problem).run(folded)
+        # Without a bias its gradient is an array without elements.
         return tuple(x.reshape(size, batch, *x.shape[1:]) if x.size else jnp.zeros((size, 0), x.dtype) for x in results)
 
     def launch(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -64,6 +64,7 @@ def _dims(dtype: Dtype, low: int, max_dim: int) -> tuple[Predicate, ...]:
         found += [Compare(head_dim, "<=", max_dim), Compare(value_dim, "<=", max_dim)]
     found += [MultipleOf(head_dim, Fact("alignment")), MultipleOf(value_dim, Fact("alignment"))]
     if low >= (70 if _is_half(dtype) else 80):
+        # 16 bytes of elements.
         store = 8 if _is_half(dtype) else 4
         # dQ and dK are stored like the output.
         found += [MultipleOf(head_dim, store), MultipleOf(value_dim, store)]

@@ -14,7 +14,7 @@ from tilewright.kernels.cuda.table import Variant
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
-    wants_exact_products,
+    needs_exact_matmuls,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Device, Direction
@@ -63,12 +63,13 @@ def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, 
         "lowest": parts.band.lowest,
         "highest": parts.band.highest,
         "deterministic": int(deterministic),
-        "exact": int(wants_exact_products(problem.options, problem.dtype)),
+        "exact": int(needs_exact_matmuls(problem.options, problem.dtype)),
     }
 
 
 def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str, int]]:
     """Yields the problem unchanged, and with padded head dims if that differs."""
+    # Unpadded first: padding copies the arrays.
     yield dict(fields)
     vector = VECTOR_BYTES // itemsize
     padded = {name: -(-fields[name] // vector) * vector for name in ("head_dim", "value_dim")}
@@ -139,6 +140,7 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
     for table, variant in fitting:
         known = dims.setdefault(table, set())
         max_dim = variant.head_dim if hasattr(variant, "head_dim") else variant.max_dim
+        # Kernels compute their maximum head dim in full: from the third one on they only compute more.
         if max_dim not in known and len(known) == 2:
             continue
         known.add(max_dim)
@@ -147,6 +149,7 @@ def worth_measuring(fitting: Iterable[tuple[str, Any]]) -> list[Any]:
         }
         if disabled:
             without = dataclasses.replace(variant, **disabled)
+            # The same variant with fewer features, which suffice for the call, was listed before.
             if without in lean:
                 continue
             lean.add(without)

@@ -91,6 +91,7 @@ class CudnnMask:
         """Converts a mask to which ``reasons`` has no objection."""
         parts = MaskParts.of(mask)
         lowest, highest = parts.band.lowest, parts.band.highest
+        # A bound that no pair of a query and a key reaches is none.
         return cls(highest < kv_length - 1, None if lowest <= 1 - q_length else 1 - lowest, parts)
 
     def reasons(self, q_length: int, kv_length: int) -> list[str]:
@@ -239,6 +240,8 @@ def with_d_lse_columns(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> tu
     The gradient to lse only enters delta. The values have zeros in these columns, so nothing else changes.
     """
     info, dtype = jnp.finfo(out.dtype), out.dtype
+    # −d_lse as a sum of three numbers of 16 bits, from the largest scale to the smallest: each rounds what is left of
+    # it.
     rest, columns = -d_lse.astype(jnp.float32), []
     for scale in PART_SCALES:
         # XLA may drop a conversion there and back, so the rounding must be explicit.
@@ -307,6 +310,7 @@ class _Call:
         if self.lengths is None:
             return None
         rows, (q_lengths, kv_lengths) = jnp.arange(q_length, dtype=jnp.int32), self.lengths
+        # The first key in a query's window: keys end at their length, so a query sees one if it sees this one.
         first = jnp.maximum(rows + 1 - (self.mask.window or q_length), 0)
         return ((rows < q_lengths[:, None]) & (first < kv_lengths[:, None]))[:, None, :]
 

@@ -116,8 +116,10 @@ def _call(
     parameters = {
         "scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (bias is not None, bias is not None),
         "mask_type": mask_type, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
+        # In training the forward pass returns the log-sum-exp, too.
         "is_training": True, "score_mod": None,
     }  # fmt: skip
+    # The primitive has a fixed number of operands, and tells by ``variadic_args`` and the mask's type which it uses.
     absent = jnp.zeros(0, given["query"].dtype)
     operands = [given.get(name, absent) for name in OPERANDS[primitive]]
     known = {name: parameters[name] for name in _KNOWN[primitive]}

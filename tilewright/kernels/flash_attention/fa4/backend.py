@@ -188,10 +188,12 @@ class _Call:
         """``[batch|1, 1, q_length]``, True for queries with a visible key; None if every query has one."""
         q_length, kv_length = self.problem.q_length, self.problem.kv_length
         (first, last), (q_lengths, kv_lengths) = self.visible_keys(), self.lengths
+        # By NumPy while tracing: a static band then adds nothing to the program where every query has a key.
         if q_lengths is None and kv_lengths is None:
             return None if (first <= last).all() else jnp.asarray(first <= last)[None, None, :]
         visible = jnp.asarray(first <= last)[None]
         if kv_lengths is not None:
+            # The first key of the band decides: keys are cut off at their end.
             visible = visible & (jnp.asarray(np.minimum(first, kv_length), jnp.int32) < kv_lengths[:, None])
         if q_lengths is not None:
             visible = visible & (jnp.arange(q_length, dtype=jnp.int32) < q_lengths[:, None])

@@ -69,6 +69,8 @@ def _version_key(version: str) -> tuple[int, ...]:
             key.append(int(number))
         for rank, name in enumerate(("dev", "a", "b", "rc")):
             if rest.startswith(name):
+                # Release numbers are filled up to four, so that the rank of a pre-release, negative, is compared with
+                # the 0 of a release.
                 return (*key, *[0] * (4 - len(key)), rank - 4, int("0" + "".join(filter(str.isdigit, rest))))
     return (*key, *[0] * (4 - len(key)), 0, 0)
 
@@ -123,6 +125,7 @@ def kernels() -> _Kernels:
 def _loaded() -> _Kernels:
     cutlass = importlib.import_module("cutlass")
     bridge = importlib.import_module("cutlass.jax")
+    # With PyTorch the packages are imported as they are: others may use them, and need what stand-ins lack.
     with contextlib.nullcontext() if _torch_can_be_imported() else _without_torch():
         found = {name: importlib.import_module(f"flash_attn.cute.{module}") for name, (module, _) in KERNELS.items()}
         utils = importlib.import_module("flash_attn.cute.utils")
@@ -146,6 +149,7 @@ class _StandIn(types.ModuleType):
     """A module whose every attribute is a distinct class: enough for annotations and keys of tables."""
 
     def __getattr__(self, name: str) -> Any:
+        # The import system asks modules for such names, and takes what it gets.
         if name.startswith("__"):
             raise AttributeError(name)
         value = type(name, (), {})
@@ -160,6 +164,7 @@ def _without_torch() -> Iterator[None]:
     Their packages remain without the names that ``__init__`` would import, which is impossible without PyTorch.
     """
     importlib.import_module("tvm_ffi")  # imported first: it would take the stand-in for PyTorch and patch it
+    # Such as None, by which an import of PyTorch may have been forbidden.
     before = {name: sys.modules.pop(name) for name in _TORCH if name in sys.modules}
     stand_ins = {name: _StandIn(name) for name in _TORCH}
     for stand_in in stand_ins.values():
@@ -176,10 +181,12 @@ def _without_torch() -> Iterator[None]:
             if parent:
                 setattr(sys.modules[parent], last, module)
         sys.modules.update(stand_ins)
+        # Before the kernels' modules, which are written for the patched DSL.
         for name in _PATCHES:
             importlib.import_module(name)
         yield
     except BaseException:
+        # Modules that are half imported must not be found by the next attempt.
         for name in [name for name in sys.modules if name.startswith(_HOLLOW)]:
             del sys.modules[name]
         raise
@@ -270,8 +277,10 @@ def backward(
     settings = (dtype.name, head_dim, value_dim, groups, scores, params)
     per_row = float32((batch, heads, q_rows))
     row_shapes = [per_row, per_row, float32((batch, heads, q_rows * head_dim))]
+    # The kernel also clears the accumulator of dQ, to which the next one adds.
     delta, exponent, d_query = _call("preprocess", settings, (out, d_out, lse, lengths[0], d_lse), row_shapes)
     operands = (query, key, value, d_out, exponent, delta, *lengths)
+    # A CTA has all queries of its keys, and stores dK and dV itself. With shared key heads several CTAs add to them.
     if groups == 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
         d_query, d_key, d_value = _call("backward", settings, (*operands, d_query), shapes, in_place=1)
@@ -303,6 +312,7 @@ def _call(
         launch,
         output_shape_dtype=tuple(results),
         input_output_aliases={i: n for n, i in enumerate(updated)},
+        # ``launch`` is another closure in each call: without a key the bridge would generate its IR to find the kernel.
         compile_key=("tilewright fa4", name, settings, loaded.versions),
     )
     return list(call(*operands))
@@ -430,6 +440,7 @@ def _postprocess_launch(
             params.swap_d_query if of_query else params.swap_d_key,
             hdim_multiple_of=_multiple(params),
         )
+        # dQ and dK are sums of dS times unscaled keys and queries; dV has no scale.
         scale = kernels.float32(1.0 if name == "value" else scores.scale)
         kernel(sums, gradient, scale, None, lengths, None, stream=stream)
 

@@ -241,6 +241,8 @@ def forward_params_reasons(params: Any, head_dim: int, value_dim: int) -> list[s
     if reasons:
         return reasons
     p_bytes = 4 if params.weights_in_registers else 0
+    # A warpgroup has 64 rows for 128 threads: half an element of each column a thread. S and O take 4 bytes an element,
+    # P another 2 where it stays in registers.
     registers = (params.block_k * (8 + p_bytes) // 8 + value_dim) // 2
     limit = REGISTERS[params.block_q // 64] - 32
     if registers > limit:
@@ -264,12 +266,15 @@ def backward_params_reasons(params: Any, head_dim: int, value_dim: int, grouped:
         reasons.append(f"tiles are multiples of 16, got {params.block_q=}, {params.block_k=}")
     if params.block_q * head_dim % 1024:
         reasons.append(f"sums are cleared 1024 at a time, got {params.block_q=}, {head_dim=}")
+    # P in registers: only where Sᵀ has the layout of operand A of dV, with all warpgroups along the keys. Then dS alone
+    # takes shared memory.
     in_registers = params.score_groups_q == 1 and params.d_key_groups_k == groups
     in_registers = in_registers and params.swap_scores and not params.swap_d_key
     halves = params.block_q * (queries * head_dim + params.d_out_stages * value_dim)
     halves += params.block_k * (head_dim + value_dim)
     halves += (1 if in_registers else 2) * params.score_stages * params.block_q * params.block_k
     per_row = -(-params.block_q // 64) * 64 * (queries + params.d_out_stages)
+    # 16-bit tiles; and in float32 a tile of dQ, and lse and delta of every stage.
     needed = 2 * halves + 4 * (params.block_q * head_dim + per_row)
     if needed > SHARED_BYTES:
         reasons.append(f"tiles need {needed} bytes of shared memory of {SHARED_BYTES}, got {params=}")

@@ -43,8 +43,8 @@ from tilewright.kernels.flash_attention.results import (
     Results,
     empty_backward,
     empty_forward,
-    masked_rows_zeroed,
     sinks_gradient,
+    zero_fully_masked_rows,
 )
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
@@ -266,19 +266,22 @@ class PallasGpuFlashAttention(
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled)
         query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))
+        # To whole tiles of all kernels: 128 queries and 128 keys are the largest.
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
         options, arrays = prepare_scores(inputs, q_padded, kv_padded)
         out = aligned(results[0])
         lse = results[1].astype(jnp.float32)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
-        d_lse, exponent = masked_rows_zeroed(d_lse, lse)
+        d_lse, exponent = zero_fully_masked_rows(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
+        # −lse is −∞ for padded queries: their P is 0, so no kernel has to mask them.
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
         call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled)
         d_query: Any = None
         accumulator: Any = None
+        # Either kernel completes the statistics, which the kernel for dK and dV reads.
         if params.deterministic:
             d_query = _query_gradient(call, inputs.mask)
         else:
@@ -287,9 +290,11 @@ class PallasGpuFlashAttention(
             zeros, counters = delta_kernel(out, d_out, statistics, shape, tile)
             accumulator = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
+        # Rows are keys here, and those beyond the end have to be masked; columns are queries, see ``shift``.
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
         group = heads // kv_heads
         queue = row_steps(schedule) * group
+        # What CTAs of one head read, and add to, over and over: Q, dO and the float32 accumulator of dQ.
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
         # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
@@ -302,6 +307,7 @@ class PallasGpuFlashAttention(
         kernel: Any
         if isinstance(params, HopperBackwardParams):
             lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+            # The plan converts the queries at the positions of a work item's keys: both sides must have as many tiles.
             overlaps = isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and query.shape[3] == dims[0]
             if overlaps and q_padded == kv_padded:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
@@ -346,6 +352,7 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
         assert isinstance(params, WideBackwardParams)
         query_rows, block_k = params.query_rows, params.block_k
     extent = Extent(q_length, kv_length, query_rows, block_k)
+    # Queries beyond the end need no mask, their −lse is −∞; keys do.
     schedule, tables = plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
     queue = row_steps(schedule)
     at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)

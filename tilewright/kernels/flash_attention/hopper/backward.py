@@ -129,6 +129,8 @@ def key_value_kernel(
         run = functools.partial(run_warpgroup, operands.item_lists)
         registers, has_dq = plan.registers, plan.has_dq_warpgroup
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
+        # The consumers' setmaxnreg blocks until the other warpgroups have given up their registers: all roles must run
+        # theirs.
         pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, registers.consumer, "increase"))
         if has_dq:
             add_dq = functools.partial(accumulate_dq_of_item, ctx)
@@ -151,10 +153,13 @@ def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Sca
 
     def load_step(step: QueryStep, _: None) -> None:
         rows = pl.ds(step.q_tile * ctx.block_q, ctx.block_q)
+        # In the order of use: the statistics start S, Q is its operand, and dP comes a softmax later.
         rings.statistics.load_from_dram(step.index, refs.statistics.at[b, step.head, :, rows])
         rings.q.load_from_dram(step.index, refs.query.at[b, rows, step.head])
         rings.d_out.load_from_dram(step.index, refs.d_out.at[b, rows, step.head])
 
+    # K and V have one stage: the producer waits here until those of the item before are released, and loads queries of
+    # this item only then.
     rings.k.load_from_dram(item_index, refs.key.at[b, kv_rows, kv_head])
     rings.v.load_from_dram(item_index, refs.value.at[b, kv_rows, kv_head])
     return over_query_steps(ctx, item, first, load_step, None)
@@ -204,6 +209,7 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
     ctx.scratch.k.load_from_shared(tile.item_index)
     ctx.scratch.v.load_from_shared(tile.item_index)
     s = None
+    # An item has one step at least (``Steps.total``), so its first S is always wanted.
     if ctx.overlaps_next_s:
         s = pl.run_scoped(functools.partial(compute_s, tile, first), plgpu.ACC(ctx.s_shape, jnp.float32))
 
@@ -249,6 +255,7 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
     if s is None:
         s = pl.run_scoped(functools.partial(compute_s, tile, step.index), plgpu.ACC(ctx.s_shape, jnp.float32))
     p = softmax_tile(tiles, s)
+    # Waited for as late as that: neither S nor P needs dO.
     rings.d_out.load_from_shared(step.index)
     # dP and dS in sub-tiles of 64 queries: those of 128 queries would spill.
     ds = [
@@ -340,11 +347,14 @@ def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
         # Before the next MMA is issued: ptxas serialises wgmma if a register operand is written while one is in flight.
         return lax.optimization_barrier(factor.astype(ctx.plan.dtype))
 
+    # The derivative of c · tanh(x / c) is 1 − tanh²: a factor of dS, not of dV.
     p_slope = p if tanh is None else p * (1 - tanh * tanh)
     if not options.dropout_prob:
         p_dv = rounded(p)
         p_ds = p_dv if tanh is None else rounded(p_slope)
         return ProbabilityTiles(p_dv, p_ds, p_ds)
+    # dS = P ∘ (keep / (1 − prob) ∘ dP − delta): softmax comes before the dropout, so the factor of delta is P without
+    # it.
     keep, rescale = kept(options, arrays, coord), 1 / (1 - options.dropout_prob)
     p_dv = rounded(jnp.where(keep, p * rescale, 0.0))
     p_dp = p_dv if tanh is None else rounded(jnp.where(keep, p_slope * rescale, 0.0))
@@ -357,14 +367,17 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     columns = pl.ds(begin, ROWS)
     if ctx.block_q != ROWS:
         p = ProbabilityTiles(*(each[:, begin : begin + ROWS] for each in p))
+    # With dropout the accumulator of dP is rescaled, which −delta must not be.
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
     mma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
     mma(dv, p.dv, d_out.at[columns])
+    # MMAs complete in the order of their issue: all but the last one is dP, and dV goes on beside the next lines.
     dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
     ds = p.dp.astype(jnp.float32) * dp_tile
     if ctx.options.dropout_prob:
         ds = ds + p.delta.astype(jnp.float32) * load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    # Before dS is rounded below: the rounded registers are the operand of dK (see ``rounded`` in `softmax_tile`).
     plgpu.wgmma_wait(0)
     if ctx.bias_gradient is not None:
         d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
@@ -392,6 +405,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     # Only behind an async-proxy fence, which both branches have: threads have read the statistics, and TMA writes the
     # slot next, through the async proxy.
     rings.statistics.release(step.index)
+    # All but the MMA for the next S, which does not read this step's Q.
     plgpu.wgmma_wait(int(ctx.overlaps_next_s))
     rings.q.release(step.index)
     return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)

@@ -135,6 +135,7 @@ def over_query_steps[Carry](
 
         def one_tile(number: Scalar, carry: Carry) -> Carry:
             more = number + 1 < steps.total
+            # The next head of the group has one step at least.
             more = more if ctx.group == 1 else more | (member + 1 < ctx.group)
             step = QueryStep(first + number, head, steps.tile(number), number < steps.masked, more)
             return one(step, carry)

@@ -40,6 +40,7 @@ def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar
       the index of the step after those of the item, of which ``first`` is the first.
     """
     b, kv_head, _ = ctx.decode(item)
+    # Requested before the wait for K, so that the latency of one load hides that of the other.
     source = request_counter(ctx, item_index, item)
     ctx.scratch.k.load_from_shared(item_index)
     conversion = wait_counter(ctx, item_index, source)
@@ -51,6 +52,7 @@ def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar
             pl.when(step.index - first < conversion.pieces)(lambda: conversion.convert(step.index - first))
 
     last = over_query_steps(ctx, item, first, one, None)
+    # First of all: the producer loads the next item's K while this warpgroup converts what is left.
     ctx.scratch.k.release(item_index)
     if conversion is not None:
         lax.fori_loop(last - first, conversion.pieces, lambda piece, _: conversion.convert(piece), None)
@@ -75,6 +77,7 @@ def accumulate_dq(ctx: KeyValueContext, item: Scalar, batch: Scalar, step: Query
     tiles = ctx.plan.dq_mma_tiles
     for tile in tiles:
         dq = pl.run_scoped(functools.partial(compute, tile), plgpu.ACC((ROWS, tile.columns), jnp.float32))
+        # Reading dQ has waited for its MMA, and this is the last one that reads dS.
         if tile == tiles[-1]:
             ds_ring.release(step.index)
         # Only now wait until the reduction of the step before has read the buffer, so that an MMA ran meanwhile.

@@ -240,6 +240,7 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
         accumulator = plgpu.ACC(ctx.s_shape, jnp.float32)
         ds = pl.run_scoped(compute, accumulator, accumulator)
         mma(dq, ds, rings.k.get_mma_tile(k_step))
+        # K is an operand of S and of dQ, so its stage is free only after both.
         plgpu.wgmma_wait(0)
         rings.k.release(k_step)
 
@@ -286,6 +287,7 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     p = jnp.exp2(logits)
     dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=0)
     rings.v.release(step.v_step)
+    # Applied to dP, not to P: softmax comes before the dropout.
     if options.dropout_prob:
         keep = kept(options, ctx.operands.arrays, step.coord)
         dp_tile = jnp.where(keep, dp_tile * (1 / (1 - options.dropout_prob)), 0.0)

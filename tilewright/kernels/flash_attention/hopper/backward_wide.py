@@ -203,6 +203,7 @@ def compute_dv(ctx: WideContext) -> None:
     accumulate = functools.partial(warpgroup.accumulate, iterations, steps)
     dv = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.value_dim), jnp.float32))
     if options.dropout_prob:
+        # P lacks the dropout's factor: it is applied to the sum once, not to every tile.
         dv = dv * (1 / (1 - options.dropout_prob))
     # Once the dK warpgroup has released the last P, its last MMA with dO is over, and the stage of dO is free.
     ctx.scratch.p.drain(steps - 1)
@@ -293,10 +294,13 @@ class DvWarpgroup:
 
     def store_p_to_smem(self, step: Scalar, p: ProbabilityTiles) -> jax.Array:
         """Stores P to shared memory, for the dK warpgroup; returns what the loop carries to dV."""
+        # The ring waits for the dK warpgroup alone. This warpgroup's own MMA for dV reads the stage and the buffer,
+        # too; it is over, since `one_step` has waited for it.
         p_dv, p_ring, buffer = p.dv.astype(self.ctx.plan.dtype), self.ctx.scratch.p, self.ctx.scratch.p_dv
         if buffer is not None:
             buffer[0] = p_dv
         p_ring.copy_to_shared(step, p_dv if buffer is None else p.ds)
+        # Behind the async-proxy fence of that store: threads have read −lse, and TMA writes the stage next.
         self.ctx.scratch.minus_lse.release(step)
         return p_dv if self.ctx.p_in_registers else jnp.int32(0)
 
@@ -375,6 +379,7 @@ class DkWarpgroup:
 
     def accumulate(self, iterations: QueryIterations, steps: Scalar, dk: Ref) -> jax.Array:
         """Sums dK over all steps; returns it without the scale."""
+        # A CTA has one item: K and V are loaded once and never released.
         self.ctx.scratch.v.load_from_shared(0)
         if self.fuses_dq:
             self.ctx.scratch.k.load_from_shared(0)
@@ -399,6 +404,7 @@ class DkWarpgroup:
         next_ds = pl.run_scoped(overlapped, self.ctx.s_accumulator)
         plgpu.wgmma_wait(0)
         self.ctx.scratch.q.release(step)
+        # Before the next dS is stored: the ring has one stage and waits for the dV warpgroup alone, not for this MMA.
         dq = pl.run_scoped(functools.partial(self.dq_alone, step), self.dq_accumulator) if self.has_dq_columns else None
         following = self.after_for_bias(step, iteration)
         ds = self.store_ds_to_smem(step + 1, next_ds, following)
@@ -463,6 +469,7 @@ class DkWarpgroup:
         rings.p.load_from_shared(step)
         p = plgpu.load(rings.p.smem.at[rings.p.slot(step)], layout=tile_layout()).astype(jnp.float32)
         ds = ds_tile(p, dp, minus_delta, options)
+        # No fence: threads have read P, and the dV warpgroup's threads write it next.
         rings.p.release(step)
         if not self.fuses_dq:
             return ds

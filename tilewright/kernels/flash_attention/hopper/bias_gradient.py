@@ -138,10 +138,13 @@ class BiasGradient:
         _, _, q_length, kv_length = self.scores
         q_tiles, kv_tiles = self.tiles
         if self.is_matrix and self.added:
+            # A tile of dS is [strips of queries, keys, queries of a strip]: the three axes of queries go before the two
+            # of keys.
             array = array.reshape(*array.shape[:2], kv_tiles, q_tiles, ROWS // STRIP, ROWS, STRIP)
             array = array.transpose(0, 1, 3, 4, 6, 2, 5).reshape(*array.shape[:2], q_tiles * ROWS, kv_tiles * ROWS)
         elif self.is_matrix:
             array = jnp.swapaxes(array, 2, 3)
+        # Sums over the queries of a tile need no cut: padded queries have P = 0.
         if self.is_matrix:
             array = array[:, :, :q_length]
         array = array[..., :kv_length]

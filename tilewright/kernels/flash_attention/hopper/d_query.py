@@ -116,6 +116,7 @@ class OverlappedConversion:
         tiles = len(row_steps)
         costs = (row_steps + ITEM_OVERHEAD)[items % tiles]
         ends = np.concatenate([np.cumsum(costs[a:b]) for a, b in itertools.pairwise(starts)])
+        # A head is complete when the last of its items is, in whichever CTA.
         complete = np.zeros(items.max() // tiles + 1)
         np.maximum.at(complete, items // tiles, ends)
         # CTAs drift from the static plan, so allow one mean item of slack before a head counts as complete. Its rows
@@ -123,6 +124,8 @@ class OverlappedConversion:
         ready = complete[items // tiles] + costs.mean()
         found = np.full(len(items), -1, np.int32)
         for start, end in itertools.pairwise(starts):
+            # Each CTA converts the rows of its own items, in their order, at most those of one item beside another
+            # item.
             waiting = collections.deque(position for position in range(start, end) if items[position] % tiles < whole)
             for position in range(start, end):
                 if waiting and ready[waiting[0]] <= ends[position] - costs[position]:

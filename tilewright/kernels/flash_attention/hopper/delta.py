@@ -83,6 +83,7 @@ def delta_kernel(
     """
     batch, q_length, heads, _ = out.shape
     tiles = -(-q_length // ROWS)
+    # Rounded up to whole tiles of zeros; TMA writes nothing beyond the end of a head's rows.
     zero_rows = -(-accumulator_shape[2] // tiles // ZEROS_SHAPE[0]) * ZEROS_SHAPE[0]  # of each CTA
 
     def body(refs: _Operands[Ref], results: _Results[Ref], scratch: _Scratch[Ref]) -> None:

@@ -54,6 +54,7 @@ class HopperForwardParams:
     def __post_init__(self) -> None:
         if self.block_q not in (128, 192):
             raise ValueError(f"two or three warpgroups of 64 rows each, got {self.block_q=}")
+        # Keys are the K of PV, 16 for 16-bit operands of wgmma, and the N of QKᵀ, which goes to 256.
         if self.block_k % 16 or not 16 <= self.block_k <= 256:
             raise ValueError(f"a tile has a multiple of 16 keys, 256 at most, got {self.block_k=}")
         if self.num_stages < 2:

@@ -185,6 +185,7 @@ class BackwardPlan:
     @property
     def k_ring(self) -> RingPlan:
         tile = self._tile(self.params.block_k, self.head_dim)
+        # The dQ warpgroup reads K, too: dQ = dSᵀ·K.
         return RingPlan(tile, 1, CONSUMERS + self.has_dq_warpgroup)
 
     @property
@@ -206,6 +207,8 @@ class BackwardPlan:
     @property
     def ds_ring(self) -> RingPlan:
         shape = self.params.block_k, self.params.block_q
+        # dS is an operand beside K, and both operands of a wgmma in shared memory have one swizzle: K's, which is Q's.
+        # Two stages: consumers store the next dS while the dQ warpgroup reads one.
         return RingPlan(SharedTile(shape, self.dtype, self.q_ring.tile.swizzle), 2, 1, CONSUMERS)
 
     @property
@@ -276,6 +279,7 @@ class BackwardPlan:
     def shared_bytes(self) -> int:
         rings = [self.k_ring, self.v_ring, self.q_ring, self.d_out_ring, self.statistics_ring]
         rings += [self.ds_ring] if self.has_dq_warpgroup else []
+        # Whether a conversion is planned depends on the schedule, which is not known here: counted if it is possible.
         rings += [self.counter_ring] if self.may_overlap_conversion else []
         size = sum(ring.shared_bytes for ring in rings)
         size += sum(tile.stack_bytes(CONSUMERS) + OUTPUT_RESERVED for tile in self.output_tiles)
@@ -431,8 +435,11 @@ class WideBackwardPlan:
         return WideKeyValueScratch(
             k=RingPlan(self.qk_tile, 1, 1),
             v=RingPlan(self.v_tile, 1, 1),
+            # 1 consumer, although both warpgroups read Q: the dK warpgroup releases it after dS, which needs P, so S
+            # has read Q.
             q=RingPlan(self.qk_tile, params.query_stages, 1),
             d_out=RingPlan(self.v_tile, params.d_out_stages, CONSUMERS),
+            # As many stages as Q and dO, beside which they are loaded and used.
             minus_lse=RingPlan(row_tile, params.query_stages, 1),
             minus_delta=RingPlan(row_tile, params.d_out_stages, 1),
             p=RingPlan(self.p_tile, 1, 1, writers=1),

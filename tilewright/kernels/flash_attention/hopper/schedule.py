@@ -108,6 +108,7 @@ class BandSchedule:
         Of an array of rows by NumPy, of a scalar on the device by lax.
         """
         extent, width = self.extent, self.extent.block_columns
+        # A ragged last tile of columns counts as full where it needs no bound, as for queries with P = 0.
         count, whole = extent.column_tiles, extent.columns // width if self.masked_columns else extent.column_tiles
         first = row_tile * extent.block_rows
         last = (
@@ -124,15 +125,20 @@ class BandSchedule:
 
         low: Any = 0
         full_low: Any = 0
+        # A bound that no row reaches stays a Python integer: nothing is computed of it on the device. The first row of
+        # a tile sees furthest to the left, so it gives the first visible column; the last row gives the first full
+        # tile.
         if self.band.lowest > -extent.rows:
             low = quotient(clip(first + self.band.lowest, 0, extent.columns - 1))
             full_low = quotient(clip(last + self.band.lowest, 0, count * width) + (width - 1))
         high: Any = count
         full_high: Any = whole
+        # To the right it is the other way round.
         if self.band.highest < extent.columns - 1:
             high = quotient(clip(last + self.band.highest, 0, extent.columns - 1)) + 1
             full_high = _minimum(quotient(clip(first + self.band.highest + 1, 0, count * width)), whole, xp)
         if self.masked_rows and extent.rows % extent.block_rows:
+            # Rows beyond the end are masked in every step of the last row of tiles.
             ragged = row_tile == extent.row_tiles - 1
             full_high = np.where(ragged, 0, full_high) if xp is np else jnp.where(ragged, 0, full_high)
         # A fully masked row of tiles has one step, whose tile is masked as a whole.

@@ -221,6 +221,7 @@ def visible(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax
         parts.append(coord.below(options.kv_length))
     if arrays.mask is not None:
         parts.append(_attends(arrays.mask, coord))
+    # Without a mask a tile of True: positions are never negative.
     result = parts[0] if parts else coord.columns() >= 0
     for part in parts[1:]:
         result = result & part
@@ -246,6 +247,7 @@ def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: i
     # the compiler would keep every element.
     parts = []
     if lowest is not None and lowest > -FAR:
+        # Bounds within ±FAR, so that the sum with a position stays in int32.
         parts.append(columns >= rows + jnp.int32(min(lowest, FAR)))
     if highest is not None and highest < FAR:
         parts.append(columns <= rows + jnp.int32(max(highest, -FAR)))

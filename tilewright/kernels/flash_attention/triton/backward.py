@@ -143,6 +143,7 @@ def key_value_steps(
         d_o = load_tile(d_out_source, head, row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
         # All tiles of scores in this kernel are [keys, queries]: S, P, dP and dS below are transposed.
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        # Beyond the end +inf, or 0 by TMA: such a step is always MASKED, which hides these rows in either case.
         row_lse = load_row(lse_log2_source, head_index, row, q_length, BLOCK_Q, float("inf"), MASKED, TMA)
         p, slope = probabilities(
             scores, row, rows[None, :], first_column, columns, row_lse[None, :], head_bias, q_rows, kv_rows,
@@ -274,6 +275,7 @@ def query_steps(
         )  # fmt: skip
         if THRESHOLD > 0:
             d_p = d_p * tl.where(dropout_keep_mask(dropout_key, rows, columns, THRESHOLD), KEEP_SCALE, 0.0)
+        # As by keys: P without the dropout, d_p with it.
         d_s = p * (d_p - row_delta[:, None])
         if SOFT_CAP > 0.0:
             d_s = d_s * slope

@@ -12,7 +12,7 @@ from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR, Band
-from tilewright.kernels.flash_attention.operands import over_batch, wants_exact_products
+from tilewright.kernels.flash_attention.operands import needs_exact_matmuls, over_batch
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.configs import has_tma, padded_dim
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
@@ -60,6 +60,7 @@ class TritonCall:
         batch, (heads, q_length) = arrays["query"].shape[0], (problem.heads, problem.q_length)
         given = dict(arrays)
         if "sinks" in given:
+            # One for each head and batch element: the kernel indexes them by both at once.
             given["sinks"] = jnp.broadcast_to(given["sinks"], (batch, heads))
         names = ("query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "sinks", "dropout_keys")
         outputs = [
@@ -75,6 +76,7 @@ class TritonCall:
         problem, batch = self.problem, arrays["query"].shape[0]
         given = dict(arrays)
         given["delta"], given["lse_log2"] = self._row_terms(given, batch)
+        # Stand-ins for pointers that a kernel has, and does not follow unless they are replaced below.
         given["d_bias"] = given["d_query"] = jnp.zeros((0,), np.float32)
         if "bias" in given:
             # Zeros: tiles without a visible score are never written.
@@ -83,6 +85,7 @@ class TritonCall:
             d_key, d_value = self._key_value_gradients(params.key_value, given, ())
             d_query, *d_bias = self._query_gradients(params.query, given)
             return d_query, d_key, d_value, *d_bias
+        # Transposed, as the kernel computes dQ, with rows of whole 16 bytes for TMA.
         shape = batch, problem.heads, problem.head_dim, _padded_length(problem.q_length)
         given["d_query"] = jnp.zeros(shape, np.float32)
         updated = ("d_query", "d_bias") if "bias" in given else ("d_query",)
@@ -182,6 +185,7 @@ class TritonCall:
         order = {"LAST_FIRST": band.lowest <= -FAR and band.highest < FAR}
         if ranged:
             return order | {"PARTS": 0b100}
+        # The first part is where a band begins; the last one where it ends, or where the last step is not whole.
         return order | {"PARTS": (band.lowest > -FAR) | 0b010 | (band.highest < FAR or uneven) << 2}
 
     def _constants(
@@ -193,8 +197,9 @@ class TritonCall:
         """
         problem, options, parts, band = self.problem, self.problem.options, self.parts, self.parts.band
         kv_bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        # Rounded down below to a divisor of all heads, for `decode_program_id` knows no smaller last group.
         at_once = max(CACHED_BYTES // max(kv_bytes, 1), 1) * sharing
-        exact = wants_exact_products(options, problem.dtype)
+        exact = needs_exact_matmuls(options, problem.dtype)
         return {
             "HEADS": problem.heads,
             "GROUPS": problem.groups,

@@ -81,6 +81,7 @@ def forward_steps(
             new_row_max = tl.maximum(row_max, tl.max(logits, 1) * (SCALE * LOG2E))
             shift = new_row_max
             p = tl.exp2(logits * (SCALE * LOG2E) - shift[:, None])
+        # 0 as long as m is −inf: nothing has been summed yet.
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         accumulator = accumulator * correction[:, None]
@@ -135,6 +136,7 @@ def attention_forward(
     # Sinks are the log-sum-exp of a head's extra logits, whose values are zero: they begin m and l, not O.
     if SINKS:
         row_max = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + head_index) * LOG2E
+        # l relative to m, which is their log-sum-exp: 1, or 0 where all sinks are −inf.
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
     for part in tl.static_range(3):

@@ -34,6 +34,7 @@ class Tiles:
             ("block_q", MIN_DOT, 256), ("block_k", MIN_DOT, 256), ("num_warps", 1, 16),
         ):  # fmt: skip
             value = getattr(self, name)
+            # Triton's tiles have sides that are powers of two.
             if not _is_int(value) or value & (value - 1) or not minimum <= value <= maximum:
                 raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
         if not _is_int(self.num_stages) or not 1 <= self.num_stages <= 8:

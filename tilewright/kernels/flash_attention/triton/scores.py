@@ -178,6 +178,7 @@ def add_to_accumulator(
         padded = padded_length(length)
         rows, columns = tl.arange(0, DIM)[:, None], start + tl.arange(0, BLOCK)[None, :]
         pointers = target + head * (WIDTH * padded) + rows * padded + columns
+        # Relaxed: no other access is ordered by these additions, the sum is read after the kernel.
         tl.atomic_add(pointers, values, mask=(rows < WIDTH) & (columns < length), sem="relaxed")
 
 
@@ -205,12 +206,14 @@ def visible_span(
         range_max = first * 0
         for member in tl.range(members):
             for i in tl.static_range((BLOCK + RANGE - 1) // RANGE):
+                # A tile that reaches beyond the last entry reads that one again.
                 entry = member * entries + tl.minimum(start // RANGE + i, entries - 1)
                 range_min = tl.minimum(range_min, tl.load(ranges + 2 * entry))
                 range_max = tl.maximum(range_max, tl.load(ranges + 2 * entry + 1))
         first = tl.maximum(first, range_min)
         end = tl.minimum(end, range_max)
     first = first // STEP * STEP
+    # Nothing is visible where the end was before the first: all parts are empty then.
     end = tl.maximum(end, first)
     full_first = first
     full_end = tl.minimum(end, other_length // STEP * STEP)
@@ -369,6 +372,8 @@ def dropout_keep_mask(dropout_key, rows, columns, THRESHOLD: tl.constexpr):
     Threefry-2x32 with 20 rounds; the counter is (row, column // 2), and the parity of the column selects the word.
     """
     first, second = tl.load(dropout_key), tl.load(dropout_key + 1)
+    # ``KEY_PARITY`` of ``tilewright.kernels.dropout``; numbers are added with the key to tell its five injections
+    # apart.
     third = first ^ second ^ 0x1BD11BDA
     # Multiplications by zero broadcast both words to the shape of the tile.
     left = rows.to(tl.uint32) + columns.to(tl.uint32) * 0 + first

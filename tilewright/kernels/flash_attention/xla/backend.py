@@ -136,6 +136,7 @@ def _default_blocks(q_length: int, kv_length: int, matrices: int, mask: Mask | N
         return 1, 1
     block = min(SCORE_COST, key=lambda block: _cost(q_length, kv_length, block, mask))
     q_block, columns = _balanced(q_length, block), block
+    # Few queries, as in decoding: tiles as wide as the scores of a step allow, for a loop of fewer steps.
     if q_block < min(SCORE_COST):
         columns = max(columns, min(STEP_SCORES // (q_block * matrices), MAX_ROW))
     return q_block, _balanced(kv_length, columns)
@@ -145,6 +146,7 @@ def _accelerator_blocks(q_length: int, kv_length: int, matrices: int) -> tuple[i
     """Tiles of half the length, so that a causal mask empties one of four, unless memory requires smaller ones."""
     if min(q_length, kv_length, matrices) == 0:
         return 1, 1
+    # The largest power of two whose tiles, of all heads at once, have no more than ACCELERATOR_SCORES.
     side = 1 << max(math.isqrt(max(ACCELERATOR_SCORES // matrices, 1)).bit_length() - 1, 0)
     side = max(side, MIN_ACCELERATOR_BLOCK)
     q_half, kv_half = (max(math.ceil(length / 2), MIN_ACCELERATOR_BLOCK) for length in (q_length, kv_length))
@@ -156,6 +158,7 @@ def _cost(q_length: int, kv_length: int, block: int, mask: Mask | None) -> float
     grid = TileGrid(q_length, kv_length, _balanced(q_length, block), _balanced(kv_length, block))
     tiles = grid.q_tiles * grid.kv_tiles
     if tiles > MODELLED_TILES:
+        # Only the coarsest tiles are left.
         return math.inf if block != max(SCORE_COST) else 0.0
     if mask is not None:
         tiles = int(np.count_nonzero(reduce_classes(mask.classify(grid, static_only=True)) != TileClass.EMPTY))
@@ -177,6 +180,8 @@ def _tiling(inputs: AttentionInputs, q_block: int | None, kv_block: int | None, 
     if symbolic or _may_be_partitioned():
         return Tiling(batch, kv_heads, group, grid, batch, kv_heads)
     target_heads = max((heads_at_once or STEP_SCORES // (q_block * kv_block)) // max(group, 1), 1)
+    # A step has some heads of one batch element, or all heads of several: either is one slice of the arrays. Sizes
+    # divide, since all steps of a scan have one shape.
     head_size = _divisor(kv_heads, target_heads)
     batch_size = _divisor(batch, target_heads // kv_heads) if head_size == kv_heads else 1
     return Tiling(batch, kv_heads, group, grid, batch_size, head_size)
@@ -191,6 +196,8 @@ def _may_be_partitioned() -> bool:
     """True if a partitioner may split this program along batch or heads, which a loop over them would gather."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
+        # Inside of a shard_map its axes are split already.
         manual = set(mesh.manual_axes)
         return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
+    # Without a mesh the arguments' shardings are not known before the program is compiled.
     return jax.device_count() > 1

@@ -77,6 +77,7 @@ def _step(
     value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
     d_out_tiles = tiling.q_tiles(tiling.take(d_out, step, batch_axis=0, head_axis=2))
     rows = [tiling.take(part, step, batch_axis=0, head_axis=1).transpose(0, 2, 1) for part in (exponent, delta)]
+    # In the padding of a ragged tile P = exp(x − ∞) = 0, so it adds to no gradient.
     exponent_tiles, delta_tiles = tiling.q_tiles(rows[0], fill=jnp.inf), tiling.q_tiles(rows[1])
     runs = schedule(tiling, tiling.take_mask(inputs.mask, step))
 
@@ -90,6 +91,7 @@ def _step(
 
     carry = _accumulate(runs, body, tiling, scores, value, d_bias)
     d_query, d_key, d_value, d_bias = carry
+    # dQ = scale · dS·K and dK = scale · dSᵀ·Q. The query of ``scores`` has the scale, or the rest of it is ``factor``.
     d_query = tiling.q_rows(d_query) * inputs.options.softmax_scale
     d_key = _kv_columns(tiling, d_key)
     if scores.factor != 1.0:
@@ -124,6 +126,7 @@ def _accumulate(
         zeros = vary_over(axes, tuple(jnp.zeros((count, *shape), dtype) for count, shape in tiles))
         return run_tiles(runs, body, (*zeros, d_bias))
     *lists, d_bias = run_tiles(runs, body, (*([None] * count for count, _ in tiles), d_bias))
+    # None: no tile of that row or column is visible, so its gradient is 0.
     filled = [
         jnp.stack([vary_over(axes, jnp.zeros(shape, dtype)) if part is None else part for part in parts])
         for parts, (_, shape) in zip(lists, tiles, strict=True)
@@ -154,6 +157,7 @@ def _tile(
         logits = logits * factor
     probabilities = jnp.exp(logits - exponent[..., None])
     d_probabilities = matmul("bhgqv,bhkv->bhgqk", d_out, value)
+    # dV takes P after the dropout. dS takes P before it, and dP times the dropout's factor: softmax comes first.
     dropped_probabilities = probabilities
     if scores.dropout_keys is not None:
         keep_scale = jnp.where(scores.keep(row, column), 1.0 / (1.0 - options.dropout_prob), 0.0).astype(
@@ -163,6 +167,7 @@ def _tile(
     d_logits = probabilities * (d_probabilities - delta[..., None])
     if slope is not None:
         d_logits = d_logits * slope
+    # Rounded as an operand of matmuls only: the gradient of a bias is summed from float32.
     d_logits_low = d_logits.astype(query.dtype)
     # The transposed operand is the small one: contracting the rows of a whole tile of scores is twice as slow on CPU.
     return (
@@ -193,6 +198,7 @@ def _add_bias(d_bias: jax.Array, d_logits: jax.Array, tiling: Tiling, step: Inde
     tile = jnp.sum(tile, axis=summed, keepdims=True)
     batch_start, head_start = tiling.starts(step)
     corner = (batch_start, head_start * tiling.group, row * block_q, column * block_k)
+    # Dimensions that the bias broadcasts begin at 0, wherever the tile is.
     begins = [0 if size == 1 else start for start, size in zip(corner, d_bias.shape, strict=True)]
     starts = [np.int32(start) if isinstance(start, int) else start for start in begins]  # one type, also in x64 mode
     old = lax.dynamic_slice(d_bias, starts, tile.shape)

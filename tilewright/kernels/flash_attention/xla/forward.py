@@ -44,6 +44,7 @@ def _step(inputs: AttentionInputs, tiling: Tiling, step: Index) -> tuple[Any, An
     grid = tiling.grid
 
     if is_unrolled(runs):
+        # None: the first tile of a row has nothing to rescale. With sinks there is something before it.
         fresh = None if inputs.softmax_aux is None else initial
         states: Any = [fresh] * grid.q_tiles
 
@@ -85,6 +86,7 @@ def _tile(
     logits, factor, _ = scores.logits(row, column, masked)
     options = scores.inputs.options
     row_max = jnp.max(logits, axis=-1)
+    # A factor that is left over is positive (`Scores.logits`), so it can follow the maximum.
     if factor != 1.0:
         row_max, logits = row_max * factor, logits * factor
     if state is not None:
@@ -92,6 +94,7 @@ def _tile(
     shift = finite_shift(row_max)
     probabilities = jnp.exp(logits - shift[..., None])
     total = jnp.sum(probabilities, axis=-1)
+    # After the sum, for softmax comes before the dropout.
     if scores.dropout_keys is not None:
         probabilities = jnp.where(scores.keep(row, column), probabilities, 0.0)
     weighted = jnp.einsum(
@@ -109,7 +112,9 @@ def _tile(
 
 def _finish(inputs: AttentionInputs, tiling: Tiling, rows: tuple[Any, ...]) -> tuple[Any, Any]:
     row_max, total, weighted = rows
+    # The dropout's factor is applied once for each row; lse is that of all keys, dropped or not.
     denominator = (1.0 - inputs.options.dropout_prob) * total
     out = weighted / jnp.where(total == 0.0, 1.0, denominator)[..., None]
+    # Fully masked rows: −∞ + log 0 = −∞.
     lse = row_max + jnp.log(total)
     return tiling.q_rows(out.astype(inputs.query.dtype)), tiling.q_rows(lse)

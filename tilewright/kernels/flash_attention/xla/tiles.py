@@ -128,9 +128,11 @@ def schedule(tiling: Tiling, mask: Mask | None) -> list[TileRun]:
         possible = np.full((grid.q_tiles, grid.kv_tiles), TileClass.FULL)
     else:
         possible = reduce_classes(mask.classify(grid, static_only=True))
+    # Even without a mask the keys beyond the end must be masked, which only partial tiles are.
     if tiling.is_ragged:
         possible[:, -1] = np.minimum(possible[:, -1], TileClass.PARTIAL)
     rows, columns = (index.astype(np.int32) for index in np.nonzero(possible != TileClass.EMPTY))
+    # A loop for each kind, so that full tiles evaluate no mask.
     if mask is None or mask.is_static:
         classes = possible[rows, columns]
         chosen = [np.flatnonzero(classes == kind) for kind in (TileClass.PARTIAL, TileClass.FULL)]
@@ -138,6 +140,8 @@ def schedule(tiling: Tiling, mask: Mask | None) -> list[TileRun]:
             TileRun(masked, rows[index], columns[index], len(index))
             for masked, index in zip((True, False), chosen, strict=True)
         ]
+    # ``rows`` and ``columns`` hold every tile that may be visible, as arrays count as PARTIAL so far. Which of them are
+    # is known on the device only: the lists of both kinds have the full size, and the device counts their entries.
     if not rows.size:
         return []
     classes = reduce_classes(mask.classify(grid))[rows, columns]
@@ -158,12 +162,14 @@ def _symbolic_schedule(tiling: Tiling, mask: Mask | None) -> list[TileRun]:
     tiles = jnp.arange(size, dtype=jnp.int32)
     rows, columns = tiles // grid.kv_tiles, tiles % grid.kv_tiles
     if mask is None:
+        # Whether the last column is ragged is not known, so every tile evaluates the mask.
         return [TileRun(True, rows, columns, jnp.asarray(size, jnp.int32))]
     classes = reduce_classes(jnp.asarray(mask.classify(grid))).reshape(-1)
     classes = jnp.where(columns == grid.kv_tiles - 1, jnp.minimum(classes, TileClass.PARTIAL), classes)
     runs = []
     for masked, kind in ((True, TileClass.PARTIAL), (False, TileClass.FULL)):
         chosen = classes == kind
+        # `jnp.nonzero` takes no symbolic size.
         order = jnp.argsort(~chosen, stable=True)  # the chosen tiles first, in their order
         runs.append(TileRun(masked, rows[order], columns[order], jnp.sum(chosen, dtype=jnp.int32)))
     return runs
@@ -231,6 +237,7 @@ class Scores:
         query = take(inputs.query)
         mask = tiling.take_mask(inputs.mask, step)
         if mask is not None:
+            # Tiles are cut at traced positions, and a dynamic slice beyond the end of an array would be shifted.
             mask = mask.pad(tiling.grid.q_length + tiling.q_padding, tiling.grid.kv_length + tiling.kv_padding)
         keys = None
         if inputs.dropout_seed is not None and options.dropout_prob > 0.0:
@@ -265,6 +272,8 @@ class Scores:
             preferred_element_type=accumulation_dtype(self.query.dtype),
         )
         factor, slope = self.factor, None
+        # Bias and cap are of scaled logits; and a masked logit is −∞, which a factor that is not positive would change
+        # later.
         if self.bias is not None or options.logits_soft_cap is not None or factor <= 0.0:
             x, factor = x * factor if factor != 1.0 else x, 1.0
         if self.bias is not None:
@@ -307,6 +316,7 @@ def scale_is_folded(scale: float, dtype: DTypeLike) -> bool:
     """True if multiplying the query by the scale beforehand rounds no more than the matmul does."""
     if jnp.dtype(dtype).itemsize >= 4:
         return True
+    # ±0.5 is the mantissa of powers of two, which round nothing. In float16 they may leave the range of its exponents.
     return jnp.dtype(dtype) == jnp.bfloat16 and abs(math.frexp(scale)[0]) == 0.5
 
 

@@ -118,6 +118,8 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
             return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(-1, *array.shape[2:])
 
         by_row = jax.tree.map(merged, by_row, batched[0])
+        # All or none: kernels have one stride between groups for both vectors. Not mapped, they stay one group for all
+        # rows.
         if any(jax.tree.leaves(batched[1])) or any(x.shape[0] > 1 for x in jax.tree.leaves(shared)):
             shared = jax.tree.map(merged, shared, batched[1])
         results = _over_groups(run, by_row, shared)
@@ -255,6 +257,7 @@ def _row_statistics(x: jax.Array, scale: jax.Array | None, d_out: jax.Array, con
         [_struct((5, groups, rows), jnp.float32)],
         grid=[groups * rows],
         scalars={"rows": rows},
+        # One load for each of the 512 threads.
         constants=constants | {"block_columns": 512 * VECTOR_BYTES // x.dtype.itemsize},
         num_warps=16,
     )

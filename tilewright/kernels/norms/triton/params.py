@@ -120,6 +120,7 @@ def footprint(problem: NormProblem, direction: Direction, params: NormForwardPar
         return Footprint(threads=threads)
     blocks = -(-problem.columns // params.block_columns) if params.passes == 1 else 1
     arrays = 3 if problem.has_residual else 2
+    # The tile in use is in registers; the others wait in shared memory. A reduction takes a float32 of each thread.
     tile = params.rows_per_program * blocks * params.block_columns * problem.dtype.itemsize
     return Footprint(threads=threads, shared_bytes=(params.num_stages - 1) * arrays * tile + 4 * threads)
 
@@ -130,6 +131,7 @@ def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
     vectors = max(problem.columns / vector, 1)
     if problem.row_bytes > MAX_KEPT_BYTES["forward"]:
         return NormForwardParams(1, 32 * 32 * vector, 32, passes=2)
+    # Vectors over the 32 threads of a warp, times the loads of a thread: four for few rows, else one or two.
     if problem.rows <= sms:
         warps = min(power_below(vectors / 128), 16)
     elif vectors <= 256:
@@ -142,6 +144,7 @@ def forward_params(problem: NormProblem, device: Device) -> NormForwardParams:
     # Narrow rows: at most two loads of a warp. Of 128 bfloat16, 64 rows a program took 12.6 µs, 32 rows 13.6.
     if vectors <= 64:
         rows = power_below(128 / vectors) * (1 if vectors >= 32 else 8)
+        # At least four programs for each SM.
         while rows > 1 and problem.rows < 4 * sms * rows:
             rows //= 2
         warps = min(power_of_two(math.ceil(rows * vectors / 32)), 4)
@@ -178,6 +181,7 @@ def _backward_params(problem: NormProblem, sms: int, rows: int, per_sm: int, war
     tile_bytes = 2 * per_sm * rows * problem.row_bytes
     stages = min(max(1 + round(STAGED_BYTES / tile_bytes), 3), 5)
     params = _balanced(NormBackwardParams(rows, block, per_sm * sms, warps, stages), problem, per_sm * sms)
+    # An SM has 228 KB, of which each CTA takes 1 KB for the system.
     while (footprint(problem, "backward", params).shared_bytes or 0) * per_sm > 224 << 10 and params.num_stages > 2:
         params = dataclasses.replace(params, num_stages=params.num_stages - 1)
     return params

@@ -17,8 +17,8 @@ from tilewright.kernels.cuda.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.packed import DIMS, is_for_others, packed_reasons
-from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
+from tilewright.kernels.paged_attention.packed import DIMS, is_deprioritized, packed_reasons
+from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
@@ -113,6 +113,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
             why.append(f"needs a positive scale, got {problem.options.softmax_scale=}")
         if max(problem.num_pages * problem.page_size, problem.tokens * problem.heads) >= COUNT_LIMIT:
             why.append(f"rows must be counted by 32 bits, got {problem.num_pages=}, {problem.page_size=}")
+        # Without elements no kernel runs, so no variant has to fit.
         if why or 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
             return why
         return KERNEL.reasons(problem_fields(problem), device)
@@ -124,7 +125,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
         return [CudaPackedParams()]
 
     def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
-        return is_for_others(problem, device)
+        return is_deprioritized(problem, device)
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
@@ -147,7 +148,7 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        return one_after_the_other(_run, inputs)
+        return run_with_sequential_vmap(_run, inputs)
 
 
 def problem_fields(problem: PagedProblem) -> dict[str, int]:

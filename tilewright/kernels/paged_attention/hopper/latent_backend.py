@@ -14,7 +14,7 @@ from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
 from tilewright.kernels.paged_attention.hopper.latent_work import BLOCK_K, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
+from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
@@ -114,7 +114,7 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+        return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
 
 
 def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:

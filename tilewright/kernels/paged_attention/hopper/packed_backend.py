@@ -10,8 +10,8 @@ from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
 from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.packed import is_for_others, packed_reasons
-from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
+from tilewright.kernels.paged_attention.packed import is_deprioritized, packed_reasons
+from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, max_tiles, packed_tiles, packed_tokens
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
@@ -67,7 +67,7 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem
         return []
 
     def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
-        return is_for_others(problem, device)
+        return is_deprioritized(problem, device)
 
     def footprints(
         self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
@@ -80,7 +80,7 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+        return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
 
 
 def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:

@@ -101,6 +101,7 @@ class MlaDecode(PagedAttentionKernel):
             None,
             arguments.lengths_array("lengths", lengths, sequences),
             page_table=arguments.page_table_array(page_table, sequences),
+            # 1, the product of no numbers, if the query has one token of each sequence.
             q_length=math.prod(queries.shape[1:-2]),
             key_scale=scale,
             causal=causal,

@@ -64,6 +64,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
     ) -> Call:
         """Checks a call; adds a head axis to pages of latents."""
         pages, new = as_array("key_pages", key_pages), as_array("key", key)
+        # Latents have one head for all: backends see an axis of size 1, which `outputs` removes.
         headless = len(pages.shape) == 3
         if headless:
             if value_pages is not None:

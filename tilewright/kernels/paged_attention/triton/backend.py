@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.footprint import max_shared_bytes
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.results import Results, empty_forward, one_after_the_other
+from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, packed_tiles, packed_tokens
 from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.triton import launch, unavailable
@@ -87,7 +87,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
             )
 
         # Where keys take few instructions, a warp with a page a step needs no other warp, and waits for no page number.
-        if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scaled_alike:
+        if half and not wide and block_m < 64 and problem.page_size == 16 and problem.scales_constant_per_head:
             return params(16, 1)
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
         sizes = (64, 32, 16) if narrow and not wide else (32, 16)
@@ -128,10 +128,13 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         block_m = max((params.q_blocksize or 1) * min(power_of_two(problem.groups), 64), MIN_DOT)
         stored = block_n * elements * problem.kv_dtype.itemsize * (params.num_stages or 1)
         converted = problem.kv_dtype != problem.dtype and not _half(problem)
+        # Besides the stages: operands of MMAs that are made in registers, that is converted keys and values, and Q and
+        # P.
         held = (block_n * elements if converted else 0) + block_m * (power_of_two(main) + block_n)
         most = max_shared_bytes(device, LARGEST_SHARED_BYTES)
         if stored + held * problem.dtype.itemsize > most:
             why.append(f"{params.num_stages} stages of {block_n} keys do not fit into {most} bytes of shared memory")
+        # 128 registers of each thread for O, half of those that it may have.
         if block_m * power_of_two(problem.value_dim) > 128 * 32 * (params.num_warps or 4):
             why.append(f"{block_m} rows of {problem.value_dim} do not fit into registers of {params.num_warps} warps")
         return why
@@ -140,7 +143,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Re
         """``(out, lse)``; lse is float32."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        return one_after_the_other(lambda inputs: _run(inputs, params), inputs)
+        return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
 
 
 def _run(inputs: PagedInputs, params: FwdParams) -> Results:
@@ -222,6 +225,7 @@ def _constants(
     """The constants of `kernels.attend`; ``tiles`` are those of a sequence, where queries are not packed."""
     options, block_q, half = inputs.options, params.q_blocksize or 1, _half(problem)
     main, rest = _dims(problem.head_dim, problem.value_dim, options.latent_dim is not None)
+    # In pairs the columns are split over two MMAs, each of which needs MIN_DOT of them.
     min_dim = MIN_DOT * (2 if half else 1)
     return {
         "heads": problem.heads,
@@ -296,9 +300,11 @@ def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, w
     """Splits of the keys so that few long sequences fill the device, by shapes alone; lengths are not read."""
     tiles = problem.sequences * -(-problem.longest_q // block_q)
     if problem.packed:
+        # How tokens are spread is not known: at least a tile for each sequence, at least whole tiles of all tokens.
         tiles = max(problem.sequences, -(-problem.tokens // block_q))
     programs = tiles * problem.kv_heads * -(-problem.groups // min(power_of_two(problem.groups), 64))
     cores = max(device.cores, 1)
+    # A program of one warp counts half.
     enough = programs * min(warps, 2) >= 2 * ENOUGH_PER_CORE * cores
     wanted = 1 if enough else PROGRAMS_PER_CORE * cores // max(programs, 1)
     blocks = -(-problem.visible // block_n)

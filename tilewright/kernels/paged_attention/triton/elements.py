@@ -13,6 +13,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
+# Byte b of int8: b xor 0x80 is b + 128 without a sign, below the byte 0x64 it is the float16 1024 + b + 128, and
+# 0x6480, which is 1152, is subtracted. All of these numbers are exact in float16.
 _INT8 = """{
     .reg .b32 bytes, offset;
     xor.b32 bytes, $1, 0x80808080;
@@ -20,6 +22,7 @@ _INT8 = """{
     mov.b32 offset, 0x64806480;
     sub.f16x2 $0, bytes, offset;
 }"""
+# The conversion takes two neighbouring bytes: prmt brings those of both rows together, the rest is dropped.
 _E4M3 = """{
     .reg .b32 bytes;
     .reg .b16 pair, other;
@@ -29,6 +32,7 @@ _E4M3 = """{
 }"""
 INT8_FIRST, INT8_SECOND = tl.constexpr(_INT8 % "0x4240"), tl.constexpr(_INT8 % "0x4341")
 E4M3_FIRST, E4M3_SECOND = tl.constexpr(_E4M3 % "0x0020"), tl.constexpr(_E4M3 % "0x0031")
+# float8_e5m2 is the upper byte of a float16: a zero byte goes below it.
 E5M2_FIRST, E5M2_SECOND = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
 
 

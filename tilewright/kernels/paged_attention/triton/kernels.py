@@ -89,6 +89,7 @@ def _load_queries(
         if block_r > 0:
             size = tl.maximum(size, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
             size = tl.maximum(size, tl.max(tl.abs(q_rest_second.to(tl.float32)), 1))
+        # At least 2⁻¹⁰⁰, whose inverse is finite: rows may be zeros.
         unit = tl.exp2(tl.floor(tl.log2(tl.maximum(size, 2.0**-100))))
         inverse = (1.0 / unit)[:, None]
         q = (q.to(tl.float32) * inverse).to(tl.float16)
@@ -212,6 +213,7 @@ def _load_values(
     stride: tl.constexpr = value_dim // pairs
     offset = token_row * (kv_heads * stride) + kv_head * stride
     v = tl.arange(0, block_v // pairs)
+    # Zeros where a token is masked: its P is 0, but memory that was never written may hold NaN, and 0 · NaN is NaN.
     return tl.load(value + offset[:, None] + v[None, :], mask=valid[:, None] & (v < stride)[None, :], other=zero)
 
 

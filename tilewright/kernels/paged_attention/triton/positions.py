@@ -54,6 +54,7 @@ def kv_range(
         high = tl.minimum(high, first + rows + right)
     begin = low // block_n
     blocks = tl.maximum((high + block_n - 1) // block_n - begin, 0)
+    # Rounded up: the last splits may be empty, with an end that is not behind their start.
     per_split = (blocks + splits - 1) // splits
     start = (begin + split * per_split) * block_n
     end = tl.minimum(start + per_split * block_n, high)

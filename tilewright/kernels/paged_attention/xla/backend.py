@@ -62,6 +62,7 @@ def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
     mean = math.ceil(problem.tokens / max(problem.sequences, 1))
     block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, MAX_BLOCK_Q, max(problem.longest_q, 1))
     block_k = max(min(block_k, problem.capacity), 1)
+    # Gathered keys and values, and logits, in float32.
     tile = block_k * (problem.kv_heads * (problem.head_dim + problem.value_dim) + problem.heads * block_q) * 4
     budget = CPU_BYTES if device.kind == "cpu" else ACCELERATOR_BYTES
     tiles = max(budget // max(tile, 1), 1)

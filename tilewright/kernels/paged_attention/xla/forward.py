@@ -89,6 +89,7 @@ def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     cum = boundaries(cum, tokens)
     plan, starts = packed_tiles(cum, inputs.kv_lengths, tokens, block_q)
     token = plan.token[:, None] + jnp.arange(block_q)
+    # A tile may reach beyond its sequence's tokens, into others or past the last: such rows are masked.
     query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(-1, *shape)
     at = packed_tokens(cum, tokens, sequences, None)
     row_of_token = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
@@ -113,6 +114,7 @@ def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
     if options.right is not None:
         end = jnp.minimum(end, tiles.first + tiles.rows + options.right)
     end = jnp.where(tiles.rows > 0, end, 0)
+    # From a multiple of ``block_k`` on, so that the pieces of a block begin where pieces of pages do.
     start = low // block_k * block_k
     steps = jnp.max(-(-(end - start) // block_k), initial=0)
     source = Source.of(inputs, block_k)
@@ -143,6 +145,8 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     block_q = tiles.query.shape[1]
     logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
     logits = logits * jnp.asarray(options.softmax_scale, dtype)
+    # A token's scale is the same for all elements of a head: one multiplication of a logit instead of one for each
+    # element.
     if block.key_scale is not None:
         logits = logits * _by_head(block.key_scale)
     row = tiles.first[:, None] + jnp.arange(block_q)
@@ -163,6 +167,7 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     shift = finite_shift(row_max)
     probabilities, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
     total = state[1] * shrink + jnp.sum(probabilities, axis=-1)
+    # Behind the sum: it is a factor of V, not of P.
     if block.value_scale is not None:
         probabilities = probabilities * _by_head(block.value_scale)
     block_out = jnp.einsum(
