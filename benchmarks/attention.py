@@ -119,8 +119,8 @@ GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "cuda": CUDA_CASES, "smoke":
 
 VERSIONS_OF = (
     "tilewright", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "ejkernel",
-    "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas", "flash-attn-4", "nvidia-cutlass-dsl",
-    "quack-kernels",
+    "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas", "flash-attn-4",
+    "nvidia-cutlass-dsl", "quack-kernels",
 )  # fmt: skip
 
 

@@ -107,6 +107,10 @@ class Task:
     def measuring_s(self) -> float:
         return len(self.directions) * (self.seconds + OVERHEAD_S)
 
+    @property
+    def all_tuning_s(self) -> float:
+        return len(self.directions) * self.tuning_s if self.tuning_s is not None and self.problem.tuned else 0.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
@@ -211,11 +215,13 @@ def _lower_priority() -> None:
 
 def carry_out(task: Task) -> Outcome:
     """Compiles a problem, then measures it while nobody else does."""
-    start, problem = time.monotonic(), task.problem
-    chosen, tuning = contenders(task.peers), {}
+    problem = task.problem
+    tuning: dict[str, Any] = {}
+    chosen = contenders(task.peers)
     if task.tuning_s is not None and problem.tuned:
         peer, tuning = tuned_peer(task)
         chosen.append(peer)
+    start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1, initializer=_lower_priority) as pool:
         (compiled,) = pool.submit(compile_cases, [problem.case], chosen, task.directions, task.method.jobs).result()
     compile_s = time.monotonic() - start
@@ -257,7 +263,7 @@ def in_process(task: Task) -> Outcome:
     """The outcome of a task in a process of its own, which is ended with it and so gives back all memory."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(task, sender), daemon=True)
+    process = context.Process(target=_work, args=(task, sender))  # no daemon: a tuning may start processes
     with _STARTING:
         process.start()
     sender.close()
@@ -283,9 +289,12 @@ class Launcher:
 
     def __call__(self, task: Task) -> Outcome:
         compile_s = statistics.median(self.compile_s) if self.compile_s else FIRST_COMPILE_S
-        if time.monotonic() + compile_s + task.measuring_s > task.deadline:
+        if time.monotonic() + task.all_tuning_s + compile_s + task.measuring_s > task.deadline:
             return Outcome(message="not started, the time is over")
-        outcome = in_process(task)
+        try:
+            outcome = in_process(task)
+        except OSError as error:  # no memory for one more process: the others go on
+            return Outcome(message=failure(error)["message"])
         if outcome.compile_s is not None:
             self.compile_s.append(outcome.compile_s)
         return outcome
@@ -316,7 +325,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--peers", default=",".join(PEERS), help="as benchmarks.attention has them")
     parser.add_argument(
-        "--tuned", action="store_true", help="tune the problems chosen for that, and measure the winner"
+        "--tuned", action="store_true", help="tune the problems that are for that, and measure the winner"
     )
     parser.add_argument("--tuning-seconds", type=float, default=20.0, help="for the tuning of a direction")
     parser.add_argument("--seconds-per-cell", type=float, default=1.5, help="for the samples of all contenders")
@@ -326,9 +335,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-time", choices=("cupti", "wall"), help="cupti on a GPU by default")
     parser.add_argument("--jobs", type=int, default=4, help="processes at once; one of them measures")
     parser.add_argument("--threads", type=int, default=3, help="compilations at once in a process")
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds; nothing starts that would outlast them"
-    )
+    parser.add_argument("--budget", type=float, default=86400.0, help="seconds; nothing starts that would outlast it")
     parser.add_argument("--cache", help="folder of lowered and built kernels; an empty one by default")
     parser.add_argument("--keep", action="store_true", help="keep the cells in --out that this run does not measure")
     parser.add_argument("--missing", action="store_true", help="only problems without a cell in --out; implies --keep")
