@@ -68,8 +68,10 @@ from tilewright.ops.utils.device import current_device
 PEERS = (OURS, "cudnn", "tokamax", "xla", FA4, f"{OURS} pallas", f"{OURS} cuda:cudnn")
 """Those measured by default: ours, the peers, and our own backends one by one, for the regret."""
 
-MAX_LOGIT_BYTES = 5 << 30
-"""XLA, which stores the logits of a call, is not asked for calls with more: it would be last, or out of memory."""
+MAX_LOGIT_BYTES = 2 << 30
+"""XLA, which stores the logits of a call, is not asked for calls with more: it would be last. While it compiles it
+tries tiles on whole arrays, and a process keeps the memory that this took until it ends.
+"""
 
 OVERHEAD_S = 2.5
 """Seconds of a cell beside its samples: arrays, the oracle, first runs and comparisons."""
