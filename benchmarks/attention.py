@@ -119,7 +119,8 @@ GROUPS = {"hopper": HOPPER_CASES, "own": OWN_CASES, "cuda": CUDA_CASES, "smoke":
 
 VERSIONS_OF = (
     "tilewright", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "ejkernel",
-    "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas",
+    "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cublas", "flash-attn-4",
+    "nvidia-cutlass-dsl", "quack-kernels",
 )  # fmt: skip
 
 
@@ -377,8 +378,13 @@ def rates(flops: float, samples: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_case(compiled: Compilation, method: Method) -> list[Any]:
+type Measurement = Callable[[Mapping[str, Call], Method], dict[str, dict[str, Any]]]
+"""``measure``, or what calls it."""
+
+
+def run_case(compiled: Compilation, method: Method, measurement: Measurement | None = None) -> list[Any]:
     """One record per direction."""
+    taken = measurement or measure
     start = time.perf_counter()
     exact, low = (compiled.references[exact].result()[0] for exact in (True, False))
     operands, oracle, cells = compiled.draw.result()[0](), compiled.oracle, []
@@ -392,7 +398,7 @@ def run_case(compiled: Compilation, method: Method) -> list[Any]:
         del prepared  # and with it the results
         preparation = time.perf_counter() - start
         flops = forward_flops(operands) * (BACKWARD_FLOPS if direction == "backward" else 1.0)
-        timed = {name: rates(flops, samples) | details[name] for name, samples in measure(calls, method).items()}
+        timed = {name: rates(flops, samples) | details[name] for name, samples in taken(calls, method).items()}
         cells.append(
             {
                 "case": compiled.case.name,
@@ -473,11 +479,13 @@ class Record:
         self.runs[-1].setdefault("failed", {})[case] = failure(error)["message"]
         self.write()
 
+    def data(self) -> dict[str, Any]:
+        return {"benchmark": "attention", "runs": self.runs, "published": PUBLISHED, "cells": self.cells}
+
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"benchmark": "attention", "runs": self.runs, "published": PUBLISHED, "cells": self.cells}
         part = self.path.with_suffix(".part")  # a run that is killed leaves the old record or the new one
-        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.write_text(json.dumps(self.data(), indent=1) + "\n")
         part.replace(self.path)
 
 

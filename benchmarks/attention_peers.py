@@ -18,7 +18,12 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnForwardParams
+from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.registry import Platform
 from tilewright.modules import flash_attention
 from tilewright.ops import find_labels_in_lowered
 
@@ -34,6 +39,16 @@ DROPOUT_SEED = 20261121
 
 OWN_PLATFORMS = ("pallas", "cuda", "xla")
 """Ours that can be measured beside each other."""
+
+OWN_ALGORITHMS = {
+    "cuda:cudnn": PerDirection(
+        Choice(Platform.CUDA, "cudnn", CudnnForwardParams()), Choice(Platform.CUDA, "cudnn", CudnnBackwardParams())
+    ),
+    "cuda:fa4": PerDirection(
+        Choice(Platform.CUDA, "fa4", Fa4ForwardParams()), Choice(Platform.CUDA, "fa4", Fa4BackwardParams())
+    ),
+}
+"""Libraries that we call, which no platform names alone: their own choices of tiles."""
 
 _PLAIN = frozenset({"name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal"})
 
@@ -185,6 +200,12 @@ class JaxPeer(Peer):
 
     def compile(self, shapes: Operands, direction: Direction) -> Program:
         self.check(shapes, direction)
+        try:
+            return self._compile(shapes, direction)
+        except UnsupportedError as error:  # of ours, with a backend named
+            raise CannotServeError(str(error)) from error
+
+    def _compile(self, shapes: Operands, direction: Direction) -> Program:
         attention = functools.partial(self.attention, shapes)
         extras = jax.eval_shape(self._extras, shapes.extras, shapes.cotangent)
         details: dict[str, Any] = {"packed": "as a dense mask"} if "mask" in extras else {}
@@ -228,6 +249,12 @@ def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
 def _ours(platform: str | None, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
     arguments: dict[str, Any] = {**floats, **operands.options(extras)}
     return flash_attention(**arguments, platform=platform)  # type: ignore[return-value]
+
+
+def ours_with(cfg: object, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
+    """Our attention with a config in place of the one that would be chosen."""
+    arguments: dict[str, Any] = {**floats, **operands.options(extras)}
+    return flash_attention(**arguments, cfg=cfg)  # type: ignore[return-value]
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"], operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
@@ -358,14 +385,14 @@ def _to_jax(tensor: Any) -> jax.Array:
 
 OURS = "tilewright"
 
+EVERYTHING = frozenset({"sliding_window", "logits_soft_cap", "bias", "sinks", "packed", "dropout_prob", "value_dim"})
+"""The features of ours."""
+
 
 def peers(platform: str | None) -> dict[str, Peer]:
     """All that can be measured, ours first, on the platform named."""
-    everything = frozenset(
-        {"sliding_window", "logits_soft_cap", "bias", "sinks", "packed", "dropout_prob", "value_dim"}
-    )
     listed: list[Peer] = [
-        JaxPeer(OURS, functools.partial(_ours, platform), everything),
+        JaxPeer(OURS, functools.partial(_ours, platform), EVERYTHING),
         JaxPeer(
             "cudnn",
             functools.partial(_jax_nn, "cudnn"),
@@ -395,6 +422,10 @@ def peers(platform: str | None) -> dict[str, Peer]:
             frozenset({"sliding_window", "bias", "packed"}),
             dense_mask=True,
         ),
-        *(JaxPeer(f"{OURS} {own}", functools.partial(_ours, own), everything) for own in OWN_PLATFORMS),
+        *(JaxPeer(f"{OURS} {own}", functools.partial(_ours, own), EVERYTHING) for own in OWN_PLATFORMS),
+        *(
+            JaxPeer(f"{OURS} {own}", functools.partial(ours_with, cfg), EVERYTHING)
+            for own, cfg in OWN_ALGORITHMS.items()
+        ),
     ]
     return {peer.name: peer for peer in listed}
