@@ -1,5 +1,6 @@
 """What docs/adding-an-op.md promises: the op of that page passes the generated suite, which knows nothing of it."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -27,18 +28,27 @@ from tilewright.kernels import OPS, kernel, registered
 from tilewright.kernels.roofline import Cost
 from tools.pages import ROOT, run_examples
 
-MODULE = "examples_of_adding_an_op"
+MODULE = "examples_of_adding-an-op"
+
+
+@contextlib.contextmanager
+def registered_page(page: str, op: str, kind: str) -> Iterator[types.ModuleType]:
+    """A page's examples, run, with its op registered.
+
+    The module has the name that it has in ``tests/test_docs.py``, so that its stable ids are those of the same classes.
+    """
+    module = types.ModuleType(f"examples_of_{page}")
+    sys.modules[module.__name__] = module
+    run_examples(ROOT / "docs" / f"{page}.md", module)
+    with registered(op, f"{module.__name__}:{kind}"):
+        yield module
+    del sys.modules[module.__name__]
 
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[types.ModuleType]:
-    """The page's examples, run, with its op registered."""
-    module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module
-    run_examples(ROOT / "docs" / "adding-an-op.md", module)
-    with registered("softcap", f"{MODULE}:Softcap"):
+    with registered_page("adding-an-op", "softcap", "Softcap") as module:
         yield module
-    del sys.modules[MODULE]
 
 
 def generated() -> Iterator[Any]:
@@ -56,11 +66,15 @@ def combinations(name: str, test: Callable[..., Any]) -> Iterator[Any]:
         yield pytest.param(functools.partial(test, **dict(chosen)), id="-".join([name, *(str(v) for _, v in chosen)]))
 
 
+def run_generated(test: Any, op: str, request: pytest.FixtureRequest) -> None:
+    wanted = inspect.signature(test.func).parameters.keys() - {"op", *test.keywords}
+    test(op=op, **{name: request.getfixturevalue(name) for name in wanted})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("test", list(generated()))
 def test_the_generated_suite_takes_the_op_of_the_page(test: Any, page: Any, request: pytest.FixtureRequest) -> None:
-    wanted = inspect.signature(test.func).parameters.keys() - {"op", *test.keywords}
-    test(op="softcap", **{name: request.getfixturevalue(name) for name in wanted})
+    run_generated(test, "softcap", request)
 
 
 @pytest.mark.slow

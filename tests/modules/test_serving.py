@@ -17,10 +17,12 @@ import tilewright
 from tests.support.suites import sampled
 from tilewright import modules
 from tilewright.errors import UnsupportedError
-from tilewright.kernels import kernel
+from tilewright.kernels import OPS, function, kernel
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.modules import (
     PageAttention,
     chunked_prefill_paged_decode,
@@ -36,13 +38,7 @@ from tilewright.modules import (
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner, from_json, to_json
 from tilewright.ops.utils.datacarrier import FwdParams
 
-FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        chunked_prefill_paged_decode, decode_attention, mla_decode, page_attention, ragged_decode_attention,
-        ragged_page_attention, unified_attention, update_pages,
-    )
-}  # fmt: skip
+FUNCTIONS = {name: function(name) for name in OPS if isinstance(kernel(name), PagedAttentionKernel | UpdatePages)}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 

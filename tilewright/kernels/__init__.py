@@ -1,4 +1,4 @@
-"""The operations, one folder each, and the code that they share."""
+"""The operations, in folders by the problem that they share, and the code that all share."""
 
 import contextlib
 import functools
@@ -29,8 +29,8 @@ _OPS = {
 OPS: Mapping[str, str] = MappingProxyType(_OPS)
 """Every op by name, with the class of its kernel; a new op needs one line above.
 
-The module of the class also has the public function, under the op's name. Neither the op nor JAX is imported before it
-is used: the shell completes words from this table.
+The module of the class also has the public function, under the op's name, which ``tilewright.modules`` imports. Neither
+the op nor JAX is imported before it is used: the shell completes words from this table.
 """
 
 

@@ -103,7 +103,7 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     @abc.abstractmethod
     def heuristic(self, problem: Problem, device: Device, direction: Direction) -> Forward | Backward:
-        """The params to use when nothing was measured."""
+        """The params to use when nothing was measured; asked about supported problems only, as `candidates` is."""
 
     @abc.abstractmethod
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> Iterable[Forward | Backward]:
@@ -141,11 +141,19 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     @abc.abstractmethod
     def forward(self, inputs: Inputs, params: Forward) -> Results:
-        """Computes the op's results, which are also the residuals that all its backends share."""
+        """Computes the op's results, which are also the residuals that all its backends share.
+
+        Shapes, dtypes and rounding are those of the op's ``Results``. On explicit mesh axes ``inputs`` is one device's
+        part.
+        """
 
     @abc.abstractmethod
     def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Backward) -> dict[str, Any]:
-        """Computes gradients by argument name, from any backend's forward results."""
+        """Computes gradients by argument name, from any backend's forward results.
+
+        One for each floating-point array in ``inputs``, in its shape and dtype. ``cotangents`` has the structure of the
+        results, with ``None`` where nothing flows back.
+        """
 
 
 class InferenceImplementation[Inputs, Problem, Results, Forward](

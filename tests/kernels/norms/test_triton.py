@@ -49,6 +49,9 @@ class TestWholeRows(NormConformance):
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_triton()
 
+    def device(self) -> Device:
+        return H100
+
     def params(self, problem: NormProblem) -> Both:
         return params_of(problem.columns, *((1, 1), (2, 2), (4, 3))[problem.columns % 3])
 

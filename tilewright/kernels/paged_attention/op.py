@@ -28,7 +28,11 @@ type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
-    """An op that defines only ``prepare``, which ends in ``canonical`` or ``canonical_blocks``."""
+    """An op that defines only ``prepare``, which ends in ``canonical`` or ``canonical_blocks``, and ``cases``.
+
+    What ``prepare`` computes becomes part of the caller's program as it stands: it must work on ``ShapeDtypeStruct``
+    (``arguments.apply``), symbolic dimensions and explicit mesh axes, and stay int32 with ``jax_enable_x64``.
+    """
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
@@ -67,8 +71,15 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
     ) -> Call:
         """The prepared call: arrays in the core's order with checked ranks, and static options.
 
-        ``query`` may have any leading shape, which the results have too. ``q_length`` is the number of query tokens of
-        every sequence, ``None`` with ``cum_q_lens``.
+        Args:
+          query: any leading shape, which the results have too; its tokens are those of one sequence after the other.
+          value: ``None`` if the first ``latent_dim`` elements of a key are the value.
+          kv_lengths: tokens of each sequence, the query's included, which are the last.
+          page_table: ``None`` if sequence s has page s alone.
+          kv_starts: the first visible position of each sequence, instead of 0.
+          q_length: the number of query tokens of every sequence; ``None`` with ``cum_q_lens``.
+          new: keys and values of the query's tokens, packed, which are written to the pages first; the new pages follow
+            the results.
         """
         given = with_defaults(ServingOptions, options)
         arguments.check_heads(query, key)
