@@ -5,6 +5,7 @@ python -m tools.programs compare FILE        # of the tree with the change: exit
 python -m tools.programs compare FILE --only flash_attention        # of one op
 python -m tools.programs compare FILE --show flash_attention/full_4k_d128/H100/forward/chosen # and the text behind it
 python -m tools.programs compare FILE --dump FOLDER                 # and all texts, for diff -r with another tree's
+python -m tools.programs compare FILE --new-field item_order=snake  # after a config got this field, with this default
 
 FILE is not kept in the repository: it is written from the commit before a change, by the same JAX and on the same
 machine, for the programs follow JAX's version and what is installed beside it.
@@ -283,6 +284,11 @@ def all_entries(ops: Sequence[str], jobs: int, dump: Path | None = None) -> dict
         return {key: value for part in parts for key, value in part.items()}
 
 
+def without_field(text: str, field: str) -> str:
+    """A config as text without one of its fields, ``name=value``."""
+    return re.sub(rf"(?<=\(){re.escape(field)}(?:, |(?=\)))|, {re.escape(field)}(?=[,)])", "", text)
+
+
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """A line for each entry that is missing, new or different."""
     lines = [f"missing: {key}" for key in sorted(before.keys() - after.keys())]
@@ -298,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", metavar="OP", help="an op; repeatable")
     parser.add_argument("--show", metavar="KEY", help="print the texts of the entries whose keys have this in them")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write the texts behind all entries")
+    parser.add_argument("--new-field", metavar="NAME=VALUE", help="a field that configs have now, to be left out")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, each for an op")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -324,6 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(found)} entries")
         return 0
     before = json.loads(file.read_text(encoding="utf-8"))
+    if field := args.new_field:
+        found = {without_field(key, field): without_field(value, field) for key, value in found.items()}
     lines = differences({key: value for key, value in before.items() if key.partition("/")[0] in ops}, found)
     print(*lines, f"{len(found)} entries, {len(lines)} not the same", sep="\n")
     return 1 if lines else 0

@@ -244,6 +244,7 @@ def test_bench_says_what_jax_cannot_do():
         (["tune", "flash_attention", "--shape", "1,2"], "1,2"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--set", "sliding_window=-1"], "-1"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--budget", "-3"], "-3"),
+        (["explain", "flash_attention", "--shape", "1,64,2,16", "--set", "bias=foo"], "'hqk'"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--json", "/nonesuch/x.json"], "/nonesuch"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/nonesuch/x.json"], "/nonesuch"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/"], "not a regular file"),

@@ -162,6 +162,22 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
     assert other.platform is Platform.XLA
 
 
+def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
+    kernel = Double("Picky", "Plain", "Wrong")
+
+    def reasons(platform: Any, chosen: str) -> Any:
+        inv = Invocation(kernel, (jnp.ones(4), None), {"platform": platform})
+        return kernel.rejection_reasons(inv, Choice(chosen, None, FwdParams(q_blocksize=8)), ())
+
+    behind = ("supported, but behind xla in the order of preference: nothing measured it as faster",)
+    assert reasons(None, "xla")["cuda:wrong"] == behind
+    assert reasons(None, "xla")["triton"] == ("supported, but not preferred: nothing measured it as faster",)
+    only = reasons((Platform.XLA,), "xla")
+    assert only["triton"] == only["cuda:wrong"] == ("supported, but excluded by platform=xla of the call",)
+    swapped = reasons((Platform.XLA, Platform.TRITON), "xla")  # the caller's order
+    assert swapped["triton"] == behind
+
+
 @pytest.mark.parametrize(
     ("cfg", "direction", "blocks"),
     [

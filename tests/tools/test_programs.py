@@ -218,6 +218,28 @@ def test_compare_says_what_is_not_the_same(computed, tmp_path, capsys):
     ]
 
 
+def test_a_new_field_with_its_default_is_no_difference(computed, tmp_path, capsys):
+    file = tmp_path / "programs.json"
+    computed(
+        **{"mla_decode/heuristic": "pallas(a=1)", "mla_decode/pallas(a=1), all mapped": "1", "mla_decode/x()": "1"}
+    )
+    assert main(["write", str(file)]) == 0
+    computed(
+        **{
+            "mla_decode/heuristic": "pallas(a=1, order=up)",
+            "mla_decode/pallas(a=1, order=up), all mapped": "1",
+            "mla_decode/x(order=up)": "1",
+            "mla_decode/pallas(a=1, order=upwards)": "2",
+        }
+    )
+    capsys.readouterr()
+    assert main(["compare", str(file), "--only", "mla_decode", "--new-field", "order=up"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "new: mla_decode/pallas(a=1, order=upwards)",
+        "4 entries, 1 not the same",
+    ]
+
+
 def test_the_place_of_a_key_is_a_file_of_its_own():
     keys = [f"flash_attention/a b/H100/backward/triton({'x=1, ' * n})" for n in (1, 2, 60, 61)]
     places = [text_path(key) for key in keys]

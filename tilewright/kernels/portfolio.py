@@ -293,12 +293,30 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         self, inv: Invocation[Choice, Any], cfg: Choice, measured: Sequence[Any]
     ) -> Mapping[str, tuple[str, ...]]:
         """The reasons against every implementation but the chosen one, or its result in the call's last tuning."""
-        times = [each.time_ms for each in measured if each.config == cfg and each.eligible]
-        return {
-            name: tuple(why) or (_measured_result(name, measured, times[0] if times else None),)
-            for name, why in self.reasons(inv).items()
-            if name != cfg.implementation
-        }
+        others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.implementation}
+        order = [] if all(others.values()) else self._supported(inv)
+        return {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
+
+    def _why_not(
+        self, name: str, inv: Invocation[Choice, Any], cfg: Choice, order: Sequence[Choice], measured: Sequence[Any]
+    ) -> str:
+        """The reason why an implementation that can serve a call was not chosen; ``order`` is that without tuning."""
+        names = [each.implementation for each in order]
+        if name not in names:
+            return f"supported, but excluded by platform={', '.join(inv.abstract_kwargs['platform'])} of the call"
+        if result := _measured_result(name, measured, cfg):
+            return result
+        choice = order[names.index(name)]
+        if cfg.implementation not in names[: names.index(name)]:
+            commands = dict.fromkeys(
+                f"`{each.command(self.name)}`" for each in missing_builds(self.config_builds(inv, choice))
+            )
+            if commands:
+                return f"supported, but nvcc must compile it first: {' and '.join(commands)}"
+            return "supported, but not preferred: nothing measured it as faster"
+        if self._implementation(choice).deprioritized(self.problem_of(inv), inv.target, inv.direction):
+            return "supported, but probably slower for these shapes: nothing measured it as faster"
+        return f"supported, but behind {cfg.implementation} in the order of preference: nothing measured it as faster"
 
     def config_reasons(self, inv: Invocation[Choice, Any], cfg: object) -> list[str]:
         """Reasons why a config that once fitted this call cannot run it here and now; a cache may hold anything."""
@@ -557,11 +575,12 @@ def _choice_of(implementation: Implementation, problem: object, inv: Invocation[
     return Choice(implementation.platform, implementation.algorithm, params)
 
 
-def _measured_result(name: str, measured: Sequence[Any], chosen_ms: float | None) -> str:
-    """The result of one implementation's candidates in a tuning, relative to the chosen one."""
+def _measured_result(name: str, measured: Sequence[Any], chosen: Choice) -> str:
+    """The result of one implementation's candidates in a tuning, relative to the chosen one; empty without any."""
     candidates = [each for each in measured if each.config.implementation == name]
     if not candidates:
-        return "supported, but not preferred: nothing measured it as faster"
+        return ""
+    chosen_ms = next((each.time_ms for each in measured if each.config == chosen and each.eligible), None)
     times = [each.time_ms for each in candidates if each.eligible]
     if not times:
         failed = [each for each in candidates if not each.dropped]

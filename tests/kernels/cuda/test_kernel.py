@@ -71,10 +71,9 @@ def test_facts_decide_once_a_group_is_built(nvcc, cache, table):
 
 def test_what_no_variant_can_is_told_without_building(nvcc, cache, table):
     ours = CudaKernel(table, cache)
-    assert ours.reasons({"rows": 1, "width": 300}, H100) == [
-        "width must be at most 64, got width=300",
-        "width must be at most 256, got width=300",
-    ]
+    assert ours.reasons({"rows": 1, "width": 300}, H100) == ["width must be at most 256, got width=300"]
+    assert ours.closest({"rows": 1, "width": 300}, H100)[0] == 1
+    assert ours.closest({"rows": 1, "width": 8}, H100) == (0, [])
     assert ours.select({"rows": 1, "width": 300}, A100)[0] is None
     assert ours.select({"rows": 1, "width": 300}, A100)[1]["small_fast"] == [
         "capability must be in [90, 100), got capability=80",

@@ -17,6 +17,7 @@ from tilewright.kernels.cuda.requirements import (
     MultipleOf,
     Values,
     one_of,
+    without_smaller_bounds,
 )
 
 FIELDS = ("rows", "width")
@@ -152,3 +153,9 @@ int main() {{
     wanted = ["".join(str(int(each.holds(value))) for value in values) for each in predicates]
     assert said == wanted
     assert {"0", "1"} == set("".join(wanted))
+
+
+def test_of_several_upper_bounds_the_largest_is_the_reason():
+    small, large, other = (Compare(Field(name), "<=", size) for name, size in (("w", 64), ("w", 256), ("h", 8)))
+    odd, computed = MultipleOf(Field("w"), 8), Compare(Field("w"), "<=", DeviceField("shared_memory"))
+    assert without_smaller_bounds([small, odd, other, large, computed]) == [odd, other, large, computed]

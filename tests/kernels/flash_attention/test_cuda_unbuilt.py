@@ -49,9 +49,12 @@ def test_float32_runs_by_xla_until_its_group_is_built(nvcc: FakeNvcc, device: De
     assert FLASH.preferred_cfg(inv).implementation == "cuda"
     assert FLASH.heuristic_cfg(inv).implementation == "xla"
     (group,) = FLASH.config_builds(inv, FLASH.preferred_cfg(inv))
+    (why,) = FLASH.rejection_reasons(inv, FLASH.heuristic_cfg(inv), ())["cuda"]
+    assert why == f"supported, but nvcc must compile it first: `{group.command('flash_attention')}`"
     assert not nvcc.compilations()
     group.make(threading.Event())
     assert FLASH.heuristic_cfg(inv).implementation == "cuda"
+    assert "behind cuda" in FLASH.rejection_reasons(inv, FLASH.heuristic_cfg(inv), ())["xla"][0]
     assert len(nvcc.compilations()) == 1
 
 
@@ -111,3 +114,12 @@ def test_packed_queries_run_without_cuda_until_their_group_is_built(nvcc: FakeNv
     (group,) = op.config_builds(inv, op.preferred_cfg(inv))
     group.make(threading.Event())
     assert op.heuristic_cfg(inv).implementation == "cuda"
+
+
+def test_explain_says_that_a_backend_is_for_other_shapes():
+    op = kernel("ragged_page_attention")
+    args, keywords = RaggedPageCase("few", 8, 2048, 32, 128, kv_heads=8, dtype="bfloat16").arguments()
+    inv = dataclasses.replace(prepared(op, args, keywords, concrete=False)[0], device=H100)
+    chosen = op.heuristic_cfg(inv)
+    assert chosen.implementation == "triton"
+    assert "probably slower for these shapes" in op.rejection_reasons(inv, chosen, ())["pallas"][0]

@@ -147,7 +147,7 @@ def test_versions(cudnn: None, monkeypatch: pytest.MonkeyPatch):
     assert reasons() == []
     assert reasons(device=Device("gpu", "NVIDIA B300", (10, 3), 148)) == ["needs cuDNN 9.11.0 or later, got 9.10.2"]
     monkeypatch.setattr(fused, "cuda_versions", None)
-    assert reasons() == ["JAX finds no cuDNN here"]
+    assert reasons() == ["JAX finds no cuDNN here, which pip install 'tilewright[cuda13]' brings"]
 
 
 def test_masks_in_cudnn_s_terms():

@@ -216,6 +216,14 @@ class TestCallLabels:
         with pytest.raises(ValueError, match="Local"):
             said.invocation()
 
+    def test_symbolic_dimensions_are_named_with_what_runs(self):
+        rows, middle = jax.export.symbolic_shape("rows, 3 * half")
+        struct, other = jax.ShapeDtypeStruct((rows, middle), A.dtype), jax.ShapeDtypeStruct((middle, 4), A.dtype)
+        lowered = jax.jit(lambda a, b: Executor(ConfigSelectorChain())(Product(), a, b)).lower(struct, other)
+        (text,) = find_labels_in_lowered(lowered)
+        with pytest.raises(ValueError, match=r"symbolic dimensions 3\*half, rows of jax.export, for which it runs by"):
+            parse_label(text).invocation()
+
     @pytest.mark.parametrize("wrong", [3, None, b"text"])
     def test_wrong_text(self, wrong):
         with pytest.raises(TypeError, match="text="):

@@ -55,6 +55,12 @@ def test_the_key_of_a_real_call_names_arrays_mask_and_scale():
     assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 CausalMask softmax_scale=0.125"
 
 
+def test_the_platforms_of_a_call_are_named():
+    query = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    inv, _ = prepared(FlashAttention(), (query,) * 3, {"platform": ("triton", "xla")}, concrete=False)
+    assert "platform=triton xla" in describe_key(inv.key)
+
+
 def test_anything_else_comes_as_it_prints():
     for key in ("no json", json.dumps({"a": 1}), json.dumps([1]), ("a", 3), 5):
         assert describe_key(key) == str(key)

@@ -56,7 +56,7 @@ class Group(Build):
         _build_one(self, BuildCache(), Limit(cancelled, COMPILE_LIMIT_S), lambda _: None)
 
     def command(self, op: str) -> str:
-        return f"tilewright build {op} --group {self.name}"
+        return f"tilewright build {op} --group {self.name} --arch {self.target}"
 
     def __str__(self) -> str:
         return f"{self.table.name} {self.name} sm_{self.target}"

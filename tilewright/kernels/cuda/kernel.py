@@ -16,7 +16,7 @@ from tilewright.kernels.cuda.build import Group, build
 from tilewright.kernels.cuda.cache import BuildCache
 from tilewright.kernels.cuda.devices import capability_of, device_values
 from tilewright.kernels.cuda.library import Library
-from tilewright.kernels.cuda.requirements import Values
+from tilewright.kernels.cuda.requirements import Predicate, Values, without_smaller_bounds
 from tilewright.kernels.cuda.table import Variant, VariantTable
 from tilewright.ops.types import Device
 from tilewright.ops.utils.memory import clear_all
@@ -69,22 +69,34 @@ class CudaKernel:
         The reasons are those of the variants with the fewest unmet requirements. An empty list is no promise:
         requirements on a compiled kernel's facts are checked by `select`.
         """
+        return self.closest(problem, device)[1]
+
+    def closest(self, problem: Problem, device: Device) -> tuple[int, list[str]]:
+        """The fewest unmet requirements of any variant, without those on facts, and the `reasons`.
+
+        With several tables for one op, the reasons of the table with the fewest are those that matter to the caller.
+        """
         values = self._values(problem, device)
         if values is None:
-            return [_no_capability(device)]
+            return 0, [_no_capability(device)]
         capability = values.device["capability"]
         variants = self.table.for_capability(capability)
         if not variants:
-            return [f"no variant of {self.table.name} is for compute capability {capability / 10}"]
-        by_num_unmet: dict[int, list[str]] = {}  # reasons by number of unmet requirements
+            return 0, [f"no variant of {self.table.name} is for compute capability {capability / 10}"]
+        by_num_unmet: dict[int, list[Predicate]] = {}  # unmet requirements of variants with that many
+        not_compiled: list[str] = []
         for variant in variants:
-            unmet = _unmet_without_facts(variant, values)
-            variant_reasons = unmet or self._reasons_without_compiling(variant, values)
-            if not variant_reasons:
-                return []
-            # With 0 unmet, a fact of the compiled kernel is against the variant, or that nothing can be compiled here.
-            by_num_unmet.setdefault(len(unmet), []).extend(variant_reasons)
-        return list(dict.fromkeys(by_num_unmet[min(by_num_unmet)]))
+            unmet = _unmet_requirements(variant, values)
+            if not unmet:
+                variant_reasons = self._reasons_without_compiling(variant, values)
+                if not variant_reasons:
+                    return 0, []
+                not_compiled += variant_reasons
+            # With 0 unmet, a fact of the compiled kernel is against the variant, or nothing can be compiled here.
+            by_num_unmet.setdefault(len(unmet), []).extend(unmet)
+        fewest = min(by_num_unmet)
+        reasons = not_compiled or [each.reason(values) for each in without_smaller_bounds(by_num_unmet[fewest])]
+        return fewest, list(dict.fromkeys(reasons))
 
     def select(self, problem: Problem, device: Device) -> tuple[Variant | None, dict[str, list[str]]]:
         """The first variant that can serve a problem, and for every one before it the reasons why it cannot.
@@ -249,8 +261,12 @@ def _unmet_without_facts(variant: Variant, values: Values) -> list[str]:
     if not variant.runs_on(values.device["capability"]):
         low, high = variant.arch_range
         reasons.append(f"capability must be in [{low}, {high}), got capability={values.device['capability']}")
+    return reasons + [requirement.reason(values) for requirement in _unmet_requirements(variant, values)]
+
+
+def _unmet_requirements(variant: Variant, values: Values) -> list[Predicate]:
     requirements = [requirement for requirement in variant.requirements if not requirement.needs_facts]
-    return reasons + [requirement.reason(values) for requirement in requirements if not requirement.holds(values)]
+    return [requirement for requirement in requirements if not requirement.holds(values)]
 
 
 def _unmet(variant: Variant, values: Values, compiled: Library) -> list[str]:

@@ -217,6 +217,23 @@ def one_of(operand: Field | DeviceField, choices: Iterable[int]) -> Predicate:
     return AnyOf(*(Compare(operand, "==", choice) for choice in choices))
 
 
+def without_smaller_bounds(requirements: Iterable[Predicate]) -> list[Predicate]:
+    """Requirements of several variants, in order, without an upper bound that another exceeds: ``width <= 64`` beside
+    ``width <= 256``.
+    """
+    found = list(requirements)
+    largest: dict[Operand, int] = {}
+    for each in found:
+        if isinstance(each, Compare) and each.operator == "<=" and isinstance(each.right, int):
+            largest[each.left] = max(each.right, largest.get(each.left, each.right))
+    return [
+        each
+        for each in found
+        if not (isinstance(each, Compare) and each.operator == "<=" and isinstance(each.right, int))
+        or each.right == largest[each.left]
+    ]
+
+
 def _check_operands(*operands: Operand) -> None:
     for operand in operands:
         # C++ reads them as int64; the least one has no literal.

@@ -54,6 +54,8 @@ class AttentionCase(Case):
             raise ValueError(
                 f"{self.packed=} wants one row of its own, got {self.batch=}, {self.segments=}, {self.lengths=}"
             )
+        if not set(self.bias or "") | set(self.mask or "") <= set("bhqk"):
+            raise ValueError(f"an array has dimensions of 'bhqk', such as 'hqk', got {self.bias=}, {self.mask=}")
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:

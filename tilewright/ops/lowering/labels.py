@@ -23,6 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from tilewright.ops.config.chooser import Selection
 from tilewright.ops.config.selection import default_chain
 from tilewright.ops.kernel.kernel import Invocation, Kernel, live_kernel
+from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.serialize import qualified_name, resolve, tagged, untagged
 
 P = ParamSpec("P")
@@ -64,8 +65,14 @@ class CallLabel:
         class.
 
         Raises:
-          ValueError: neither kernel can be found.
+          ValueError: neither kernel can be found, or the call has symbolic dimensions.
         """
+        symbolic = sorted(_symbolic_dimensions(self.arguments))
+        if symbolic:
+            raise ValueError(
+                f"{self.op} was called with the symbolic dimensions {', '.join(symbolic)} of jax.export, for which it "
+                f"runs by {describe_config(self.config)}; to explain or tune a call, give numbers in their place"
+            )
         return Invocation.of_description(self._kernel(), self.arguments, self.direction)  # type: ignore[arg-type]
 
     def _kernel(self) -> Kernel[Any, Any]:
@@ -138,6 +145,18 @@ def _config(data: object) -> Any:
         return untagged(data)
     except ValueError:  # its type is defined in another program; the selection chain can still be asked
         return None
+
+
+def _symbolic_dimensions(data: object) -> set[str]:
+    """The dimensions of arrays in tagged JSON that are expressions."""
+    if isinstance(data, list):
+        return {name for part in data for name in _symbolic_dimensions(part)}
+    if not isinstance(data, dict):
+        return set()
+    array = data.get("$array")
+    if isinstance(array, dict):
+        return {size for size in array["shape"] if isinstance(size, str)}
+    return {name for part in data.values() for name in _symbolic_dimensions(part)}
 
 
 def _quoted(name: str) -> str:

@@ -89,8 +89,8 @@ def _tagged(value: object) -> list[str]:
             inside = [f"{field}={' '.join(words)}" for field, part in fields.items() if (words := _tagged(part))]
             short = re.split(r"[:./]", name)[-1]
             return [f"{short}({', '.join(inside)})" if inside else short]
-        case {"$enum": str(name), **rest}:
-            return [str(rest.get("value", name))]
+        case {"$enum": _, "name": str(name)}:
+            return [name.lower()]
         case dict():
             return [word for part in value.values() for word in _tagged(part)]
         case list():

@@ -90,14 +90,14 @@ class CudaFlashAttention(
         kernels_here = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
         if not kernels_here:
             return [f"no variant is for compute capability {capability / 10}"]
-        against_variants: list[str] = []
+        by_num_unmet: dict[int, list[str]] = {}  # reasons of the tables by their fewest unmet requirements
         for each in padded_fields(fields, problem.dtype.itemsize):
             for kernel in kernels_here:
-                variant_reasons = kernel.reasons(each, device)
-                if not variant_reasons:
+                fewest, kernel_reasons = kernel.closest(each, device)
+                if not kernel_reasons:
                     return []
-                against_variants += variant_reasons
-        return list(dict.fromkeys(against_variants))
+                by_num_unmet.setdefault(fewest, []).extend(kernel_reasons)
+        return list(dict.fromkeys(by_num_unmet[min(by_num_unmet)]))
 
     def heuristic(
         self, problem: AttentionProblem, device: Device, direction: Direction

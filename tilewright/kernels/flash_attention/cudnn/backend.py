@@ -213,7 +213,7 @@ class CudnnFlashAttention(
 def _version_reasons(capability: tuple[int, int]) -> list[str]:
     version, min_version = jax_calls.cudnn_version(), MIN_VERSIONS.get(capability, MIN_VERSION)
     if version is None:
-        return ["JAX finds no cuDNN here"]
+        return ["JAX finds no cuDNN here, which pip install 'tilewright[cuda13]' brings"]
     if version < min_version:
         return [f"needs cuDNN {_dotted(min_version)} or later, got {_dotted(version)}"]
     return []
