@@ -25,7 +25,7 @@ CASES: tuple[NormCase, ...] = tuple(
     for case in (
         RmsNormCase("", dtype="bfloat16", residual=True),
         LayerNormCase("", dtype="bfloat16"),
-        LayerNormCase("", residual=True, shift=100.0),
+        LayerNormCase("", residual=True, shift=100.0, residual_shift=1000.0),
     )
     for rows, columns in ((1, 16384), (300, 12288), (70, 20480), (1000, 3000), (5000, 256), (20, 65536), (9, 4097))
 )

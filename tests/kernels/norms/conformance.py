@@ -40,10 +40,16 @@ CASES: dict[str, NormCase] = {
         LayerNormCase("layer_one_column", rows=3, columns=1),
         LayerNormCase("layer_515", rows=1, columns=515),
         LayerNormCase("layer_mean_1000", rows=4, columns=600, shift=1000.0),
+        LayerNormCase("layer_residual_mean_1000", rows=3, columns=515, residual=True, residual_shift=1000.0),
+        LayerNormCase("layer_bfloat16_mean_1000", rows=3, columns=600, dtype="bfloat16", residual=True, shift=1000.0),
+        LayerNormCase(
+            "layer_means_cancel", rows=3, columns=130, dtype="bfloat16", residual=True,
+            shift=-1000.0, residual_shift=1000.0,
+        ),
         LayerNormCase("layer_no_rows", rows=0, columns=16),
         LayerNormCase("layer_tiles", rows=8, columns=128),
     )
-}
+}  # fmt: skip
 
 KINDS: dict[str, type[NormCase]] = {"rms": RmsNormCase, "layer": LayerNormCase}
 

@@ -19,7 +19,7 @@ class NormCase(Case, abc.ABC):
     Attributes:
       leading: the dimensions before the rows.
       weight_dtype: dtype of weight and bias; that of x if ``None``.
-      shift: the mean of the rows of x.
+      shift, residual_shift: the means of the rows of x and of the residual.
     """
 
     rows: int = 1024
@@ -30,6 +30,7 @@ class NormCase(Case, abc.ABC):
     weight: bool = True
     eps: float = 1e-6
     shift: float = 0.0
+    residual_shift: float = 0.0
 
     @property
     @abc.abstractmethod
@@ -58,7 +59,12 @@ class NormCase(Case, abc.ABC):
         """A backend's inputs, with normal arrays."""
         random = np.random.default_rng(seed)
         drawn = jax.tree.map(lambda x: normal(random, x.shape, x.dtype.name), self.structs)
-        return dataclasses.replace(drawn, x=(drawn.x + self.shift).astype(self.dtype)) if self.shift else drawn
+        shifted = {
+            name: (getattr(drawn, name) + shift).astype(self.dtype)
+            for name, shift in (("x", self.shift), ("residual", self.residual_shift))
+            if shift
+        }
+        return dataclasses.replace(drawn, **shifted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

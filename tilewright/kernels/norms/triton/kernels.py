@@ -133,10 +133,21 @@ def _mean(x_blocks, blocks: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
-def _pivot(x, inside, columns: tl.constexpr, block_columns: tl.constexpr):
-    """Mean of a row's first block: near that of the row, so that little is lost where sums cancel."""
-    value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(value, 0) / min(columns, block_columns)
+def _total(x, addend):
+    """The sum of x and the residual as it is stored, rounded to its dtype: backward reads no other."""
+    return (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _pivot(x, residual, inside, columns: tl.constexpr, block_columns: tl.constexpr, has_residual: tl.constexpr):
+    """Mean of a normed row's first block: near that of the row, so that little is lost where sums cancel.
+
+    It is of the total, as the mean of x says nothing about that of x + residual.
+    """
+    value = tl.load(x, mask=inside, other=0.0)
+    if has_residual:
+        value = _total(value, tl.load(residual, mask=inside, other=0.0))
+    return tl.sum(value.to(tl.float32), 0) / min(columns, block_columns)
 
 
 @triton.jit
@@ -183,12 +194,10 @@ def forward(
         w_blocks = _load(weight + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
     if has_bias:
         b_blocks = _load(bias + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
-    # The norm is of the total as it is stored, rounded to its dtype: backward reads no other.
     if has_residual:
         total_blocks = ()
         for block in tl.static_range(blocks):
-            value = x_blocks[block].to(tl.float32) + addend_blocks[block].to(tl.float32)
-            rounded = value.to(x.dtype.element_ty)
+            rounded = _total(x_blocks[block], addend_blocks[block])
             total_blocks += (rounded,)
             _store(total + start + offset, rounded, inside, column, block, blocks, columns, block_columns, even)
         x_blocks = total_blocks
@@ -254,7 +263,8 @@ def forward_wide(
     pivot, mean_rest = 0.0, 0.0
     if layer:
         column = tl.arange(0, block_columns)
-        pivot = _pivot(x + start + column, column < columns, columns, block_columns)
+        first_block, first_addend = x + start + column, residual + start + column
+        pivot = _pivot(first_block, first_addend, column < columns, columns, block_columns, has_residual)
     shifted_terms = tl.zeros([block_columns], tl.float32)
     square_terms = tl.zeros([block_columns], tl.float32)
     for first in tl.range(0, columns, block_columns):
@@ -263,7 +273,7 @@ def forward_wide(
         value = tl.load(x + start + column, mask=inside, other=0.0, eviction_policy="evict_last")
         if has_residual:
             added = tl.load(residual + start + column, mask=inside, other=0.0, eviction_policy="evict_first")
-            value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+            value = _total(value, added)
             tl.store(total + start + column, value, mask=inside)
         value = tl.where(inside, value.to(tl.float32) - pivot, 0.0)
         shifted_terms += value
@@ -319,7 +329,7 @@ def row_statistics(
     pivot = 0.0
     if layer:
         column = tl.arange(0, block_columns)
-        pivot = _pivot(x + start + column, column < columns, columns, block_columns)
+        pivot = _pivot(x + start + column, x, column < columns, columns, block_columns, False)
     shifted_terms = tl.zeros([block_columns], tl.float32)
     square_terms = tl.zeros([block_columns], tl.float32)
     c2_terms = tl.zeros([block_columns], tl.float32)
