@@ -20,7 +20,7 @@ ENTRIES = {"nvidia-h100-80gb-hbm3": 58, "nvidia-h200": 58}
 
 
 def call_of(key):
-    """The invocation of a key, made anew from what the key says."""
+    """The invocation of a key, made anew from what the key says, without ``prepare``."""
     said = json.loads(key)
     return Invocation.of_description(kernel(said["op"]), said, said["direction"], device_of_fingerprint(said["device"]))
 

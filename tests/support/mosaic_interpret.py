@@ -5,6 +5,10 @@ asynchronous to the race detector, TMA reductions and predicated TMA stores, rea
 barriers of any thread count.
 What the interpreter does not model: blocks run one after another (or one cluster at a time), so what one block does
 to another's global memory is no race here; the order of TMA reductions is that of the grid.
+
+Every warpgroup waits in a thread of XLA's pool, which has few on a machine of few cores. With too few a kernel is
+called deadlocked that is not: scripts set XLA_FLAGS=--xla_force_host_platform_device_count=8, as tests/conftest.py
+does.
 """
 
 import collections

@@ -99,7 +99,10 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     @abc.abstractmethod
     def not_supported_reasons(self, problem: Problem, device: Device, direction: Direction) -> list[str]:
-        """Every reason why this backend cannot serve the problem; empty if it can."""
+        """Every reason why this backend cannot serve the problem; empty if it can.
+
+        Each option of the op that the backend does not compute needs one: nothing else declines it.
+        """
 
     @abc.abstractmethod
     def heuristic(self, problem: Problem, device: Device, direction: Direction) -> Forward | Backward:

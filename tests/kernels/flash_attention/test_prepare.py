@@ -31,6 +31,7 @@ def test_plain_arrays_are_handed_on():
     args, kwargs = prepare()
     assert (args["query"] is Q, args["key"] is K, args["value"] is V) == (True, True, True)
     assert (args["bias"], args["mask"], args["softmax_aux"]) == (None, None, None)
+    # The keywords in the key of every call, in tables that ship and in lock files: no option may be added to them.
     assert kwargs == {
         "dropout_seed": None,
         "softmax_scale": 0.25,

@@ -79,6 +79,7 @@ class AttentionCase(Case):
         ]
         arrays = tuple(normal(random, shape, self.dtype) for shape in shapes)
         kwargs: dict[str, Any] = {}
+        # An option that is not named here is not passed on.
         for field in ("causal", "causal_alignment", "sliding_window", "logits_soft_cap", "softmax_scale", "return_lse"):
             if getattr(self, field) != getattr(AttentionCase("default"), field):
                 kwargs[field] = getattr(self, field)

@@ -13,7 +13,10 @@ from tilewright.kernels.masks import Mask
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The options of a call that are static values, not arrays."""
+    """The options of a call that are static values, not arrays.
+
+    A backend that does not read a field computes without it: each declines what it cannot do, by name.
+    """
 
     softmax_scale: float
     logits_soft_cap: float | None = None

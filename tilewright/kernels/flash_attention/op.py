@@ -138,6 +138,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         bias = None if bias is None else bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
         bias, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (bias, combined, sinks))
+        # All of it is in the call's key: a new option is added only where it is given, or tables and locks are missed.
         return (queries, keys, values, bias, combined, sinks), {
             "dropout_seed": seed,
             "softmax_scale": scale,

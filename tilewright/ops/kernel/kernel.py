@@ -87,7 +87,11 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """The config to use when nothing was measured; may read only shapes, dtypes and the device."""
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Validates and canonicalises the arguments of a call; the only place that knows the argument list."""
+        """Validates and canonicalises the arguments of a call; the only place that knows the argument list.
+
+        All that it returns is in the key. An option that a later version adds is returned only if it is given: else
+        every key changes, and what was tuned is not found.
+        """
         return args, kwargs
 
     def config_space(self, inv: "Invocation[Cfg, Out]") -> Iterable[Cfg]:

@@ -79,7 +79,8 @@ class ScoreOptions:
     def plain(self) -> bool:
         """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
 
-        A masked logit is −∞, which times a scale that is not positive is no longer masked.
+        A masked logit is −∞, which times a scale that is not positive is no longer masked. Whatever else is done to
+        logits must make it False.
         """
         return not self.has_bias and self.soft_cap is None and self.scale > 0
 
@@ -198,6 +199,9 @@ def biased_and_capped(
     logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs.
+
+    In natural units, not masked. The callers multiply dS by the derivative, in the backward pass: see "The path of a
+    score" in docs/hopper.md. What is returned lives until then, and registers suffice for one tile.
 
     Args:
       logits: S, not scaled.

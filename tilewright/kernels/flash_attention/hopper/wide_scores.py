@@ -147,7 +147,8 @@ def softmax_tile(
     exponents = s * options.multiplier
     p_dv = p_ds = jnp.exp2(exponents if minus_lse is None else exponents + minus_lse)
     if options.soft_cap is not None:
-        # tanh from the capped logits, where −∞ is masked: a second tile of registers over the mask would spill.
+        # tanh from the capped logits, where −∞ is masked: a second tile of registers over the mask would spill. That
+        # works because the derivative of the cap is a function of its result.
         tanh = jnp.maximum(s * (1 / options.soft_cap), -1.0)
         p_ds = p_ds * (1 - tanh * tanh)
     if options.dropout_prob:
