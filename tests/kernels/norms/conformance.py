@@ -152,6 +152,15 @@ class NormConformance:
         for name in got.keys() & {"out", "d_weight"}:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5)
 
+    def test_constant_rows_far_from_zero(self):
+        """Their variance is the rounding of two equal sums: it may be anything small, but no negative number."""
+        inputs = LayerNormCase("", rows=6, columns=1000, eps=1e-12).inputs()
+        rows = [[23064.58], [24202.111], [1773239.2], [6633918.5], [7993844.0], [10562008.0]]
+        inputs = dataclasses.replace(inputs, x=jnp.broadcast_to(jnp.asarray(rows), inputs.x.shape))
+        with self.machine():
+            got = run(self.backend, inputs, cotangents_of(inputs), self.params(NormProblem.of(inputs)))
+        assert all(np.all(np.isfinite(x)) for x in got.values())
+
     def test_a_row_that_is_not_finite_spoils_no_other(self):
         inputs = LayerNormCase("", rows=6, columns=70).inputs()
         clean, cotangents = inputs.x, cotangents_of(inputs)

@@ -220,7 +220,8 @@ def forward(
     if layer and x.dtype.element_ty == tl.float32:
         mean_rest, variance = tl.reduce((rest_terms, square_terms), 1, _add_pairs, keep_dims=True)
         mean_rest = mean_rest * (1.0 / columns)
-        variance = variance * (1.0 / columns) - mean_rest * mean_rest
+        # Rounding can make it negative in constant rows.
+        variance = tl.maximum(variance * (1.0 / columns) - mean_rest * mean_rest, 0.0)
     else:
         variance = tl.sum(square_terms, 1, keep_dims=True) * (1.0 / columns)
     rstd = tl.rsqrt(variance + eps)
@@ -410,7 +411,8 @@ def _tile_statistics(
             terms = (square_terms, c1_terms, c2_terms, rest_terms)
             variance, c1, c2, mean_rest = tl.reduce(terms, 1, _add_quadruples, keep_dims=True)
             mean_rest = mean_rest * (1.0 / columns)
-            variance, c1 = variance - columns * mean_rest * mean_rest, c1 - mean_rest * c2
+            variance = tl.maximum(variance - columns * mean_rest * mean_rest, 0.0)
+            c1 -= mean_rest * c2
         else:
             variance, c1, c2 = tl.reduce((square_terms, c1_terms, c2_terms), 1, _add_triples, keep_dims=True)
         c2 = c2 * (1.0 / columns)
