@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.conftest import H100
 from tilewright.kernels.flash_attention.hopper import heuristics
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of_problem
+from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -83,6 +84,11 @@ def test_many_key_heads_are_not_split():
         plan = plan_of_problem(of, first(of, "backward"))
         assert isinstance(plan, BackwardPlan)
         assert heuristics.group_parts(of, plan, SMS).parts == 1
+
+
+def test_a_part_without_query_heads_is_refused():
+    with pytest.raises(ValueError, match="every part needs a query head"):
+        GroupParts(5, 4)
 
 
 def test_makespan_of_few_items():

@@ -13,7 +13,8 @@ from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreO
 from tilewright.kernels.hopper.types import Scalar
 
 
-class GroupParts(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupParts:
     """The query heads of a key head, split over several work items, each of which has a part of dK and dV of its keys.
 
     Attributes:
@@ -23,6 +24,10 @@ class GroupParts(NamedTuple):
 
     group: int
     parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or (self.parts - 1) * self.size >= self.group:
+            raise ValueError(f"every part needs a query head, got {self.group=}, {self.parts=} of {self.size}")
 
     @property
     def size(self) -> int:
