@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from tests.kernels.flash_attention.conformance import (
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     HopperForwardParams,
@@ -66,6 +69,25 @@ def test_configs(configs: tuple[HopperForwardParams, HopperBackwardParams], caus
     dim = 64 if backward.block_q == 128 else 128
     case = AttentionCase("", 1, 330, 290, heads=4, kv_heads=2, head_dim=dim, dtype="bfloat16", causal=causal)
     run(case, forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("parts", "head_dim", "value_dim", "deterministic"),
+    sampled(
+        [(2, 64, 64, False), (3, 128, 128, False), (3, 40, 64, False), (5, 72, 72, True), (2, 128, 64, False)],
+        test=[(3, 40, 64, False), (5, 72, 72, True)],
+    ),
+)
+def test_split_query_heads(parts: int, head_dim: int, value_dim: int, deterministic: bool):
+    """With 3 parts of 5 query heads, the last part has one."""
+    split = functools.partial(GroupParts, parts=parts)
+    sizes = {"batch": 2, "q_length": 130, "kv_length": 190, "heads": 10, "kv_heads": 2}
+    case = AttentionCase(
+        "", **sizes, head_dim=head_dim, value_dim=value_dim, dtype="bfloat16", causal=True,
+        causal_alignment="bottom_right",
+    )  # fmt: skip
+    with mock.patch.object(backend, "group_parts", lambda problem, plan, num_sms: split(problem.heads // 2)):
+        run(case, FORWARD[0], HopperBackwardParams(64, 2, deterministic))
 
 
 @pytest.mark.parametrize("bias", sampled(["bhqk", "hqk", "bk", "q", ""], test=["hqk"]))

@@ -17,7 +17,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, GroupParts
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -165,7 +165,7 @@ def test_a_place_for_d_query_belongs_to_sums():
     nothing: Any = None
 
     def run(x: jax.Array) -> Any:
-        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC, (256, 256), False)
+        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC, (256, 256), False, GroupParts(1))
         return wide_key_value_kernel(call, nothing, (), order=nothing, dq_accumulator=x)
 
     with pytest.raises(ValueError, match="deterministic"):

@@ -157,21 +157,22 @@ def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:
         plgpu.copy_gmem_to_smem(source, target, barrier)
         return
     for number, panel in enumerate(target.memory):
-        plgpu.copy_gmem_to_smem(_columns(source, number, target.width), panel, barrier)
+        plgpu.copy_gmem_to_smem(_columns(source, number * target.width, target.width), panel, barrier)
 
 
-def store_tile(source: Ref, target: Ref) -> None:
-    """Starts the TMA stores of a tile to global memory."""
-    if not isinstance(source, PanelRef):
+def store_tile(source: Ref, target: Ref, first: int = 0) -> None:
+    """Starts the TMA stores of a tile to global memory, ``[rows, columns]``, from column ``first`` on."""
+    if isinstance(source, PanelRef):
+        for number, panel in enumerate(source.memory):
+            plgpu.copy_smem_to_gmem(panel, _columns(target, first + number * source.width, source.width))
+    elif source.shape[-1] < target.shape[-1]:
+        plgpu.copy_smem_to_gmem(source, target.at[:, pl.ds(first, source.shape[-1])])
+    else:
         plgpu.copy_smem_to_gmem(source, target)
-        return
-    for number, panel in enumerate(source.memory):
-        plgpu.copy_smem_to_gmem(panel, _columns(target, number, source.width))
 
 
-def _columns(array: Ref, number: int, width: int) -> Ref:
+def _columns(array: Ref, start: int, width: int) -> Ref:
     """Columns of a panel in global memory, which may hang over the end."""
-    start = number * width
     # A constant that hangs over the end is refused; `axis_index * 0` is none while the kernel is traced.
     hangs_over = start + width > array.shape[-1]
     return array.at[:, pl.ds(lax.axis_index("program") * 0 + start if hangs_over else start, width)]

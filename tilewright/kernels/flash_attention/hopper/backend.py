@@ -1,5 +1,6 @@
 """Flash attention for Hopper GPUs in Pallas Mosaic GPU: what it serves, its configs, and the way to its kernels."""
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
     OverlappedConversion,
@@ -25,6 +26,7 @@ from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_k
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
 from tilewright.kernels.flash_attention.hopper.heuristics import (
     forward_candidates,
+    group_parts,
     narrow_backward_candidates,
     wide_backward_candidates,
 )
@@ -210,8 +212,10 @@ class PallasGpuFlashAttention(
             return [Footprint(blocks, (params.consumers + 1) * WARPGROUP_THREADS, plan.shared_bytes)]
         threads = 3 * WARPGROUP_THREADS
         if isinstance(params, HopperBackwardParams):
-            fused = not params.deterministic
-            blocks = min(by_keys(params.block_k), persistent)
+            assert isinstance(plan, BackwardPlan)
+            fused, group = not params.deterministic, group_parts(problem, plan, persistent)
+            plan = dataclasses.replace(plan, partial_gradients=group.parts > 1)
+            blocks = min(by_keys(params.block_k) * group.parts, persistent)
             key_value = Footprint(blocks, threads + fused * WARPGROUP_THREADS, plan.shared_bytes)
             return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), threads)]
         assert isinstance(params, WideBackwardParams)
@@ -278,7 +282,10 @@ class PallasGpuFlashAttention(
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
-        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled)
+        group = GroupParts(heads // kv_heads)
+        if isinstance(plan, BackwardPlan):
+            group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
+        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled, group)
         d_query: Any = None
         accumulator: Any = None
         # Either kernel completes the statistics, which the kernel for dK and dV reads.
@@ -292,14 +299,13 @@ class PallasGpuFlashAttention(
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         # Rows are keys here, and those beyond the end have to be masked; columns are queries, see ``shift``.
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=True, masked_rows=True, masked_columns=False)
-        group = heads // kv_heads
-        queue = row_steps(schedule) * group
+        queue = row_steps(schedule) * group.size
         # What CTAs of one head read, and add to, over and over: Q, dO and the float32 accumulator of dQ.
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
         # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
         at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
-        order = program_order(queue, batch * kv_heads, at_once)
+        order = program_order(queue, batch * kv_heads * group.parts, at_once)
         bias_ref: Any = None
         if bias_gradient is not None:
             bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
@@ -309,7 +315,7 @@ class PallasGpuFlashAttention(
             lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
             # The plan converts the queries at the positions of a work item's keys: both sides must have as many tiles.
             overlaps = isinstance(plan, BackwardPlan) and plan.may_overlap_conversion and query.shape[3] == dims[0]
-            if overlaps and q_padded == kv_padded:
+            if overlaps and q_padded == kv_padded and group.parts == 1:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
             kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
@@ -330,8 +336,8 @@ class PallasGpuFlashAttention(
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[..., :head_dim],
-            "key": found.d_key[:, :kv_length, :, :head_dim],
-            "value": found.d_value[:, :kv_length, :, :value_dim],
+            "key": group.total(found.d_key, key.dtype)[:, :kv_length, :, :head_dim],
+            "value": group.total(found.d_value, value.dtype)[:, :kv_length, :, :value_dim],
             "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }

@@ -101,10 +101,10 @@ def key_value_kernel(
       d_bias: a reference to zeros, the array of ``bias_gradient``.
       counters: with ``conversion``, a reference to float32 zeros, ``[batch, kv_heads, *COUNTER_SHAPE]``.
     """
-    batch, _, heads, head_dim = call.query.shape
+    batch, head_dim = call.query.shape[0], call.query.shape[3]
     kv_length, kv_heads, value_dim = call.value.shape[1:]
     dtype, options = call.query.dtype, call.options
-    plan = BackwardPlan(call.params, *call.padded_dims, dtype, bias_gradient, call.panelled)
+    plan = BackwardPlan(call.params, *call.padded_dims, dtype, bias_gradient, call.panelled, call.parts.parts > 1)
     operands: KeyValueOperands[object] = KeyValueOperands(
         *call.operands, call.statistics, dq_accumulator, d_bias, operands_of(lists),
         None if conversion is None else ConversionOperands(jnp.asarray(conversion.items), counters),
@@ -114,7 +114,8 @@ def key_value_kernel(
     added = bias_gradient is not None and bias_gradient.added
     rows = schedule.extent.row_tiles * call.params.block_k if added else kv_length
     dims = call.padded_dims if added else (head_dim, value_dim)
-    d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads, dim), dtype) for dim in dims)
+    shapes = ((batch, rows, kv_heads * call.parts.parts, dim) for dim in dims)
+    d_key, d_value = (jax.ShapeDtypeStruct(shape, plan.gradient_dtype) for shape in shapes)
     results = KeyValueResults(d_key, d_value)
     if conversion is not None:
         d_query = jax.ShapeDtypeStruct(call.query.shape, dtype)
@@ -124,8 +125,8 @@ def key_value_kernel(
     def body(
         operands: KeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: KeyValueScratch[Ring, Ref]
     ) -> None:
-        warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
-        ctx = KeyValueContext(plan, options, schedule, kv_heads, group, operands, results, scratch, warpgroup)
+        warpgroup = lax.axis_index("warpgroup")
+        ctx = KeyValueContext(plan, options, schedule, kv_heads, call.parts, operands, results, scratch, warpgroup)
         run = functools.partial(run_warpgroup, operands.item_lists)
         registers, has_dq = plan.registers, plan.has_dq_warpgroup
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
@@ -147,8 +148,8 @@ def key_value_kernel(
 
 def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
     """Producer: loads K and V of a work item, and Q, dO and the statistics of its steps."""
-    b, kv_head, kv_tile = ctx.decode(item)
-    kv_rows = pl.ds(kv_tile * ctx.block_k, ctx.block_k)
+    b, key_part, kv_tile = ctx.decode(item)
+    kv_head, kv_rows = ctx.parts.key_head(key_part), pl.ds(kv_tile * ctx.block_k, ctx.block_k)
     refs, rings = ctx.operands, ctx.scratch
 
     def load_step(step: QueryStep, _: None) -> None:
@@ -167,10 +168,10 @@ def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Sca
 
 def consume_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
     """Consumer: computes dK and dV of its 64 keys of a work item, and stores them."""
-    b, kv_head, kv_tile = ctx.decode(item)
+    b, key_part, kv_tile = ctx.decode(item)
     own_rows = pl.ds(ctx.warpgroup * ROWS, ROWS)
     kv_start = kv_tile * ctx.block_k + ctx.warpgroup * ROWS
-    tile = KeyTile(ctx, item_index, item, b, kv_head, kv_start, own_rows)
+    tile = KeyTile(ctx, item_index, item, b, key_part, kv_start, own_rows)
     dk, dv, after = pl.run_scoped(
         functools.partial(accumulate_dk_dv, tile, first),
         plgpu.ACC((ROWS, ctx.plan.head_dim), jnp.float32),
@@ -193,7 +194,7 @@ class KeyTile:
     item_index: Scalar
     item: Scalar
     batch: Scalar
-    kv_head: Scalar
+    key_part: Scalar
     kv_start: Scalar
     own_rows: pl.Slice
 
@@ -414,15 +415,17 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
 def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
     """Stores the gradients of a consumer's keys, by TMA where there are buffers."""
     ctx, scratch, results = tile.ctx, tile.ctx.scratch, tile.ctx.results
-    rows, dtype = pl.ds(tile.kv_start, ROWS), ctx.plan.dtype
+    rows, dtype = pl.ds(tile.kv_start, ROWS), ctx.plan.gradient_dtype
     if scratch.dv is None:
-        store_unoptimised(results.d_value.at[tile.batch, rows, tile.kv_head], dv.astype(dtype))
-        store_unoptimised(results.d_key.at[tile.batch, rows, tile.kv_head], (dk * ctx.options.scale).astype(dtype))
+        store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
+        store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))
         return
     dk = dk * ctx.options.scale
     dk_buffer = scratch.dv if scratch.dk is None else scratch.dk
     for buffer, gradient, target in ((scratch.dv, dv, results.d_value), (dk_buffer, dk, results.d_key)):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
-        buffer.at[ctx.warpgroup][...] = gradient.astype(dtype)
-        plgpu.commit_smem()
-        store_tile(buffer.at[ctx.warpgroup], target.at[tile.batch, rows, tile.kv_head])
+        own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
+        for begin in range(0, gradient.shape[1], width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
+            own[...] = gradient[:, begin : begin + width].astype(dtype)
+            plgpu.commit_smem()
+            store_tile(own, target.at[tile.batch, rows, tile.key_part], begin)

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import KeyValueResults
+from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
@@ -61,7 +61,7 @@ class KeyValueContext:
     """All that the roles of the kernel share.
 
     Attributes:
-      group: query heads of a key head.
+      parts: of the query heads of a key head.
       warpgroup: index of the calling warpgroup; those of the consumers come first.
     """
 
@@ -69,7 +69,7 @@ class KeyValueContext:
     options: ScoreOptions
     schedule: TileSchedule
     kv_heads: int
-    group: int
+    parts: GroupParts
     operands: KeyValueOperands[Ref]
     results: KeyValueResults[Ref]
     scratch: KeyValueScratch[Ring, Ref]
@@ -98,8 +98,8 @@ class KeyValueContext:
         return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Batch element, key head and tile of keys of a work item."""
-        return decode_tile_index(item, self.schedule.extent.row_tiles, self.kv_heads)
+        """Batch element, part of a key head (`GroupParts`) and tile of keys of a work item."""
+        return decode_tile_index(item, self.schedule.extent.row_tiles, self.kv_heads * self.parts.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,30 +120,32 @@ def over_query_steps[Carry](
     one: Callable[[QueryStep, Carry], Carry],
     carry: Carry,
 ) -> Scalar:
-    """Calls ``carry = one(step, carry)`` for every query tile of every head of an item's group.
+    """Calls ``carry = one(step, carry)`` for every query tile of every query head of an item.
 
     Returns:
       the index of the step after them; that of the first one is ``first``.
     """
     # Decoded by every role for itself: warpgroups share no registers.
-    b, kv_head, kv_tile = ctx.decode(item)
+    b, key_part, kv_tile = ctx.decode(item)
+    first_head, num_heads = ctx.parts.query_heads(key_part)
+    one_head = ctx.parts.size == 1
 
     def over_head(member: Scalar, state: tuple[Scalar, Carry]) -> tuple[Scalar, Carry]:
         first, carry = state
-        head = kv_head * ctx.group + member
+        head = first_head + member
         steps = ctx.schedule.steps(ctx.operands.tables, b, head, kv_tile)
 
         def one_tile(number: Scalar, carry: Carry) -> Carry:
             more = number + 1 < steps.total
-            # The next head of the group has one step at least.
-            more = more if ctx.group == 1 else more | (member + 1 < ctx.group)
+            # The next head of the item has one step at least.
+            more = more if one_head else more | (member + 1 < num_heads)
             step = QueryStep(first + number, head, steps.tile(number), number < steps.masked, more)
             return one(step, carry)
 
         carry = lax.fori_loop(0, steps.total, one_tile, carry)
         return first + steps.total, carry
 
-    # A group of one head needs no loop over heads.
+    # One head needs no loop over heads.
     state = first, carry
-    after, _ = over_head(0, state) if ctx.group == 1 else lax.fori_loop(0, ctx.group, over_head, state)
+    after, _ = over_head(0, state) if one_head else lax.fori_loop(0, num_heads, over_head, state)
     return after

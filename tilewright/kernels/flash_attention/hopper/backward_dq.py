@@ -116,7 +116,7 @@ class ItemConversion:
         b, kv_head, kv_tile = ctx.decode(self.source)
         pieces, tiles = jnp.int32(head_dim // PIECE_COLUMNS), jnp.int32(TILES_PER_ITEM)
         tile, column = lax.div(piece, pieces), lax.rem(piece, pieces)
-        head = kv_head * ctx.group + lax.div(tile, tiles)
+        head = kv_head * ctx.parts.group + lax.div(tile, tiles)
         row_tile = kv_tile * TILES_PER_ITEM + lax.rem(tile, tiles)
         target = results.d_query.at[b, pl.ds(row_tile * ROWS, ROWS), head, pl.ds(column * PIECE_COLUMNS, PIECE_COLUMNS)]
         dq = load_dq_accumulator(accumulator, b, head, row_tile, ctx.block_q, head_dim, column)
@@ -147,7 +147,7 @@ def wait_counter(ctx: KeyValueContext, item_index: Scalar, source: jax.Array | N
     complete = ring.smem[0, 0] == ctx.schedule.extent.row_tiles
     ring.release(item_index)
     results.done[source] = complete.astype(jnp.int32)
-    pieces = ctx.group * TILES_PER_ITEM * (ctx.plan.head_dim // PIECE_COLUMNS)
+    pieces = ctx.parts.group * TILES_PER_ITEM * (ctx.plan.head_dim // PIECE_COLUMNS)
     return ItemConversion(ctx, source, jnp.where(complete, pieces, 0))
 
 

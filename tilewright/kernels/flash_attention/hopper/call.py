@@ -4,9 +4,56 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import BackwardParams
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
+from tilewright.kernels.hopper.types import Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupParts:
+    """The query heads of a key head, split over several work items, each of which has a part of dK and dV of its keys.
+
+    Attributes:
+      group: query heads of a key head.
+      parts: work items of a tile of keys; one has all query heads, and then dK and dV are no sums of parts.
+    """
+
+    group: int
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or (self.parts - 1) * self.size >= self.group:
+            raise ValueError(f"every part needs a query head, got {self.group=}, {self.parts=} of {self.size}")
+
+    @property
+    def size(self) -> int:
+        """Query heads of a part; the last one may have fewer."""
+        return -(-self.group // self.parts)
+
+    def key_head(self, key_part: Scalar) -> Scalar:
+        """The key head of a part, which is counted over all key heads."""
+        return key_part if self.parts == 1 else lax.div(key_part, jnp.int32(self.parts))
+
+    def query_heads(self, key_part: Scalar) -> tuple[Scalar, Scalar]:
+        """The first query head of a part, and their number."""
+        if self.parts == 1:
+            return key_part * self.group, self.group
+        part = lax.rem(key_part, jnp.int32(self.parts))
+        first = self.key_head(key_part) * self.group + part * self.size
+        if self.group % self.parts == 0:
+            return first, self.size
+        return first, lax.min(jnp.int32(self.size), self.group - part * self.size)
+
+    def total(self, gradient: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """dK or dV from ``[batch, length, kv_heads · parts, dim]``."""
+        if self.parts == 1:
+            return gradient
+        batch, length, _, dim = gradient.shape
+        return gradient.reshape(batch, length, -1, self.parts, dim).sum(axis=3).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +70,7 @@ class BackwardCall[Params: BackwardParams]:
       arrays: for tiles ``[queries, keys]``.
       padded_dims: head_dim and value_dim that the kernels compute with.
       panelled: whether tiles of the arrays lie in panels.
+      parts: of the query heads of a key head, in the kernel for dK and dV up to head_dim 128.
     """
 
     query: jax.Array
@@ -36,6 +84,7 @@ class BackwardCall[Params: BackwardParams]:
     params: Params
     padded_dims: tuple[int, int]
     panelled: bool
+    parts: GroupParts
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -79,7 +128,8 @@ class KeyValueResults[Result](NamedTuple):
     """Results of a kernel for dK and dV: their types, references to them, or arrays.
 
     Attributes:
-      d_key, d_value: whole tiles of keys if the gradient of a bias is added, else as long as key and value.
+      d_key, d_value: whole tiles of keys if the gradient of a bias is added, else as long as key and value; where query
+        heads are split (`GroupParts`) float32, with a head for each part.
       conversion: None unless a conversion of dQ is overlapped.
     """
 

@@ -5,20 +5,24 @@ backward pass the FLOPs of the one and the bytes of the other. The rest is by th
 ``benchmarks/results/nvidia-h100-80gb-hbm3/hopper_sweep.json`` and, for masks with arrays, by ``attention_tuned.json``.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
     HopperBackwardParams,
     HopperForwardParams,
     WideBackwardParams,
 )
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Extent
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, makespan
 from tilewright.kernels.masks import AndMask
 
@@ -33,6 +37,12 @@ The accumulator is cleared, read and converted once, which takes 10 bytes for ea
 more matmuls, 4 FLOPs for each element and visible key. Their times are equal at (10 B / 3 TB/s) · (350 TFLOP/s / 4) =
 290 keys at head_dim 64, and at 500 with the 600 TFLOP/s of head_dim 128; measured are about 350 and 600.
 """
+
+FLOPS_PER_BYTE = 200
+"""FLOPs of a backward step in the time of a byte of global memory: 600 TFLOP/s beside 3 TB/s."""
+
+MIN_SPLIT_GAIN = 0.9
+"""Time, relative to undivided groups, from which query heads of a key head are split: the model is no better."""
 
 UNREDUCED_BYTES = 256 << 20
 """Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
@@ -128,6 +138,36 @@ def narrow_backward_candidates(problem: AttentionProblem, widest: int) -> list[B
     if problem.dropout and widest > 64 and not adds:  # the generator's registers
         forms = [True]
     return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
+
+
+def group_parts(problem: AttentionProblem, plan: BackwardPlan, num_sms: int) -> GroupParts:
+    """The parts of the query heads of a key head, so that all SMs have work where there are few key heads.
+
+    A part of fewer heads makes shorter items and more of them; dK and dV are then sums of float32 parts, whose bytes
+    count as steps.
+    """
+    group = problem.heads // problem.kv_heads
+    whole = GroupParts(group)
+    partial = dataclasses.replace(plan, partial_gradients=True)
+    if group == 1 or partial.shared_bytes > SHARED_BYTES:
+        return whole
+    params = plan.params
+    extent = Extent(problem.kv_length, problem.q_length, params.block_k, params.block_q)
+    rows = BandSchedule(extent, split_mask(problem.mask)[0].transposed, True, False).counts()[1]
+    matrices = problem.batch * problem.kv_heads
+    # Written once, read once.
+    part_bytes = 2 * 4 * matrices * problem.kv_length * (plan.head_dim + plan.value_dim)
+    flops = 10 * params.block_q * params.block_k * (plan.head_dim + plan.value_dim) / 2
+    bytes_per_step = flops / (FLOPS_PER_BYTE / num_sms)
+
+    def time(parts: GroupParts) -> float:
+        copies = 0 if parts.parts == 1 else parts.parts * part_bytes / bytes_per_step
+        return makespan(rows * parts.size + ITEM_OVERHEAD, matrices * parts.parts, num_sms) + copies
+
+    # Sizes rather than counts: 71 heads are split into parts of 9, the last of 8.
+    splits = [GroupParts(group, -(-group // size)) for size in sorted({-(-group // n) for n in range(2, group + 1)})]
+    best = min(splits, key=time)
+    return best if time(best) < MIN_SPLIT_GAIN * time(whole) else whole
 
 
 def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:

@@ -162,7 +162,12 @@ class KeyValueScratch[R, M](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """The shared memory and the registers of the kernel for dK and dV."""
+    """The shared memory and the registers of the kernel for dK and dV.
+
+    Attributes:
+      panelled: whether tiles of the arrays lie in panels.
+      partial_gradients: whether a work item has a part of the query heads of its keys (`call.GroupParts`).
+    """
 
     params: HopperBackwardParams
     head_dim: int
@@ -170,6 +175,12 @@ class BackwardPlan:
     dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
     panelled: bool = False
+    partial_gradients: bool = False
+
+    @property
+    def gradient_dtype(self) -> DTypeLike:
+        """The dtype of dK and dV in global memory: float32 where they are parts of a sum."""
+        return jnp.float32 if self.partial_gradients else self.dtype
 
     def _tile(self, rows: int, columns: int) -> SharedTile:
         return SharedTile((rows, columns), self.dtype, panelled=self.panelled)
@@ -251,12 +262,13 @@ class BackwardPlan:
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        Empty if a gradient of the bias is added, which needs the memory: dK and dV are then stored from registers.
+        They hold half of the columns where these are float32, for which there is no more memory. Empty if a gradient of
+        the bias is added, which needs the memory: dK and dV are then stored from registers.
         """
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
-        widths = dict.fromkeys((self.value_dim, self.head_dim))
-        return tuple(self._tile(ROWS, width) for width in widths)
+        widths = (width // (1 + self.partial_gradients) for width in dict.fromkeys((self.value_dim, self.head_dim)))
+        return tuple(SharedTile((ROWS, width), self.gradient_dtype, panelled=self.panelled) for width in widths)
 
     def scratch(self, overlaps_conversion: bool) -> KeyValueScratch[RingPlan, object]:
         """The rings, and scratch types of the buffers."""

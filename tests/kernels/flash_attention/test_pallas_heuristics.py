@@ -1,0 +1,98 @@
+"""What the model of work chooses on Hopper, where runs on the card tell which config is the fastest."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import H100
+from tilewright.kernels.flash_attention.hopper import heuristics
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of_problem
+from tilewright.kernels.flash_attention.hopper.call import GroupParts
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.hopper.schedule import makespan
+from tilewright.ops.kernel.prepared import prepared
+from tilewright.ops.types import Direction
+
+BACKEND = PallasGpuFlashAttention()
+SMS = 132
+
+
+def problem(
+    batch: int, length: int, heads: int, head_dim: int, kv_heads: int = 0, kv_length: int = 0, **options: Any
+) -> AttentionProblem:
+    query = jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, kv_length or length, kv_heads or heads, head_dim), jnp.bfloat16)
+    call, _ = prepared(FlashAttention(), (query, key, key), options, concrete=False)
+    return FlashAttention().problem_of(call)
+
+
+def first(of: AttentionProblem, direction: Direction) -> Any:
+    return BACKEND.candidates(of, H100, direction)[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "causal", "block_q"),
+    [
+        (64, 197, False, 128), (64, 256, False, 128), (16, 577, True, 128), (16, 1024, False, 192),
+        (16, 1024, True, 128), (8, 1500, False, 192), (8, 1500, True, 192), (4, 4096, True, 192),
+    ],
+)  # fmt: skip
+def test_rows_of_a_tile(batch: int, length: int, causal: bool, block_q: int):
+    """The fastest of a sweep on an H100 at head_dim 64 with 16 heads."""
+    assert first(problem(batch, length, 16, 64, causal=causal), "forward").block_q == block_q
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "causal", "deterministic"),
+    [
+        (197, 64, False, True), (256, 64, False, True), (256, 64, True, True), (577, 64, False, False),
+        (1024, 64, True, False), (1500, 64, False, False), (256, 128, False, True), (577, 128, True, True),
+        (1024, 128, False, False), (1024, 128, True, True), (1500, 128, False, False),
+    ],
+)  # fmt: skip
+def test_form_of_the_backward_pass(length: int, head_dim: int, causal: bool, deterministic: bool):
+    """The faster of both in the same sweep."""
+    assert first(problem(8, length, 16, head_dim, causal=causal), "backward").deterministic == deterministic
+
+
+def test_the_only_step_is_not_masked_by_three_consumers():
+    short = problem(4, 4096, 8, 64, kv_length=77)
+    assert all(params.block_q == 128 for params in BACKEND.candidates(short, H100, "forward"))
+    long = problem(4, 4096, 8, 64)
+    assert first(long, "forward") == HopperForwardParams(192, 128, 2, True, True)
+
+
+@pytest.mark.parametrize("options", [{"heads": 71, "head_dim": 64}, {"heads": 48, "head_dim": 128}])
+def test_one_key_head_is_split_among_all_sms(options: dict[str, int]):
+    of = problem(1, 2048, kv_heads=1, causal=True, **options)
+    plan = plan_of_problem(of, first(of, "backward"))
+    assert isinstance(plan, BackwardPlan)
+    group = heuristics.group_parts(of, plan, SMS)
+    assert (group.parts - 1) * group.size < group.group <= group.parts * group.size
+    assert group.parts * 16 >= 0.9 * SMS
+
+
+def test_many_key_heads_are_not_split():
+    for options in ({"heads": 32, "kv_heads": 8}, {"heads": 16}):
+        of = problem(4, 4096, head_dim=128, causal=True, **options)
+        plan = plan_of_problem(of, first(of, "backward"))
+        assert isinstance(plan, BackwardPlan)
+        assert heuristics.group_parts(of, plan, SMS).parts == 1
+
+
+def test_a_part_without_query_heads_is_refused():
+    with pytest.raises(ValueError, match="every part needs a query head"):
+        GroupParts(5, 4)
+
+
+def test_makespan_of_few_items():
+    costs = np.asarray([3.0, 2.0, 1.0])
+    assert makespan(costs, 1, 8) == 3.0
+    assert makespan(costs, 2, 3) == 4.0  # 3 + 1, 3 + 1, 2 + 2
+    assert makespan(costs, 100, 3) == 200.0
