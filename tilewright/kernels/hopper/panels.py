@@ -60,7 +60,7 @@ class PanelRef:
 
     @property
     def panels(self) -> Panels:
-        """What the MMA must know of the panels beside the first one."""
+        """Number, distance and direction of the panels, for the MMA."""
         return Panels(len(self.operands), self.stride, self.transposed)
 
     @property
