@@ -1,7 +1,13 @@
-"""Tiles of panels where kernels are interpreted: memory has no layout there, and nothing is below Pallas."""
+"""Tiles of panels where kernels are interpreted, or followed in their jaxprs: memory has no layout there.
 
+Nothing is below Pallas there either: an MMA over panels is one for each, and a wait that leaves one group in flight
+leaves the last of them.
+"""
+
+import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,6 +25,15 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield panels, "mma_of_panels", _mma
 
 
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Applies `patches`."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in patches():
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
 def _scratch(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...], count: int) -> list[Any]:
     """One memory for both views of a panel, without the tiling that TMA must not see."""
     del transforms
@@ -26,7 +41,7 @@ def _scratch(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...], co
 
 
 def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -> None:
-    """An MMA for each panel: the waits for one group then leave the last of them in flight."""
+    """An MMA for each panel."""
     for number, panel in enumerate(b.operands):
         columns = pl.ds(number * b.width, b.width)
         if b.transposed:

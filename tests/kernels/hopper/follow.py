@@ -16,6 +16,7 @@ from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.state import indexing
 from jax._src.state import types as state_types
 
+from tests.support import interpreted_panels
 from tilewright.ops.utils.target import traced_as
 
 type Region = tuple[int, tuple[tuple[int, int], ...]]  # buffer, and start and size along each dimension
@@ -28,7 +29,7 @@ def follow_kernels(
     max_programs: int | None,
 ) -> int:
     """Hands the warpgroups of every block of every kernel to ``check``; returns the number of kernels."""
-    with traced_as("NVIDIA H100 80GB HBM3"):
+    with traced_as("NVIDIA H100 80GB HBM3"), interpreted_panels.patched():
         closed = jax.make_jaxpr(function)(*arguments)
     values = [_UNKNOWN if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in jax.tree.leaves(arguments)]
     host = Host(max_programs, check)
