@@ -16,8 +16,9 @@ from tests.kernels.flash_attention.test_pallas_transforms import check, with_gra
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.hopper.backend import UNREDUCED_BYTES, PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.heuristics import UNREDUCED_BYTES
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams, WideBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.portfolio import Choice, PerDirection
