@@ -407,3 +407,29 @@ def test_precision_and_x64_reach_the_kernel(form):
         text = jax.jit(lambda a, b: executor(kernel, a, b)).lower(A, B).as_text()
     assert "HIGHEST" in text
     assert "HIGHEST" not in jax.jit(lambda a, b: executor(kernel, a, b)).lower(A, B).as_text()
+
+
+class Selective(Product):
+    """Computes only the gradients that are wanted, and notes which."""
+
+    seen: list[frozenset[str]]
+
+    def __init__(self):
+        super().__init__("tests.selective")
+        self.seen = []
+
+    def forward_with_residuals(self, a, b, *, cfg):
+        return a @ b, ()
+
+    def backward(self, residuals, cotangents, a, b, *, cfg, wanted):
+        self.seen.append(wanted)
+        (d_out,) = cotangents
+        return {"a": d_out @ b.T if "a" in wanted else None, "b": a.T @ d_out if "b" in wanted else None}
+
+
+@pytest.mark.parametrize(("argnums", "wanted"), [(0, {"a"}), (1, {"b"}), ((0, 1), {"a", "b"})])
+def test_a_backward_pass_knows_which_gradients_are_used(argnums, wanted):
+    kernel, run = Selective(), Watched().run
+    got = jax.grad(loss_of(lambda a, b: run(kernel, a, b)), argnums)(A, B)
+    close(got, jax.grad(loss_of(jnp.matmul), argnums)(A, B))
+    assert set(kernel.seen) == {frozenset(wanted)}

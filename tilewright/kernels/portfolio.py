@@ -543,11 +543,25 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
             results = self.forward_results(inputs, cfg)
             return self.outputs(inputs, results, **kwargs), results
 
+    def differentiated(self, inputs: Inputs, wanted: frozenset[str]) -> Inputs:
+        """The inputs of a backward pass of which only the gradients of the arguments ``wanted`` are used.
+
+        By default they do not say so, and every gradient is computed.
+        """
+        return inputs
+
     def backward(
-        self, residuals: Results, cotangents: tuple[Any, ...], *args: object, cfg: Choice, **kwargs: object
+        self,
+        residuals: Results,
+        cotangents: tuple[Any, ...],
+        *args: object,
+        cfg: Choice,
+        wanted: frozenset[str] | None = None,
+        **kwargs: object,
     ) -> dict[str, Any]:
         with without_x64(args, kwargs):
             inputs = self.inputs(*args, **kwargs)
+            inputs = inputs if wanted is None else self.differentiated(inputs, wanted)
             result_cotangents = self.cotangents(inputs, residuals, cotangents, **kwargs)
             backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
             gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, result_cotangents)

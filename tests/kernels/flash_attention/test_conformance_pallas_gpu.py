@@ -96,6 +96,23 @@ def test_adds_a_bias(bias: str):
     run(case, FORWARD[0], BACKWARD[0])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_constant_bias_gets_no_gradient(deterministic: bool):
+    case = AttentionCase("", 1, 70, 150, heads=2, head_dim=64, dtype="bfloat16", bias="hqk")
+    inputs = dataclasses.replace(inputs_of(case), bias_is_constant=True)
+    params = HopperBackwardParams(64, 2, deterministic)
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    with mock.patch.object(backend, "BiasGradient", side_effect=AssertionError):
+        out, lse = jax.jit(lambda inputs: backend.PallasGpuFlashAttention().forward(inputs, FORWARD[0]))(inputs)
+        gradients = jax.jit(
+            lambda inputs, results, d: backend.PallasGpuFlashAttention().backward(inputs, results, d, params)
+        )(inputs, (out, lse), (d_out, d_lse))
+    assert gradients.pop("bias") is None
+    exact, low = ({k: v for k, v in each.arrays.items() if k != "bias"} for each in (exact, low))
+    judge({"out": out, "lse": lse, **gradients}, exact, low, 2.0)
+
+
 @pytest.mark.parametrize("scale", sampled([-0.5, 0.0], test=[-0.5]))
 def test_a_scale_that_turns_masked_logits(scale: float):
     case = AttentionCase(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,13 @@ from tests.support.suites import crossed, sampled
 from tilewright.kernels.dropout import keep_mask
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.xla import backward
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling, is_unrolled, schedule
 from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, TileGrid, WindowMask
+from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
@@ -365,3 +368,25 @@ def test_tiles_are_finer_where_the_mask_empties_more():
     assert block(512, CausalMask()) == 256
     assert block(2048, WindowMask(63, 0)) == 128
     assert block(1000, None) == 512  # two tiles, a multiple of 16
+
+
+@pytest.mark.parametrize("argnums", [(0, 1, 2), (0, 1, 2, 3)])
+def test_the_gradient_of_a_bias_is_computed_only_where_it_is_used(argnums: tuple[int, ...]):
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(each, (1, 48, 2, 16)) for each in keys[:3])
+    bias = jax.random.normal(keys[3], (2, 48, 48))
+
+    def loss(query, key, value, bias, attention):
+        return jnp.sin(attention(query, key, value, bias)).sum()
+
+    def plain(query, key, value, bias):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 4 + bias
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), value)
+
+    with mock.patch.object(backward, "_add_bias", side_effect=backward._add_bias) as added:
+        attention = functools.partial(flash_attention, platform="xla")
+        got = jax.grad(functools.partial(loss, attention=attention), argnums)(query, key, value, bias)
+    want = jax.grad(functools.partial(loss, attention=plain), argnums)(query, key, value, bias)
+    assert added.called == (3 in argnums)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

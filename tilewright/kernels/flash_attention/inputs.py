@@ -31,7 +31,8 @@ class AttentionInputs:
     Causality, window, segments, lengths, packed lengths and an explicit mask are all folded into ``mask`` (``None``:
     every position is visible). ``bias`` has rank 4, each dimension full or 1. If these arrays are a device's part of a
     call, ``dropout_origin`` holds the indices of the first batch element and query head in the whole call, from which
-    the dropout generator counts.
+    the dropout generator counts. ``bias_is_constant`` says to a backward pass that nobody uses the gradient of the
+    bias, which is as large as the scores.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
@@ -43,6 +44,12 @@ class AttentionInputs:
     dropout_seed: UInt32[Array, "2"] | None
     options: AttentionOptions
     dropout_origin: UInt32[Array, "2"] | None = None
+    bias_is_constant: bool = False
+
+    @property
+    def differentiated_bias(self) -> jax.Array | None:
+        """The bias if its gradient is wanted."""
+        return None if self.bias_is_constant else self.bias
 
     @property
     def is_empty(self) -> bool:
@@ -53,7 +60,7 @@ class AttentionInputs:
 jax.tree_util.register_dataclass(
     AttentionInputs,
     data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin"],
-    meta_fields=["options"],
+    meta_fields=["options", "bias_is_constant"],
 )
 
 

@@ -1,5 +1,6 @@
 """Flash attention: the argument list, and the parts that all its backends share."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -196,6 +197,10 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         if unbatched:
             d_out, d_lse = d_out[None], None if d_lse is None else d_lse[None]
         return d_out, d_lse
+
+    def differentiated(self, inputs: AttentionInputs, wanted: frozenset[str]) -> AttentionInputs:
+        """The inputs, with a bias as a constant where nobody uses its gradient."""
+        return dataclasses.replace(inputs, bias_is_constant="bias" not in wanted)
 
     def reference(self, *args: Any, **kwargs: Any) -> Output | Results:
         """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""

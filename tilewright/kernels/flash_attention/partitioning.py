@@ -98,6 +98,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             softmax_aux=None if inputs.softmax_aux is None else sinks,
             dropout_seed=None if inputs.dropout_seed is None else replicated,
             options=inputs.options,
+            bias_is_constant=inputs.bias_is_constant,
         ),
         results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),
         gradients=gradients,

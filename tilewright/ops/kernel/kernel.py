@@ -43,7 +43,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     - ``run_triton``, ``run_pallas``, ``run_cuda``, ``run_xla``: like ``run``, for one platform.
     - ``custom_vjp(primals, cfg, kwargs, cotangents)``: gradients, recomputing what they need.
     - ``forward_with_residuals(*args, cfg, **kwargs) -> (out, residuals)`` and
-      ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept.
+      ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept. If it has a
+      keyword parameter ``wanted``, it gets the names of the arguments whose gradients are used; others may be None.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
 
     ``cotangents`` is a tuple with one entry per output. Gradients are returned as a tuple with one entry per positional

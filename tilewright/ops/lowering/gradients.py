@@ -55,6 +55,15 @@ def select_gradients(
     ]
 
 
+def wanted_names(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[bool, ...]
+) -> frozenset[str]:
+    """The names of the arguments that have an array whose gradient is requested; all names if ``wanted`` is empty."""
+    named = [*zip(argument_names(kernel, len(args)), args, strict=True), *kwargs.items()]
+    labels = [name for name, value in named for _ in split(value)[0]]
+    return frozenset(name for name, is_wanted in zip(labels, wanted or [True] * len(labels), strict=True) if is_wanted)
+
+
 def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: object) -> list[Any]:
     try:
         leaves = structure.tree.flatten_up_to(gradient)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure
 from tilewright.ops.kernel.kernel import Kernel
 from tilewright.ops.kernel.optional import optional_method, platform_hook
-from tilewright.ops.lowering.gradients import select_gradients
+from tilewright.ops.lowering.gradients import select_gradients, wanted_names
 from tilewright.ops.lowering.labels import without_label
 from tilewright.ops.lowering.surroundings import choice_settings, without_source_locations
 from tilewright.ops.types import Device, MappedAxis
@@ -69,10 +70,16 @@ def _backward_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Ar
     residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
     backward = optional_method(stage.kernel, "backward")
     if backward is not None:
-        gradients = backward(residuals, cotangents, *args, cfg=cfg, **kwargs)
+        needs = {"wanted": wanted_names(stage.kernel, args, kwargs, stage.wanted)} if _takes_wanted(backward) else {}
+        gradients = backward(residuals, cotangents, *args, cfg=cfg, **needs, **kwargs)
     else:
         gradients = optional_method(stage.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
     return select_gradients(stage.kernel, args, kwargs, gradients, stage.wanted)
+
+
+def _takes_wanted(backward: Callable[..., Any]) -> bool:
+    parameter = inspect.signature(backward).parameters.get("wanted")
+    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 _STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}

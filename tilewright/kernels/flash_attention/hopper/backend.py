@@ -266,7 +266,7 @@ class PallasGpuFlashAttention(
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        bias_gradient = bias_gradient_of(inputs.bias, (batch, heads, q_length, kv_length), params)
+        bias_gradient = bias_gradient_of(inputs.differentiated_bias, (batch, heads, q_length, kv_length), params)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled)
         query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))

@@ -31,21 +31,22 @@ from tilewright.kernels.softmax import accumulation_dtype
 def attention_backward(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None, tiling: Tiling
 ) -> dict[str, Array | None]:
-    """Gradients by argument name; None for an absent bias or absent sinks."""
+    """Gradients by argument name; None for a bias or sinks that are absent, and for a constant bias."""
     caller_inputs = inputs
     axes = varying_axes((inputs, d_out))
     inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
     dtype = accumulation_dtype(inputs.query.dtype)
-    d_bias = None if inputs.bias is None else vary_over(axes, jnp.zeros(inputs.bias.shape, dtype))
+    bias = inputs.differentiated_bias
+    d_bias = None if bias is None else vary_over(axes, jnp.zeros(bias.shape, dtype))
 
     def run_step(step, d_bias):
         return _step(inputs, d_out, exponent, delta, tiling, step, d_bias)
 
     d_bias, (d_query, d_key, d_value) = over_steps(tiling, run_step, pad_scores(d_bias, tiling))
     batch, q_length, heads, _ = inputs.query.shape
-    if inputs.bias is not None:
-        d_bias = d_bias[tuple(slice(0, size) for size in inputs.bias.shape)].astype(inputs.bias.dtype)
+    if bias is not None:
+        d_bias = d_bias[tuple(slice(0, size) for size in bias.shape)].astype(bias.dtype)
     gradients = {
         "query": jnp.moveaxis(d_query, 3, 1).reshape(batch, q_length, heads, -1),
         "key": jnp.moveaxis(d_key, 2, 1),
@@ -58,7 +59,7 @@ def attention_backward(
 
 def _summed_as(argument: jax.Array | None, gradient: jax.Array | None) -> Any:
     """Inside ``shard_map``, the sum over the devices that share an argument."""
-    if argument is None:
+    if argument is None or gradient is None:
         return None
     shared = tuple(sorted(varying_axes(gradient) - varying_axes(argument)))
     return lax.psum(gradient, shared) if shared else gradient
