@@ -74,12 +74,20 @@ def test_configs(configs: tuple[HopperForwardParams, HopperBackwardParams], caus
 @pytest.mark.parametrize(
     ("parts", "head_dim", "value_dim", "deterministic"),
     sampled(
-        [(2, 64, 64, False), (3, 128, 128, False), (3, 40, 64, False), (5, 72, 72, True), (2, 128, 64, False)],
-        test=[(3, 40, 64, False), (5, 72, 72, True)],
+        [
+            (1, 64, 64, False),
+            (1, 128, 128, True),
+            (2, 64, 64, False),
+            (3, 128, 128, False),
+            (3, 40, 64, False),
+            (5, 72, 72, True),
+            (2, 128, 64, False),
+        ],
+        test=[(1, 64, 64, False), (3, 40, 64, False), (5, 72, 72, True)],
     ),
 )
 def test_split_query_heads(parts: int, head_dim: int, value_dim: int, deterministic: bool):
-    """With 3 parts of 5 query heads, the last part has one."""
+    """So few items are split among all SMs: here as the test says. Of 3 parts of 5 heads the last has one."""
     split = functools.partial(GroupParts, parts=parts)
     sizes = {"batch": 2, "q_length": 130, "kv_length": 190, "heads": 10, "kv_heads": 2}
     case = AttentionCase(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tests.kernels.flash_attention.conformance import ConformanceCase, cotangent
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
@@ -159,6 +161,28 @@ def test_the_gradient_of_a_shared_bias_takes_shared_memory():
     for bias_shape, size in (((1, 3, 100, 200), BLOCK * BLOCK * 4), (shape, 0)):
         gradient = BiasGradient(bias_shape, jnp.bfloat16, shape, False)
         assert dataclasses.replace(plain, bias_gradient=gradient).shared_bytes == plain.shared_bytes + size
+
+
+@pytest.mark.parametrize(
+    ("parts", "head_dim", "params"),
+    sampled(
+        [(1, 192, DETERMINISTIC), (1, 192, FUSED), (2, 160, FUSED), (4, 192, DETERMINISTIC)], test=[(2, 160, FUSED)]
+    ),
+)
+def test_parts_of_query_heads(parts: int, head_dim: int, params: WideBackwardParams) -> None:
+    """So few items are split among all SMs: here into as many as the test says, or not at all."""
+    case = wide(heads=8, kv_heads=2, head_dim=head_dim, causal=True)
+    with mock.patch.object(backend, "group_parts", return_value=GroupParts(4, parts)):
+        run(case, params)
+
+
+def test_parts_of_wide_heads_are_of_one_size() -> None:
+    case = wide(heads=3, kv_heads=1)
+    with (
+        mock.patch.object(backend, "group_parts", return_value=GroupParts(3, 2)),
+        pytest.raises(ValueError, match="of one size"),
+    ):
+        run(case, DETERMINISTIC)
 
 
 def test_a_place_for_d_query_belongs_to_sums():

@@ -12,7 +12,7 @@ from tilewright.kernels.flash_attention.hopper import heuristics
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of_problem
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.schedule import makespan
@@ -76,6 +76,15 @@ def test_one_key_head_is_split_among_all_sms(options: dict[str, int]):
     group = heuristics.group_parts(of, plan, SMS)
     assert (group.parts - 1) * group.size < group.group <= group.parts * group.size
     assert group.parts * 16 >= 0.9 * SMS
+
+
+def test_parts_of_wide_heads_are_of_one_size():
+    of = problem(4, 2047, 16, 256, kv_heads=1, causal=True)
+    plan = plan_of_problem(of, first(of, "backward"))
+    assert isinstance(plan, WideBackwardPlan)
+    parts = heuristics.group_parts(of, plan, SMS).parts
+    assert parts > 1
+    assert 16 % parts == 0
 
 
 def test_many_key_heads_are_not_split():

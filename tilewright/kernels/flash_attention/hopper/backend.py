@@ -15,7 +15,7 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.call import BackwardCall, GroupParts, KeyValueResults
+from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
     OverlappedConversion,
@@ -219,7 +219,9 @@ class PallasGpuFlashAttention(
             key_value = Footprint(blocks, threads + fused * WARPGROUP_THREADS, plan.shared_bytes)
             return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), threads)]
         assert isinstance(params, WideBackwardParams)
-        key_value = Footprint(by_keys(params.block_k), threads, plan.shared_bytes)
+        assert isinstance(plan, WideBackwardPlan)
+        blocks = by_keys(params.block_k) * group_parts(problem, plan, persistent).parts
+        key_value = Footprint(blocks, threads, plan.shared_bytes)
         if not params.deterministic:
             return [key_value]
         return [key_value, Footprint(by_queries(params.query_rows), threads, plan.shared_bytes)]
@@ -282,9 +284,8 @@ class PallasGpuFlashAttention(
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
-        group = GroupParts(heads // kv_heads)
-        if isinstance(plan, BackwardPlan):
-            group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
+        assert isinstance(plan, BackwardPlan | WideBackwardPlan)
+        group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
         call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled, group)
         d_query: Any = None
         accumulator: Any = None

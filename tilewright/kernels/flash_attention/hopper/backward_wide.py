@@ -69,7 +69,7 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
-from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, tile_layout
+from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = range(CONSUMERS + 1)
@@ -94,30 +94,34 @@ def wide_key_value_kernel(
       d_bias: a reference to zeros, the array of ``bias_gradient``.
     """
     params, options, dtype = call.params, call.options, call.query.dtype
-    batch, _, heads, head_dim = call.query.shape
+    batch, head_dim = call.query.shape[0], call.query.shape[3]
     kv_length, kv_heads, value_dim = call.value.shape[1:]
     plan = WideBackwardPlan(params, *call.padded_dims, dtype, bias_gradient, call.panelled)
     if params.deterministic != (dq_accumulator is None):
         raise ValueError(f"a dQ accumulator is for kernels that are not deterministic, got {params.deterministic=}")
     if plan.reason:
         raise ValueError(f"{params} {plan.reason}")
+    if call.parts.group % call.parts.parts:
+        raise ValueError(f"parts of wide heads are all of one size, got {call.parts}")
     operands = WideKeyValueOperands[object](
         *call.operands, call.statistics, dq_accumulator, d_bias, order, tables, transposed(call.arrays)
     )
-    results = KeyValueResults(
-        jax.ShapeDtypeStruct((batch, kv_length, kv_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((batch, kv_length, kv_heads, value_dim), dtype),
-    )
+    dims, rows = (head_dim, value_dim), kv_length
+    if call.parts.parts > 1:
+        # Stored from registers, as whole tiles: a stage of the rings has no place for float32.
+        dims, rows, dtype = call.padded_dims, schedule.extent.row_tiles * BLOCK, jnp.dtype(jnp.float32)
+    d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads * call.parts.parts, dim), dtype) for dim in dims)
+    results = KeyValueResults(d_key, d_value)
 
     def body(
         operands: WideKeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: WideKeyValueScratch[Ring, Ref]
     ) -> None:
-        ctx = WideContext(plan, options, schedule, kv_heads, heads // kv_heads, operands, results, scratch)
+        ctx = WideContext(plan, options, schedule, kv_heads, call.parts, operands, results, scratch)
         for warpgroup, role in ((DV_WARPGROUP, compute_dv), (DK_WARPGROUP, compute_dk), (PRODUCER, load_tiles)):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(role, ctx))
 
     scratch = plan.scratch(has_separate_ds_factor(options))
-    num_ctas = batch * kv_heads * schedule.extent.row_tiles
+    num_ctas = batch * kv_heads * call.parts.parts * schedule.extent.row_tiles
     return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
 
 
@@ -126,8 +130,8 @@ def load_tiles(ctx: WideContext) -> None:
     plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
     item = ctx.decode(ctx.current_item())
     b, iterations, refs, rings = item.batch, item.iterations, ctx.operands, ctx.scratch
-    kv_rows = pl.ds(item.kv_start, BLOCK)
-    rings.k.load_from_dram(0, refs.key.at[b, kv_rows, item.kv_head])
+    kv_head, kv_rows = ctx.parts.key_head(item.key_part), pl.ds(item.kv_start, BLOCK)
+    rings.k.load_from_dram(0, refs.key.at[b, kv_rows, kv_head])
 
     def load_step(step: Scalar, iteration: QueryIteration) -> QueryIteration:
         head, rows = iterations.head(iteration), pl.ds(iterations.q_start(iteration), BLOCK)
@@ -137,7 +141,7 @@ def load_tiles(ctx: WideContext) -> None:
         @pl.when(step == 0)
         def _() -> None:
             # Behind K and the first Q, which S needs earlier.
-            rings.v.load_from_dram(0, refs.value.at[b, kv_rows, item.kv_head])
+            rings.v.load_from_dram(0, refs.value.at[b, kv_rows, kv_head])
 
         rings.minus_delta.load_from_dram(step, refs.statistics.at[b, head, MINUS_DELTA, rows])
         rings.d_out.load_from_dram(step, refs.d_out.at[b, rows, head])
@@ -182,7 +186,13 @@ def add_to_dq(
 
 
 def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -> None:
-    """Stores dK or dV by TMA, through the stage of a step that is no longer needed."""
+    """Stores dK or dV: by TMA through the stage of a step that is no longer needed, parts of sums from registers."""
+    if target.dtype == jnp.float32:
+        store_unoptimised(target, gradient)
+        plgpu.wait_smem_to_gmem(
+            0
+        )  # the last reductions of dQ and of a bias read shared memory, which ends with the CTA
+        return
     stage = ring.smem.at[ring.slot(step)]
     stage[...] = gradient.astype(stage.dtype)
     plgpu.commit_smem()
@@ -207,8 +217,8 @@ def compute_dv(ctx: WideContext) -> None:
         dv = dv * (1 / (1 - options.dropout_prob))
     # Once the dK warpgroup has released the last P, its last MMA with dO is over, and the stage of dO is free.
     ctx.scratch.p.drain(steps - 1)
-    b, kv_head, kv_start, _ = ctx.decode(item_in_step(item, steps))
-    store_gradient(ctx.scratch.d_out, steps - 1, dv, ctx.results.d_value.at[b, pl.ds(kv_start, BLOCK), kv_head])
+    b, key_part, kv_start, _ = ctx.decode(item_in_step(item, steps))
+    store_gradient(ctx.scratch.d_out, steps - 1, dv, ctx.results.d_value.at[b, pl.ds(kv_start, BLOCK), key_part])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -340,9 +350,9 @@ def compute_dk(ctx: WideContext) -> None:
     steps = iterations.total
     accumulate = functools.partial(DkWarpgroup(ctx, item).accumulate, iterations, steps)
     dk = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.head_dim), jnp.float32)) * ctx.options.scale
-    b, kv_head, kv_start, _ = ctx.decode(item_in_step(item, steps))
+    b, key_part, kv_start, _ = ctx.decode(item_in_step(item, steps))
     # The last S was computed before the last dS: nothing reads the stage of Q any more.
-    store_gradient(ctx.scratch.q, steps - 1, dk, ctx.results.d_key.at[b, pl.ds(kv_start, BLOCK), kv_head])
+    store_gradient(ctx.scratch.q, steps - 1, dk, ctx.results.d_key.at[b, pl.ds(kv_start, BLOCK), key_part])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.call import KeyValueResults
+from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
@@ -49,10 +49,14 @@ class WideKeyValueOperands[Operand](NamedTuple):
 
 
 class WideItem(NamedTuple):
-    """A decoded work item: a tile of 64 keys of a key head."""
+    """A decoded work item: a tile of 64 keys of a key head.
+
+    Attributes:
+      key_part: a part of a key head's query heads (`GroupParts`), or the key head if there is one part.
+    """
 
     batch: Scalar
-    kv_head: Scalar
+    key_part: Scalar
     kv_start: Scalar
     iterations: QueryIterations
 
@@ -67,14 +71,14 @@ class WideContext:
     """All that the roles of the kernel share.
 
     Attributes:
-      group: query heads of a key head.
+      parts: of the query heads of a key head, all of one size.
     """
 
     plan: WideBackwardPlan
     options: ScoreOptions
     schedule: TileSchedule
     kv_heads: int
-    group: int
+    parts: GroupParts
     operands: WideKeyValueOperands[Ref]
     results: KeyValueResults[Ref]
     scratch: WideKeyValueScratch[Ring, Ref]
@@ -100,9 +104,8 @@ class WideContext:
 
     def decode(self, item: Scalar) -> WideItem:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
-        b, kv_head, kv_tile = decode_tile_index(item, self.schedule.extent.row_tiles, self.kv_heads)
+        key_parts, size = self.kv_heads * self.parts.parts, self.parts.size
+        b, key_part, kv_tile = decode_tile_index(item, self.schedule.extent.row_tiles, key_parts)
         zero = opaque_zero(jnp.int32(0) + item)
-        iterations = QueryIterations.of(
-            self.schedule, self.operands.tables, b, kv_head * self.group, self.group, kv_tile, zero
-        )
-        return WideItem(b, kv_head, kv_tile * BLOCK, iterations)
+        iterations = QueryIterations.of(self.schedule, self.operands.tables, b, key_part * size, size, kv_tile, zero)
+        return WideItem(b, key_part, kv_tile * BLOCK, iterations)

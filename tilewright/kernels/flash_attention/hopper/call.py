@@ -70,7 +70,7 @@ class BackwardCall[Params: BackwardParams]:
       arrays: for tiles ``[queries, keys]``.
       padded_dims: head_dim and value_dim that the kernels compute with.
       panelled: whether tiles of the arrays lie in panels.
-      parts: of the query heads of a key head, in the kernel for dK and dV up to head_dim 128.
+      parts: of the query heads of a key head, in the kernel for dK and dV.
     """
 
     query: jax.Array

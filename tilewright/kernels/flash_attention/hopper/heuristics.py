@@ -18,7 +18,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Extent
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -140,7 +140,7 @@ def narrow_backward_candidates(problem: AttentionProblem, widest: int) -> list[B
     return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
 
 
-def group_parts(problem: AttentionProblem, plan: BackwardPlan, num_sms: int) -> GroupParts:
+def group_parts(problem: AttentionProblem, plan: BackwardPlan | WideBackwardPlan, num_sms: int) -> GroupParts:
     """The parts of the query heads of a key head, so that all SMs have work where there are few key heads.
 
     A part of fewer heads makes shorter items and more of them; dK and dV are then sums of float32 parts, whose bytes
@@ -148,9 +148,14 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan, num_sms: int) -> 
     """
     group = problem.heads // problem.kv_heads
     whole = GroupParts(group)
-    partial = dataclasses.replace(plan, partial_gradients=True)
-    if group == 1 or partial.shared_bytes > SHARED_BYTES:
+    if group == 1:
         return whole
+    # Wide heads store parts from registers, which takes no shared memory, and all parts are of one size.
+    wide = isinstance(plan, WideBackwardPlan)
+    if isinstance(plan, BackwardPlan):
+        partial = dataclasses.replace(plan, partial_gradients=True)
+        if partial.shared_bytes > SHARED_BYTES:
+            return whole
     params = plan.params
     extent = Extent(problem.kv_length, problem.q_length, params.block_k, params.block_q)
     rows = BandSchedule(extent, split_mask(problem.mask)[0].transposed, True, False).counts()[1]
@@ -165,7 +170,8 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan, num_sms: int) -> 
         return makespan(rows * parts.size + ITEM_OVERHEAD, matrices * parts.parts, num_sms) + copies
 
     # Sizes rather than counts: 71 heads are split into parts of 9, the last of 8.
-    splits = [GroupParts(group, -(-group // size)) for size in sorted({-(-group // n) for n in range(2, group + 1)})]
+    sizes = sorted({-(-group // n) for n in range(2, group + 1)})
+    splits = [GroupParts(group, -(-group // size)) for size in sizes if not wide or group % size == 0]
     best = min(splits, key=time)
     return best if time(best) < MIN_SPLIT_GAIN * time(whole) else whole
 
