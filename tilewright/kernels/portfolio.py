@@ -19,6 +19,7 @@ import numpy as np
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
+from tilewright.kernels.measured import measured_result
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
@@ -304,7 +305,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         names = [each.implementation for each in order]
         if name not in names:
             return f"supported, but excluded by platform={', '.join(inv.abstract_kwargs['platform'])} of the call"
-        if result := _measured_result(name, measured, cfg):
+        if result := measured_result(name, measured, cfg):
             return result
         choice = order[names.index(name)]
         if cfg.implementation not in names[: names.index(name)]:
@@ -587,21 +588,6 @@ def _choice_of(implementation: Implementation, problem: object, inv: Invocation[
     """An implementation's heuristic choice."""
     params = implementation.heuristic(problem, inv.target, inv.direction)
     return Choice(implementation.platform, implementation.algorithm, params)
-
-
-def _measured_result(name: str, measured: Sequence[Any], chosen: Choice) -> str:
-    """The result of one implementation's candidates in a tuning, relative to the chosen one; empty without any."""
-    candidates = [each for each in measured if each.config.implementation == name]
-    if not candidates:
-        return ""
-    chosen_ms = next((each.time_ms for each in measured if each.config == chosen and each.eligible), None)
-    times = [each.time_ms for each in candidates if each.eligible]
-    if not times:
-        failed = [each for each in candidates if not each.dropped]
-        how = f"every candidate failed: {failed[0].error}" if failed else f"not measured: {candidates[0].error}"
-        return f"supported, but {how}"
-    distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
-    return f"supported, and measured at {min(times):.4g} ms at best{distance}"
 
 
 _NAMES = frozenset(str(platform) for platform in Platform)
