@@ -133,12 +133,12 @@ def program(compilation: Compilation) -> tuple[Any, tuple[Any, ...]]:
     )
 
 
-SPILLED_ADDRESSES = 52
+SPILLED_ADDRESSES = 48
 """Bytes that the fused backward kernel up to head_dim 128 may spill: addresses of shared memory that it computes once
-and reloads once or twice in a step, of some 600 instructions. Computing the next scores beside dK is worth it: 2 %.
-Where query heads are split (one key head), dK and dV are stored in halves of float32, which takes 4 bytes more."""
+and reloads once or twice in a step, of some 600 instructions. Computing the next scores beside dK is worth it: 2 %."""
 
-SPILLED_WITH_DROPOUT = {
+SPILLED_BY_CALL = {
+    "one_kv_head": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, stored in halves of float32
     "dropout_d256": 4,
     "dropout_segments_d128": 8,
     "dropout_segments_d256": 12,
@@ -148,8 +148,8 @@ SPILLED_WITH_DROPOUT = {
     "everything_d128": 216,  # 156 while its query heads were not split
     "everything_d256": 4,
 }
-"""Bytes that backward kernels spill beside dropout's generator, by call, the most of jax 0.11.2 and 0.12: to be mended.
-No other config serves these calls on the card, and the generator takes most of their time."""
+"""Bytes that backward kernels spill, by call, the most of jax 0.11.2 and 0.12: to be mended. All but the first draw
+dropout's random bits: no other config serves these calls on the card, and the generator takes most of their time."""
 
 
 @pytest.mark.parametrize("compilation", list(compilations()), ids=lambda compilation: compilation.name)
@@ -162,6 +162,6 @@ def test_compiles_without_spills(compilation: Compilation) -> None:
         allowed = SPILLED_ADDRESSES
     name, _, rest = compilation.name.partition("-")
     if rest.startswith("backward"):
-        allowed = max(allowed, SPILLED_WITH_DROPOUT.get(name, 0))
+        allowed = max(allowed, SPILLED_BY_CALL.get(name, 0))
     faulty = [report for report in reports if report.serialised or report.spill_loads > allowed]
     assert [fault for report in faulty for fault in report.faults] == []

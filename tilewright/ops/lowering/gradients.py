@@ -37,7 +37,6 @@ def select_gradients(
     if unknown:
         raise TypeError(f"{kernel!r} returned gradients for {sorted(unknown)}, which are no arguments of the call")
     given: list[Any] = []
-    labels: list[str] = []
     for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
         arrays, structure = split(value)
         gradient = by_name.get(name)
@@ -45,12 +44,13 @@ def select_gradients(
         if gradient is not None:
             found = _gradient_leaves(kernel, name, structure, gradient)
         given += found
-        labels += [name] * len(arrays)
     if not wanted:
         return given
     return [
         _checked(kernel, label, gradient, array)
-        for label, gradient, array, is_wanted in zip(labels, given, split((args, kwargs))[0], wanted, strict=True)
+        for label, gradient, array, is_wanted in zip(
+            _array_labels(kernel, args, kwargs), given, split((args, kwargs))[0], wanted, strict=True
+        )
         if is_wanted
     ]
 
@@ -59,9 +59,14 @@ def wanted_names(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[bool, ...]
 ) -> frozenset[str]:
     """The names of the arguments that have an array whose gradient is requested; all names if ``wanted`` is empty."""
-    named = [*zip(argument_names(kernel, len(args)), args, strict=True), *kwargs.items()]
-    labels = [name for name, value in named for _ in split(value)[0]]
+    labels = _array_labels(kernel, args, kwargs)
     return frozenset(name for name, is_wanted in zip(labels, wanted or [True] * len(labels), strict=True) if is_wanted)
+
+
+def _array_labels(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The argument's name for each array of a call."""
+    named = [*zip(argument_names(kernel, len(args)), args, strict=True), *kwargs.items()]
+    return [name for name, value in named for _ in split(value)[0]]
 
 
 def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: object) -> list[Any]:

@@ -41,17 +41,22 @@ more matmuls, 4 FLOPs for each element and visible key. Their times are equal at
 FLOPS_PER_BYTE = 200
 """FLOPs of a backward step in the time of a byte of global memory: 600 TFLOP/s beside 3 TB/s."""
 
-MIN_SPLIT_GAIN = 0.9
-"""Time, relative to undivided groups, from which query heads of a key head are split: the model is no better."""
+MAX_SPLIT_TIME = 0.9
+"""Longest time, relative to undivided groups, for which query heads of a key head are split: the model is no better."""
 
 UNREDUCED_BYTES = 256 << 20
 """Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
 
 
-def steps_of_rows(problem: AttentionProblem, block_q: int, block_k: int) -> np.ndarray:
-    """Steps of each row of tiles, as far as the static band of the mask tells."""
-    extent = Extent(problem.q_length, problem.kv_length, block_q, block_k)
-    return BandSchedule(extent, split_mask(problem.mask)[0], False, True).counts()[1]
+def steps_of_rows(problem: AttentionProblem, block_q: int, block_k: int, *, transposed: bool = False) -> np.ndarray:
+    """Steps of each row of tiles, of queries or, transposed, of keys, as far as the static band of the mask tells."""
+    band = split_mask(problem.mask)[0]
+    if transposed:
+        extent, band = Extent(problem.kv_length, problem.q_length, block_k, block_q), band.transposed
+    else:
+        extent = Extent(problem.q_length, problem.kv_length, block_q, block_k)
+    # Which tiles the ragged ends mask changes no number of steps.
+    return BandSchedule(extent, band, True, True).counts()[1]
 
 
 def forward_time(problem: AttentionProblem, params: HopperForwardParams, num_sms: int) -> float:
@@ -70,19 +75,16 @@ def visible_keys(problem: AttentionProblem) -> float:
 def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> list[HopperForwardParams]:
     """Configs of the forward kernel; ``widest`` is the wider of the padded head dims."""
     of_arrays = split_mask(problem.mask)[1]
-    if widest <= 64:
-        found = _narrow_forward(problem, num_sms)
-    else:
-        found = _tiles(problem, widest)
-    if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
-        found = sorted(found, key=lambda p: (p.persistent, not p.ping_pong and not problem.dropout))
-    plain = problem.bias is None and problem.options.logits_soft_cap is None
     if of_arrays is not None and widest > 128:
         # As many keys as leave the registers that masks and the generator take.
-        few = 64 if plain else 32
+        plain = problem.bias is None and problem.options.logits_soft_cap is None
+        block_k = 64 if plain else 32
         if problem.dropout:
-            few = 32 if plain and not isinstance(of_arrays, AndMask) else 16
-        return [HopperForwardParams(128, few, 2, False, False)]
+            block_k = 32 if plain and not isinstance(of_arrays, AndMask) else 16
+        return [HopperForwardParams(128, block_k, 2, False, False)]
+    found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
+    if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
+        found = sorted(found, key=lambda p: (p.persistent, not p.ping_pong and not problem.dropout))
     if problem.dropout:  # the generator's registers
         found = [
             HopperForwardParams(p.block_q, 64, 2, p.persistent, p.ping_pong)
@@ -98,18 +100,19 @@ def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwa
     if problem.options.logits_soft_cap is not None or problem.kv_length <= 128:
         # Three consumers have too few registers for a cap, and for a mask in the only step, which is no loop then.
         found = found[2:]
-    shorter = HopperForwardParams(128, 128, 2, True, False)
+    # Few steps an item leave the ping-pong nothing to overlap: without it short sequences are faster.
+    without_turns = HopperForwardParams(128, 128, 2, True, False)
     if problem.mask is None or problem.q_length <= 1024:
-        found = [*found[:-1], shorter, found[-1]]
+        found = [*found[:-1], without_turns, found[-1]]
     if split_mask(problem.mask)[1] is not None:
         return found
     best = min(found, key=lambda params: forward_time(problem, params, num_sms))
     if best.block_q == 128 and problem.q_length <= 1024:
-        best = shorter
+        best = without_turns
     return [best, *(params for params in found if params != best)]
 
 
-def _tiles(problem: AttentionProblem, widest: int) -> list[HopperForwardParams]:
+def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForwardParams]:
     """Tiles of 128 queries, beyond head_dim 64."""
     if widest > 128:
         found = _params([(128, 80, False, False), (128, 64, False, False)])
@@ -157,8 +160,7 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan | WideBackwardPlan
         if partial.shared_bytes > SHARED_BYTES:
             return whole
     params = plan.params
-    extent = Extent(problem.kv_length, problem.q_length, params.block_k, params.block_q)
-    rows = BandSchedule(extent, split_mask(problem.mask)[0].transposed, True, False).counts()[1]
+    rows = steps_of_rows(problem, params.block_q, params.block_k, transposed=True)
     matrices = problem.batch * problem.kv_heads
     # Written once, read once.
     part_bytes = 2 * 4 * matrices * problem.kv_length * (plan.head_dim + plan.value_dim)
@@ -173,7 +175,7 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan | WideBackwardPlan
     sizes = sorted({-(-group // n) for n in range(2, group + 1)})
     splits = [GroupParts(group, -(-group // size)) for size in sizes if not wide or group % size == 0]
     best = min(splits, key=time)
-    return best if time(best) < MIN_SPLIT_GAIN * time(whole) else whole
+    return best if time(best) < MAX_SPLIT_TIME * time(whole) else whole
 
 
 def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
