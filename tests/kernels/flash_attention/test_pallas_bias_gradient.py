@@ -120,7 +120,11 @@ def test_tiles_that_nothing_sees_are_zeros():
 def test_what_is_stored():
     scores = (2, 3, 100, 200)
     whole = BiasGradient((2, 3, 100, 200), jnp.bfloat16, scores, False)
-    assert (whole.shape, whole.dtype, whole.added) == ((2, 3, 256, 128), jnp.bfloat16, False)
+    assert (whole.shape, whole.dtype, whole.added) == ((2, 3, 100, 200), jnp.bfloat16, False)
+    ragged = BiasGradient((2, 3, 100, 197), jnp.bfloat16, (2, 3, 100, 197), False)
+    assert ragged.shape == (2, 3, 100, 200)
+    exact = dataclasses.replace(whole, bias_dtype=jnp.float32)
+    assert (exact.shape, exact.dtype, exact.added) == ((2, 3, 256, 128), jnp.float32, False)
     shared = BiasGradient((1, 3, 100, 200), jnp.bfloat16, scores, False)
     assert (shared.shape, shared.dtype, shared.added) == ((1, 3, 128, 256), jnp.float32, True)
     apart = dataclasses.replace(shared, deterministic=True)

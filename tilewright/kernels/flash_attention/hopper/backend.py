@@ -15,6 +15,7 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_tiles import staged_dtype
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
@@ -99,6 +100,7 @@ def plan_of(
     dtype: DTypeLike,
     bias_gradient: BiasGradient | None = None,
     panelled: bool = False,
+    bias_dtype: DTypeLike | None = None,
 ) -> Plan:
     """The shared memory and rings of a CTA with these params, at padded head dims.
 
@@ -108,13 +110,13 @@ def plan_of(
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
-        plan = ForwardPlan(params, head_dim, value_dim, dtype, panelled)
+        plan = ForwardPlan(params, head_dim, value_dim, dtype, panelled, bias_dtype)
     elif isinstance(params, WideBackwardParams) and wide:
-        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled)
+        plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled, bias_dtype)
         if plan.reason:
             raise ValueError(f"{params} at {head_dim=} {plan.reason}")
     elif isinstance(params, HopperBackwardParams) and not wide:
-        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled)
+        plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled, bias_dtype=bias_dtype)
     else:
         raise ValueError(
             f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
@@ -144,7 +146,7 @@ def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | Bac
     dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
     panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
     bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
-    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled)
+    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled, staged_dtype(problem.bias))
 
 
 class PallasGpuFlashAttention(
@@ -234,12 +236,13 @@ class PallasGpuFlashAttention(
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
         dims = padded_dim(head_dim), padded_dim(value_dim)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled)
+        bias_dtype = staged_dtype(inputs.bias)
+        plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled, bias_dtype=bias_dtype)
         assert isinstance(plan, ForwardPlan)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
         options, arrays = prepare_scores(
-            inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k
+            inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k, plan.stages_bias
         )
         out, lse = forward_kernel(
             aligned(inputs.query),
@@ -270,11 +273,17 @@ class PallasGpuFlashAttention(
         dims = padded_dim(head_dim), padded_dim(value_dim)
         bias_gradient = bias_gradient_of(inputs.differentiated_bias, (batch, heads, q_length, kv_length), params)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled)
+        bias_dtype = staged_dtype(inputs.bias)
+        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled, bias_dtype)
+        assert isinstance(plan, BackwardPlan | WideBackwardPlan)
+        group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
+        if isinstance(plan, BackwardPlan):
+            plan = dataclasses.replace(plan, partial_gradients=group.parts > 1)
+        bias_dtype = bias_dtype if plan.stages_bias else None
         query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))
         # To whole tiles of all kernels: 128 queries and 128 keys are the largest.
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128
-        options, arrays = prepare_scores(inputs, q_padded, kv_padded)
+        options, arrays = prepare_scores(inputs, q_padded, kv_padded, plan.stages_bias)
         out = aligned(results[0])
         lse = results[1].astype(jnp.float32)
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
@@ -284,9 +293,9 @@ class PallasGpuFlashAttention(
         shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
-        assert isinstance(plan, BackwardPlan | WideBackwardPlan)
-        group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
-        call = BackwardCall(query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled, group)
+        call = BackwardCall(
+            query, key, value, d_out, out, statistics, arrays, options, params, dims, panelled, group, bias_dtype
+        )
         d_query: Any = None
         accumulator: Any = None
         # Either kernel completes the statistics, which the kernel for dK and dV reads.
@@ -309,6 +318,8 @@ class PallasGpuFlashAttention(
         order = program_order(queue, batch * kv_heads * group.parts, at_once)
         bias_ref: Any = None
         if bias_gradient is not None:
+            order = bias_gradient.reordered(order, len(queue), kv_heads * group.parts)
+        if bias_gradient is not None and not bias_gradient.covered_by(schedule):
             bias_ref = jax.new_ref(jnp.zeros(bias_gradient.shape, bias_gradient.dtype))
         conversion: OverlappedConversion | None = None
         kernel: Any
@@ -334,12 +345,13 @@ class PallasGpuFlashAttention(
                 block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
                 tile=SharedTile((ROWS, dims[0]), query.dtype, panelled=panelled),
             )  # fmt: skip
+        d_bias = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[..., :head_dim],
             "key": group.total(found.d_key, key.dtype)[:, :kv_length, :, :head_dim],
             "value": group.total(found.d_value, value.dtype)[:, :kv_length, :, :value_dim],
-            "bias": None if bias_gradient is None else bias_gradient.result(jax.freeze(bias_ref)),
+            "bias": None if bias_gradient is None else bias_gradient.result(d_bias),
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }
 

@@ -98,29 +98,33 @@ def key_value_kernel(
     Args:
       lists: of ``program_lists``, over tiles of keys.
       dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
-      d_bias: a reference to zeros, the array of ``bias_gradient``.
+      d_bias: a reference to zeros, the array of ``bias_gradient``; None if the steps store all of it.
       counters: with ``conversion``, a reference to float32 zeros, ``[batch, kv_heads, *COUNTER_SHAPE]``.
     """
     batch, head_dim = call.query.shape[0], call.query.shape[3]
     kv_length, kv_heads, value_dim = call.value.shape[1:]
     dtype, options = call.query.dtype, call.options
-    plan = BackwardPlan(call.params, *call.padded_dims, dtype, bias_gradient, call.panelled, call.parts.parts > 1)
+    plan = BackwardPlan(
+        call.params, *call.padded_dims, dtype, bias_gradient, call.panelled, call.parts.parts > 1, call.bias_dtype
+    )
     operands: KeyValueOperands[object] = KeyValueOperands(
         *call.operands, call.statistics, dq_accumulator, d_bias, operands_of(lists),
         None if conversion is None else ConversionOperands(jnp.asarray(conversion.items), counters),
-        tables, transposed(call.arrays),
+        tables, transposed(call.arrays, plan.stages_bias),
     )  # fmt: skip
     # Gradients in registers are stored as whole tiles; TMA stores stop at the end of the array.
-    added = bias_gradient is not None and bias_gradient.added
-    rows = schedule.extent.row_tiles * call.params.block_k if added else kv_length
-    dims = call.padded_dims if added else (head_dim, value_dim)
+    whole = plan.stores_from_registers
+    rows = schedule.extent.row_tiles * call.params.block_k if whole else kv_length
+    dims = call.padded_dims if whole else (head_dim, value_dim)
     shapes = ((batch, rows, kv_heads * call.parts.parts, dim) for dim in dims)
     d_key, d_value = (jax.ShapeDtypeStruct(shape, plan.gradient_dtype) for shape in shapes)
     results = KeyValueResults(d_key, d_value)
     if conversion is not None:
         d_query = jax.ShapeDtypeStruct(call.query.shape, dtype)
         done = jax.ShapeDtypeStruct(lists[1].shape, jnp.int32)
-        results = KeyValueResults(d_key, d_value, ConversionResults(d_query, done))
+        results = results._replace(conversion=ConversionResults(d_query, done))
+    if bias_gradient is not None and d_bias is None:
+        results = results._replace(d_bias=jax.ShapeDtypeStruct(bias_gradient.shape, bias_gradient.dtype))
 
     def body(
         operands: KeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: KeyValueScratch[Ring, Ref]
@@ -158,6 +162,13 @@ def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Sca
         rings.statistics.load_from_dram(step.index, refs.statistics.at[b, step.head, :, rows])
         rings.q.load_from_dram(step.index, refs.query.at[b, rows, step.head])
         rings.d_out.load_from_dram(step.index, refs.d_out.at[b, rows, step.head])
+        if ctx.bias_tiles is not None:
+            # Last: its stage is free only when P of the step before is computed.
+            assert refs.arrays.bias is not None
+            for consumer in range(CONSUMERS):
+                kv_start = kv_tile * ctx.block_k + consumer * ROWS
+                coord = TileCoord(b, step.head, step.q_tile * ctx.block_q, kv_start, (ctx.block_q, ROWS), 0)
+                ctx.bias_tiles.load(step.index, consumer, refs.arrays.bias, coord)
 
     # K and V have one stage: the producer waits here until those of the item before are released, and loads queries of
     # this item only then.
@@ -326,7 +337,10 @@ def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
     options, arrays, may_mask = ctx.options, ctx.operands.arrays, ctx.schedule.may_mask
     tanh = None
     if not options.plain:
-        s, tanh = biased_and_capped(s, options, arrays, coord)
+        bias = None
+        if ctx.bias_tiles is not None:
+            bias = ctx.bias_tiles.read(step.index, ctx.warpgroup, transposed=True)
+        s, tanh = biased_and_capped(s, options, arrays, coord, bias)
         s = s + load_statistic(ctx, step.index, MINUS_LSE, 0, ctx.block_q)
 
     def exponentials(s: jax.Array, masked: bool) -> jax.Array:
@@ -381,7 +395,7 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     # Before dS is rounded below: the rounded registers are the operand of dK (see ``rounded`` in `softmax_tile`).
     plgpu.wgmma_wait(0)
     if ctx.bias_gradient is not None:
-        d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
+        d_bias, staging = ctx.d_bias, ctx.scratch.d_bias
         assert d_bias is not None
         sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
         ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
@@ -416,13 +430,15 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
     """Stores the gradients of a consumer's keys, by TMA where there are buffers."""
     ctx, scratch, results = tile.ctx, tile.ctx.scratch, tile.ctx.results
     rows, dtype = pl.ds(tile.kv_start, ROWS), ctx.plan.gradient_dtype
-    if scratch.dv is None:
+    if ctx.plan.stores_from_registers:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))
         return
     dk = dk * ctx.options.scale
-    dk_buffer = scratch.dv if scratch.dk is None else scratch.dk
-    for buffer, gradient, target in ((scratch.dv, dv, results.d_value), (dk_buffer, dk, results.d_key)):
+    dv_buffer = scratch.d_bias if ctx.plan.memory.shares_d_bias else scratch.dv
+    assert dv_buffer is not None
+    dk_buffer = dv_buffer if scratch.dk is None else scratch.dk
+    for buffer, gradient, target in ((dv_buffer, dv, results.d_value), (dk_buffer, dk, results.d_key)):
         own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
         for begin in range(0, gradient.shape[1], width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer

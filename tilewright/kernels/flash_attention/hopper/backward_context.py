@@ -8,7 +8,9 @@ import jax
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
+from tilewright.kernels.flash_attention.hopper.params import CONSUMERS
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
@@ -36,7 +38,7 @@ class KeyValueOperands[Operand](NamedTuple):
     Attributes:
       statistics: as in ``BackwardCall``, complete.
       dq_accumulator: None if deterministic.
-      d_bias: the array of a `BiasGradient`; None without one.
+      d_bias: the array of a `BiasGradient`; None without one, and where it is a result.
       item_lists: ``program_lists`` over tiles of keys.
       conversion: None unless a conversion of dQ is overlapped.
       tables: of the tile schedule.
@@ -88,6 +90,16 @@ class KeyValueContext:
         return self.plan.bias_gradient
 
     @property
+    def d_bias(self) -> Ref | None:
+        """The array of the `BiasGradient`."""
+        return self.results.d_bias if self.operands.d_bias is None else self.operands.d_bias
+
+    @property
+    def bias_tiles(self) -> BiasTiles | None:
+        """The tiles of a bias that passes through shared memory."""
+        return None if self.scratch.bias is None else BiasTiles(self.scratch.bias, CONSUMERS)
+
+    @property
     def s_shape(self) -> tuple[int, int]:
         """Shape of a consumer's tile of S, ``[keys, queries]``."""
         return ROWS, self.block_q
@@ -95,7 +107,8 @@ class KeyValueContext:
     @property
     def overlaps_next_s(self) -> bool:
         """True if S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
-        return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
+        few = self.options.plain or (self.scratch.bias is not None and self.options.soft_cap is None)
+        return self.plan.overlaps_next_s and few and not self.options.dropout_prob
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Batch element, part of a key head (`GroupParts`) and tile of keys of a work item."""

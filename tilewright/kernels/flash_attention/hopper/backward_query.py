@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
@@ -89,6 +90,11 @@ class QueryContext:
     warpgroup: Scalar
 
     @property
+    def bias_tiles(self) -> BiasTiles | None:
+        """The tiles of a bias that passes through shared memory."""
+        return None if self.scratch.bias is None else BiasTiles(self.scratch.bias, CONSUMERS)
+
+    @property
     def s_shape(self) -> tuple[int, int]:
         """Shape of a consumer's tile of S, ``[queries, keys]``."""
         return ROWS, self.plan.block_k
@@ -117,7 +123,7 @@ def query_kernel(
 ) -> jax.Array:
     """Computes dQ, and completes ``call.statistics``; ``lists`` are over tiles of 128 queries."""
     heads, kv_heads = call.query.shape[2], call.value.shape[2]
-    plan = QueryPlan(block_k, NUM_STAGES, *call.padded_dims, call.query.dtype, call.panelled)
+    plan = QueryPlan(block_k, NUM_STAGES, *call.padded_dims, call.query.dtype, call.panelled, call.bias_dtype)
     options = call.options
     operands = QueryOperands[object, object](
         *call.operands, call.out, call.statistics, operands_of(lists), tables, call.arrays
@@ -158,6 +164,12 @@ def load_item(ctx: QueryContext, item_index: Scalar, item: Scalar, first: Scalar
         rings.k.load_from_dram(first + number, refs.key.at[b, kv_rows, kv_head])
         v_step = ctx.v_ring_step(item_index + 1, first, number)
         rings.v.load_from_dram(v_step, refs.value.at[b, kv_rows, kv_head])
+        if ctx.bias_tiles is not None:
+            assert refs.arrays.bias is not None
+            for consumer in range(CONSUMERS):
+                q_start = q_tile * block_q + consumer * ROWS
+                coord = TileCoord(b, h, q_start, steps.tile(number) * block_k, ctx.s_shape, 0)
+                ctx.bias_tiles.load(first + number, consumer, refs.arrays.bias, coord)
 
     lax.fori_loop(0, steps.total, load_step, None)
     return first + steps.total
@@ -280,7 +292,8 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     # Waits for S alone: P is computed while the MMA for dP is in flight.
     logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
     if not options.plain:
-        logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord)
+        bias = None if ctx.bias_tiles is None else ctx.bias_tiles.read(step.k_step, ctx.warpgroup)
+        logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord, bias)
     logits = (logits + statistics.minus_lse) * options.multiplier
     masked = step.number < tile.steps.masked if ctx.schedule.may_mask else False
     logits = masked_logits(logits, masked, options, ctx.operands.arrays, step.coord)

@@ -54,7 +54,7 @@ from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_L
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import transposed
+from tilewright.kernels.flash_attention.hopper.scores import TileCoord, transposed
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     ProbabilityTiles,
     QueryIteration,
@@ -91,12 +91,12 @@ def wide_key_value_kernel(
     Args:
       order: ``program_order`` over tiles of keys.
       dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
-      d_bias: a reference to zeros, the array of ``bias_gradient``.
+      d_bias: a reference to zeros, the array of ``bias_gradient``; None if the steps store all of it.
     """
     params, options, dtype = call.params, call.options, call.query.dtype
     batch, head_dim = call.query.shape[0], call.query.shape[3]
     kv_length, kv_heads, value_dim = call.value.shape[1:]
-    plan = WideBackwardPlan(params, *call.padded_dims, dtype, bias_gradient, call.panelled)
+    plan = WideBackwardPlan(params, *call.padded_dims, dtype, bias_gradient, call.panelled, call.bias_dtype)
     if params.deterministic != (dq_accumulator is None):
         raise ValueError(f"a dQ accumulator is for kernels that are not deterministic, got {params.deterministic=}")
     if plan.reason:
@@ -104,7 +104,13 @@ def wide_key_value_kernel(
     if call.parts.group % call.parts.parts:
         raise ValueError(f"parts of wide heads are all of one size, got {call.parts}")
     operands = WideKeyValueOperands[object](
-        *call.operands, call.statistics, dq_accumulator, d_bias, order, tables, transposed(call.arrays)
+        *call.operands,
+        call.statistics,
+        dq_accumulator,
+        d_bias,
+        order,
+        tables,
+        transposed(call.arrays, plan.stages_bias),
     )
     dims, rows = (head_dim, value_dim), kv_length
     if call.parts.parts > 1:
@@ -112,6 +118,8 @@ def wide_key_value_kernel(
         dims, rows, dtype = call.padded_dims, schedule.extent.row_tiles * BLOCK, jnp.dtype(jnp.float32)
     d_key, d_value = (jax.ShapeDtypeStruct((batch, rows, kv_heads * call.parts.parts, dim), dtype) for dim in dims)
     results = KeyValueResults(d_key, d_value)
+    if bias_gradient is not None and d_bias is None:
+        results = results._replace(d_bias=jax.ShapeDtypeStruct(bias_gradient.shape, bias_gradient.dtype))
 
     def body(
         operands: WideKeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: WideKeyValueScratch[Ring, Ref]
@@ -145,6 +153,10 @@ def load_tiles(ctx: WideContext) -> None:
 
         rings.minus_delta.load_from_dram(step, refs.statistics.at[b, head, MINUS_DELTA, rows])
         rings.d_out.load_from_dram(step, refs.d_out.at[b, rows, head])
+        if ctx.bias_tiles is not None:
+            assert refs.arrays.bias is not None
+            coord = TileCoord(b, head, iterations.q_start(iteration), item.kv_start, WIDE_TILE, 0)
+            ctx.bias_tiles.load(step, 0, refs.arrays.bias, coord)
         return iterations.after(iteration)
 
     lax.fori_loop(0, iterations.total, load_step, iterations.first)
@@ -298,7 +310,8 @@ class DvWarpgroup:
         item = ctx.decode(item_in_step(self.item, step))
         coord = item.coord(iteration)
         masked = item.iterations.masked(iteration) if ctx.schedule.may_mask else False
-        p = softmax_tile(s, minus_lse, options, ctx.operands.arrays, coord, masked, dtype)
+        bias = None if ctx.bias_tiles is None else ctx.bias_tiles.read(step, 0, transposed=True)
+        p = softmax_tile(s, minus_lse, options, ctx.operands.arrays, coord, masked, dtype, bias)
         # Registers that are an operand must not be written while an MMA is in flight: `one_step` says why.
         return ProbabilityTiles(p.dv if ctx.p_in_registers else p.dv.astype(dtype), p.ds.astype(dtype))
 
@@ -499,7 +512,7 @@ class DkWarpgroup:
 
     def store_d_bias(self, step: Scalar, iteration: QueryIteration | None, ds: jax.Array) -> None:
         """Stores or adds dS as the gradient of a bias, if there is one."""
-        bias_gradient, d_bias, staging = self.ctx.plan.bias_gradient, self.ctx.operands.d_bias, self.ctx.scratch.d_bias
+        bias_gradient, d_bias, staging = self.ctx.plan.bias_gradient, self.ctx.d_bias, self.ctx.scratch.d_bias
         if bias_gradient is None or iteration is None:
             return
         assert d_bias is not None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
@@ -30,7 +31,7 @@ class WideKeyValueOperands[Operand](NamedTuple):
     Attributes:
       statistics: as in ``BackwardCall``, complete.
       dq_accumulator: None if deterministic.
-      d_bias: the array of a `BiasGradient`; None without one.
+      d_bias: the array of a `BiasGradient`; None without one, and where it is a result.
       item_order: the work item of each CTA.
       tables: of the tile schedule.
       arrays: for tiles ``[keys, queries]``.
@@ -92,6 +93,16 @@ class WideContext:
     def p_in_registers(self) -> bool:
         """True if operand A of dV stays in registers, so that shared memory need not feed it."""
         return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
+
+    @property
+    def d_bias(self) -> Ref | None:
+        """The array of the `BiasGradient`."""
+        return self.results.d_bias if self.operands.d_bias is None else self.operands.d_bias
+
+    @property
+    def bias_tiles(self) -> BiasTiles | None:
+        """The tiles of a bias that passes through shared memory."""
+        return None if self.scratch.bias is None else BiasTiles(self.scratch.bias, 1)
 
     @property
     def s_accumulator(self) -> object:

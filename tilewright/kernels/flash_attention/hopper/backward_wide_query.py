@@ -40,6 +40,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
@@ -71,6 +72,7 @@ class WideQueryRings(NamedTuple):
     out: Ring
     k: Ring
     v: Ring
+    bias: BiasTiles | None
 
 
 class WideQueryItem(NamedTuple):
@@ -138,7 +140,9 @@ def wide_query_kernel(
     """
     batch, _, heads, _ = call.query.shape
     kv_heads, options = call.value.shape[2], call.options
-    plan = WideBackwardPlan(call.params, *call.padded_dims, call.query.dtype, panelled=call.panelled)
+    plan = WideBackwardPlan(
+        call.params, *call.padded_dims, call.query.dtype, panelled=call.panelled, bias_dtype=call.bias_dtype
+    )
     operands = QueryOperands[object, object](*call.operands, call.out, call.statistics, order, tables, call.arrays)
 
     def body(operands: QueryOperands[Ref, Ref], d_query: Ref, scratch: WideQueryScratch[Ring]) -> None:
@@ -155,10 +159,11 @@ def wide_query_kernel(
 
 def bind_out_ring(scratch: WideQueryScratch[Ring]) -> WideQueryRings:
     """Lets O come first through the ring of K, which has two stages at least, or of V if only that has its shape."""
-    q, d_out, k, v = scratch
+    q, d_out, k, v, bias = scratch
+    tiles = None if bias is None else BiasTiles(bias, CONSUMERS)
     if k.plan.tile == v.plan.tile:
-        return WideQueryRings(q, d_out, k, dataclasses.replace(k, offset=CONSUMERS), v)
-    return WideQueryRings(q, d_out, v, k, dataclasses.replace(v, offset=CONSUMERS))
+        return WideQueryRings(q, d_out, k, dataclasses.replace(k, offset=CONSUMERS), v, tiles)
+    return WideQueryRings(q, d_out, v, k, dataclasses.replace(v, offset=CONSUMERS), tiles)
 
 
 def load_tiles(ctx: WideQueryContext) -> None:
@@ -176,6 +181,11 @@ def load_tiles(ctx: WideQueryContext) -> None:
         kv_rows = pl.ds(steps.tile(step) * BLOCK, BLOCK)
         rings.k.load_from_dram(step, refs.key.at[b, kv_rows, kv_head])
         rings.v.load_from_dram(step, refs.value.at[b, kv_rows, kv_head])
+        if rings.bias is not None:
+            assert refs.arrays.bias is not None
+            for consumer in range(CONSUMERS):
+                coord = TileCoord(b, h, q_start + consumer * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
+                rings.bias.load(step, consumer, refs.arrays.bias, coord)
 
     # In the order in which the consumers need them: dO and O for delta, then Q.
     load_rows(rings.d_out, refs.d_out)
@@ -365,7 +375,8 @@ class DqWarpgroup:
         b, h, q_start, steps = ctx.decode(item_in_step(self.item, step))
         coord = TileCoord(b, h, q_start + ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
         minus_lse = self.load_minus_lse(step)
-        return softmax_tile(s, minus_lse, ctx.options, ctx.operands.arrays, coord, masked, ctx.plan.dtype).ds
+        bias = None if ctx.rings.bias is None else ctx.rings.bias.read(step, ctx.warpgroup)
+        return softmax_tile(s, minus_lse, ctx.options, ctx.operands.arrays, coord, masked, ctx.plan.dtype, bias).ds
 
     def load_minus_lse(self, step: Scalar) -> jax.Array:
         """−lse in base 2, as a tile."""

@@ -1,7 +1,8 @@
 """The gradient of an additive bias on Hopper: dS itself, stored tile by tile by the kernels for dK and dV.
 
-A bias that batch elements or heads share gets the sum of their dS, by TMA reductions (``added``) or, if deterministic,
-by an XLA sum over an array that keeps them separate.
+The tiles of a dense bias that nothing shares are transposed in shared memory and stored as the gradient. A bias that
+batch elements or heads share gets the sum of their dS, by TMA reductions (``added``) or, if deterministic, by an XLA
+sum over an array that keeps them separate.
 """
 
 import dataclasses
@@ -14,14 +15,20 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
+from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.shared import aligned_bytes
+from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
+from tilewright.kernels.hopper.panels import PanelRef, store_tile
+from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised
 from tilewright.kernels.hopper.types import Ref
 
 BIAS_TILE = 128
 """Keys and queries to whose multiple the gradient is padded in global memory: those of the largest step."""
+
+CACHED_SUMS = 16 << 20
+"""Bytes of sums over the batch that are added to at a time, so that they stay in the L2 cache."""
 
 TILE_ROWS = ROWS * ROWS // ROW
 """Rows of ``ROW`` elements that a 64 × 64 tile takes in a matrix to which tiles are added."""
@@ -31,10 +38,11 @@ TILE_ROWS = ROWS * ROWS // ROW
 class BiasGradient:
     """The array in global memory to which the kernels for dK and dV store the gradient of a bias.
 
-    It is a matrix ``[keys, queries]``, also for a bias with one key; for a bias with one query, the sums over the
-    queries of each tile, ``[tiles, keys]``, a 64th of that. Where batch or heads share the bias, tiles are added by TMA
-    reductions, in no fixed order, those of a matrix as strips like those of dQ; if ``deterministic``, every batch
-    element and head has an array of its own instead, and they are summed afterwards.
+    It is the gradient itself, with longer rows, if ``tiled``; else a matrix ``[keys, queries]``, also for a bias with
+    one key; for a bias with one query, the sums over the queries of each tile, ``[tiles, keys]``, a 64th of that. Where
+    batch or heads share the bias, tiles are added by TMA reductions, in no fixed order, those of a matrix as strips
+    like those of dQ; if ``deterministic``, every batch element and head has an array of its own instead, and they are
+    summed afterwards.
 
     Attributes:
       bias_shape: ``[batch | 1, heads | 1, q_length | 1, kv_length | 1]``.
@@ -64,6 +72,34 @@ class BiasGradient:
         return self.shared and not self.deterministic
 
     @property
+    def tiled(self) -> bool:
+        """True if the array is the gradient, ``[queries, keys]``, whose tiles TMA stores, clipped at the ends."""
+        return not self.shared and 1 not in self.bias_shape[2:] and jnp.dtype(self.bias_dtype).itemsize == 2
+
+    def covered_by(self, schedule: TileSchedule) -> bool:
+        """True if the steps of a schedule store all of the array, so that it need not be cleared."""
+        if not self.tiled or not isinstance(schedule, BandSchedule):
+            return False
+        return bool(np.all(schedule.counts()[1] == schedule.extent.column_tiles))
+
+    def reordered(self, order: np.ndarray, row_tiles: int, key_parts: int) -> np.ndarray:
+        """Work items so that what batch elements add to the same tiles stays in the L2 cache.
+
+        Where the sums of all heads do not fit it, some heads of all batch elements come before the others.
+
+        Args:
+          order: ``program_order`` over tiles of keys, of matrices batch · key_parts + part.
+        """
+        per_part = self.bytes // max(key_parts, 1)
+        at_once = max(CACHED_SUMS // per_part, 1)
+        if not self.added or self.bias_shape[1] == 1 or at_once >= key_parts:
+            return order
+        matrices = np.arange(self.scores[0] * key_parts)
+        batch, part = np.divmod(matrices, key_parts)
+        sequence = np.lexsort((part, batch, part // at_once))
+        return (sequence[order // row_tiles] * row_tiles + order % row_tiles).astype(order.dtype)
+
+    @property
     def is_matrix(self) -> bool:
         """True if the bias has queries; else tiles are summed over theirs."""
         return self.bias_shape[2] > 1
@@ -72,7 +108,11 @@ class BiasGradient:
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
         q_tiles, kv_tiles = self.tiles
-        if not self.is_matrix:
+        if self.tiled:
+            _, _, q_length, kv_length = self.scores
+            alignment = TMA_STRIDE_BYTES // jnp.dtype(self.dtype).itemsize
+            matrix: tuple[int, ...] = q_length, -(-kv_length // alignment) * alignment
+        elif not self.is_matrix:
             matrix = q_tiles, kv_tiles * ROWS
         else:
             matrix = (kv_tiles * q_tiles * TILE_ROWS, ROW) if self.added else (kv_tiles * ROWS, q_tiles * ROWS)
@@ -94,10 +134,18 @@ class BiasGradient:
         return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
 
     def staging(self, warpgroups: int) -> object:
-        """Scratch type of a buffer per warpgroup for tiles that wait for their reduction; None unless ``added``."""
+        """Scratch of a buffer per warpgroup for tiles that wait for their store or reduction; None if none do."""
+        if self.tiled:
+            return self._tile.stack(warpgroups)
         return plgpu.SMEM(self._staging_shape(warpgroups), jnp.float32) if self.added else None
 
+    @property
+    def _tile(self) -> SharedTile:
+        return SharedTile((ROWS, ROWS), self.dtype, panelled=True)
+
     def staging_bytes(self, warpgroups: int) -> int:
+        if self.tiled:
+            return self._tile.stack_bytes(warpgroups)
         return aligned_bytes(self._staging_shape(warpgroups), jnp.float32) if self.added else 0
 
     def _staging_shape(self, warpgroups: int) -> tuple[int, ...]:
@@ -108,11 +156,14 @@ class BiasGradient:
 
         Args:
           ref: the array.
-          staging: the buffer of the calling warpgroup; None unless ``added``.
+          staging: the buffer of the calling warpgroup; None unless ``tiled`` or ``added``.
           coord: of this tile.
         """
         b = coord.batch if self.shape[0] > 1 else 0
         h = coord.head if self.shape[1] > 1 else 0
+        if self.tiled:
+            self._store_transposed(ref.at[b, h, pl.ds(coord.q_start, ROWS), pl.ds(coord.kv_start, ROWS)], staging, ds)
+            return
         keys, q_tile = pl.ds(coord.kv_start, ROWS), lax.div(coord.q_start, jnp.int32(ROWS))
         values = ds.astype(self.dtype) if self.is_matrix else ds.sum(axis=1)
         if not self.added:
@@ -133,6 +184,14 @@ class BiasGradient:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
+    def _store_transposed(self, target: Ref, staging: Ref | None, ds: jax.Array) -> None:
+        assert isinstance(staging, PanelRef)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has read the buffer
+        (panel,) = staging.operands
+        panel.T[...] = ds.astype(self.dtype)
+        plgpu.commit_smem()
+        store_tile(staging, target)
+
     def result(self, array: jax.Array) -> jax.Array:
         """Reduces the array to the gradient, in the shape and dtype of the bias."""
         _, _, q_length, kv_length = self.scores
@@ -142,7 +201,7 @@ class BiasGradient:
             # of keys.
             array = array.reshape(*array.shape[:2], kv_tiles, q_tiles, ROWS // STRIP, ROWS, STRIP)
             array = array.transpose(0, 1, 3, 4, 6, 2, 5).reshape(*array.shape[:2], q_tiles * ROWS, kv_tiles * ROWS)
-        elif self.is_matrix:
+        elif self.is_matrix and not self.tiled:
             array = jnp.swapaxes(array, 2, 3)
         # Sums over the queries of a tile need no cut: padded queries have P = 0.
         if self.is_matrix:

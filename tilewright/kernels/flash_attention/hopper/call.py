@@ -71,6 +71,7 @@ class BackwardCall[Params: BackwardParams]:
       padded_dims: head_dim and value_dim that the kernels compute with.
       panelled: whether tiles of the arrays lie in panels.
       parts: of the query heads of a key head, in the kernel for dK and dV.
+      bias_dtype: of a bias that passes through shared memory (`bias_tiles`), else None.
     """
 
     query: jax.Array
@@ -85,6 +86,7 @@ class BackwardCall[Params: BackwardParams]:
     padded_dims: tuple[int, int]
     panelled: bool
     parts: GroupParts
+    bias_dtype: DTypeLike | None
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -131,8 +133,10 @@ class KeyValueResults[Result](NamedTuple):
       d_key, d_value: whole tiles of keys if the gradient of a bias is added, else as long as key and value; where query
         heads are split (`GroupParts`) float32, with a head for each part.
       conversion: None unless a conversion of dQ is overlapped.
+      d_bias: the array of a `BiasGradient` that the kernel stores as a whole; else None.
     """
 
     d_key: Result
     d_value: Result
     conversion: ConversionResults[Result] | None = None
+    d_bias: Result | None = None

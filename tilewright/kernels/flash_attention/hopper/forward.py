@@ -107,11 +107,23 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         # V lags by a step: the consumers release K of a step and V of the one before, in this order.
         load(scratch.k, operands.key, step)
         load(scratch.v, operands.value, step - 1)
+        # Last: its stage is free only when the softmax of the step before has begun.
+        load_bias(step)
 
     # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+    def load_bias(step: Scalar) -> None:
+        if scratch.bias is None:
+            return
+        assert operands.arrays.bias is not None
+        for consumer in range(ctx.call.params.consumers):
+            q_start = work.q_tile * block_q + consumer * ROWS
+            coord = TileCoord(work.batch, work.head, q_start, work.steps.tile(step) * block_k, (ROWS, block_k), 0)
+            ctx.bias_tiles.load(first + step, consumer, operands.arrays.bias, coord)
+
     load(scratch.k, operands.key, ctx.program * 0)
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
     scratch.q.load_from_dram(queued.index, queries)
+    load_bias(ctx.program * 0)
     lax.fori_loop(1, work.steps.total, load_both, None)
     load(scratch.v, operands.value, ctx.program * 0 + (work.steps.total - 1))
     return first + work.steps.total
@@ -156,11 +168,13 @@ def softmax_tile(
     m: jax.Array,
     row_sum: jax.Array,
     masked: bool | None,
+    bias: jax.Array | None,
 ) -> SoftmaxTile:
     """P of a step of an item, in the dtype of V, with alpha and the new m and l.
 
     Args:
       scores: S, ``[64, block_k]``.
+      bias: of ``ForwardContext.read_bias``.
       masked: whether the step needs the mask, None if that is known on the device only.
     """
     call, options, arrays = ctx.call, ctx.call.options, ctx.operands.arrays
@@ -171,7 +185,7 @@ def softmax_tile(
     )
     logits = scores
     if not options.plain:
-        logits, _ = biased_and_capped(scores, options, arrays, coord)
+        logits, _ = biased_and_capped(scores, options, arrays, coord, bias)
     # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
     needs_mask = step < work.steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
@@ -199,8 +213,8 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
 
     scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
     k_ring.release(step)
-    tile = softmax_tile(ctx, scores, queued.item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
-    return tile.state
+    bias, masked = ctx.read_bias(step), ctx.call.first_masked
+    return softmax_tile(ctx, scores, queued.item, jnp.int32(0), *initial_statistics(), masked, bias).state
 
 
 def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Scalar, state: RowState) -> RowState:
@@ -226,7 +240,8 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
             k_ring.release(step)
-            tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked)
+            bias = ctx.read_bias(step)
+            tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
             plgpu.wgmma_wait(0)
             v_ring.release(step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
@@ -321,7 +336,8 @@ def last_pv_beside_next_step(
         def _() -> None:
             k_ring.release(step)
 
-        tile = softmax_tile(ctx, s, next_item, jnp.int32(0), *initial_statistics(), ctx.call.first_masked)
+        bias, masked = ctx.read_bias(step, has_next), ctx.call.first_masked
+        tile = softmax_tile(ctx, s, next_item, jnp.int32(0), *initial_statistics(), masked, bias)
         plgpu.wgmma_wait(0)
         v_ring.release(after - 1)
         return tile.state

@@ -9,6 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
@@ -18,7 +19,7 @@ from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +125,17 @@ class ForwardContext:
     def q_start(self, work: WorkItem) -> Scalar:
         """The first query of this consumer."""
         return work.q_tile * self.call.params.block_q + self.warpgroup * ROWS
+
+    @property
+    def bias_tiles(self) -> BiasTiles:
+        assert self.scratch.bias is not None
+        return BiasTiles(self.scratch.bias, self.call.params.consumers)
+
+    def read_bias(self, step: Scalar, present: Condition = True) -> jax.Array | None:
+        """This consumer's tile of the bias of a step of the rings, if the bias passes through shared memory."""
+        if self.scratch.bias is None:
+            return None
+        return self.bias_tiles.read(step, self.warpgroup, present=present)
 
     def ping_pong_wait(self) -> None:
         """Waits for this consumer's turn to issue MMAs."""

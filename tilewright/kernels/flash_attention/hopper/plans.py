@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_tiles import bias_ring
 from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
@@ -36,11 +37,13 @@ class ForwardScratch[R, M](NamedTuple):
       lse: ``[consumers, 64]`` float32, where lse waits for its store.
       turns: a barrier for each consumer, on which it waits for its turn to issue MMAs under ``ping_pong``.
       out: ``[block_q, value_dim]``, where O waits for its store; None if it takes the place of Q.
+      bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
     """
 
     q: R
     k: R
     v: R
+    bias: R | None
     lse: M
     turns: M
     out: M | None
@@ -52,6 +55,7 @@ class ForwardPlan:
 
     Attributes:
       panelled: whether tiles of query, key, value and output lie in panels.
+      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
     """
 
     params: HopperForwardParams
@@ -59,6 +63,7 @@ class ForwardPlan:
     value_dim: int
     dtype: DTypeLike
     panelled: bool = False
+    bias_dtype: DTypeLike | None = None
 
     @property
     def queries(self) -> RingPlan:
@@ -85,6 +90,7 @@ class ForwardPlan:
             q=self.queries,
             k=self.keys,
             v=self.values,
+            bias=self.bias,
             lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
             turns=plgpu.Barrier(num_barriers=consumers),
             out=self.output.stack() if self.own_output else None,
@@ -96,28 +102,52 @@ class ForwardPlan:
         return SharedTile((self.params.block_q, self.value_dim), self.dtype, panelled=self.panelled)
 
     @property
+    def stages_bias(self) -> bool:
+        """True if the bias passes through shared memory, where a stage for each consumer fits."""
+        return self.bias_dtype is not None and self._bytes(1, self.head_dim != self.value_dim, 1) <= SHARED_BYTES
+
+    @property
+    def bias(self) -> RingPlan | None:
+        """The ring of the bias, with two stages for each consumer where they cost nothing else its memory."""
+        stages = self._bias_stages
+        if stages and self._bytes(2 if self.ahead else 1, self.own_output, 2) <= SHARED_BYTES:
+            stages = 2
+        return self._bias(stages)
+
+    @property
+    def _bias_stages(self) -> int:
+        return 1 if self.stages_bias else 0
+
+    def _bias(self, stages: int) -> RingPlan | None:
+        if not stages or self.bias_dtype is None:
+            return None
+        return bias_ring(ROWS, self.params.block_k, self.bias_dtype, stages, self.params.consumers)
+
+    @property
     def ahead(self) -> bool:
         """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
 
         It takes two stages of Q and a buffer for the output, which must fit.
         """
-        return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
+        return self.params.persistent and self._bytes(2, True, self._bias_stages) <= SHARED_BYTES
 
     @property
     def own_output(self) -> bool:
         """True if the output has a buffer of its own; else it reuses Q's, which has its shape."""
-        return self._bytes(1, True) <= SHARED_BYTES or self.head_dim != self.value_dim
+        return self._bytes(1, True, self._bias_stages) <= SHARED_BYTES or self.head_dim != self.value_dim
 
     @property
     def shared_bytes(self) -> int:
-        return self._bytes(2 if self.ahead else 1, self.own_output)
+        bias = self.bias
+        return self._bytes(2 if self.ahead else 1, self.own_output, 0) + (0 if bias is None else bias.shared_bytes)
 
     def _queries(self, stages: int) -> RingPlan:
         tile = SharedTile((self.params.block_q, self.head_dim), self.dtype, panelled=self.panelled)
         return RingPlan(tile, stages, self.params.consumers)
 
-    def _bytes(self, query_stages: int, own_output: bool) -> int:
-        rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
+    def _bytes(self, query_stages: int, own_output: bool, bias_stages: int) -> int:
+        plans = self._queries(query_stages), self.keys, self.values, self._bias(bias_stages)
+        rings = sum(plan.shared_bytes for plan in plans if plan is not None)
         return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
 
 
@@ -141,9 +171,10 @@ class KeyValueScratch[R, M](NamedTuple):
       q, d_out, statistics: tiles of a step.
       ds: dS from the consumers to the dQ warpgroup, which alone has this ring; None if deterministic.
       counter: the counter of the head whose dQ is to be converted; None without an `OverlappedConversion`.
+      bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
       dv, dk: a buffer for each consumer, where its gradients wait for their TMA store. If both have one shape dk is
-        None and dK waits in ``dv``; if both are None gradients are stored from registers.
-      d_bias: a buffer for each consumer, for gradients of a bias that are added; else None.
+        None and dK waits in ``dv``; if both are None gradients wait in ``d_bias`` or are stored from registers.
+      d_bias: a buffer for each consumer, for gradients of a bias that TMA stores or adds; else None.
       dq: strips of dQ that wait for their TMA reduction; None if deterministic.
     """
 
@@ -153,11 +184,28 @@ class KeyValueScratch[R, M](NamedTuple):
     d_out: R
     statistics: R
     ds: R | None
+    bias: R | None
     counter: R | None
     dv: M | None
     dk: M | None
     d_bias: M | None
     dq: M | None
+
+
+class BackwardMemory(NamedTuple):
+    """How the kernel for dK and dV divides shared memory, which a bias makes scarce.
+
+    Attributes:
+      stages_bias: whether the bias passes through it.
+      ds_stages: of the ring of dS.
+      output_parts: column parts in which a gradient passes through its buffer; 0 if it has none.
+      shares_d_bias: whether dK and dV wait in the buffer of the gradient of the bias.
+    """
+
+    stages_bias: bool
+    ds_stages: int
+    output_parts: int
+    shares_d_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +215,7 @@ class BackwardPlan:
     Attributes:
       panelled: whether tiles of the arrays lie in panels.
       partial_gradients: whether a work item has a part of the query heads of its keys (`call.GroupParts`).
+      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
     """
 
     params: HopperBackwardParams
@@ -176,6 +225,58 @@ class BackwardPlan:
     bias_gradient: BiasGradient | None = None
     panelled: bool = False
     partial_gradients: bool = False
+    bias_dtype: DTypeLike | None = None
+
+    @property
+    def memory(self) -> BackwardMemory:
+        """The first of the ways to divide shared memory that fits, else the last."""
+        for memory in self._memories[:-1]:
+            if self._bytes(memory) <= SHARED_BYTES:
+                return memory
+        return self._memories[-1]
+
+    @property
+    def _memories(self) -> list[BackwardMemory]:
+        """Ways to divide shared memory, best first."""
+        added = self.bias_gradient is not None and self.bias_gradient.added
+        parts = 0 if added else 1 + self.partial_gradients
+        unstaged = BackwardMemory(False, 2, parts)
+        if self.bias_dtype is None:
+            return [unstaged]
+        staged = BackwardMemory(True, 2, parts)
+        found = [staged]
+        if self._may_share_d_bias:
+            found.append(staged._replace(output_parts=0, shares_d_bias=True))
+        if not added:
+            found.append(staged._replace(output_parts=2 * parts))
+        return [*found, found[-1]._replace(ds_stages=1), unstaged]
+
+    @property
+    def _may_share_d_bias(self) -> bool:
+        """True if gradients may pass through the buffer of the gradient of the bias, in parts of 64 columns."""
+        gradient = self.bias_gradient
+        if gradient is None or not gradient.tiled or self.partial_gradients:
+            return False
+        whole = self.head_dim % ROWS == 0 and self.value_dim % ROWS == 0
+        return whole and jnp.dtype(gradient.dtype) == jnp.dtype(self.dtype)
+
+    @property
+    def stages_bias(self) -> bool:
+        return self.memory.stages_bias
+
+    @property
+    def bias_ring(self) -> RingPlan | None:
+        return self._bias_ring(self.memory)
+
+    def _bias_ring(self, memory: BackwardMemory) -> RingPlan | None:
+        if not memory.stages_bias or self.bias_dtype is None:
+            return None
+        return bias_ring(self.params.block_q, ROWS, self.bias_dtype, 1, CONSUMERS)
+
+    @property
+    def stores_from_registers(self) -> bool:
+        """True if dK and dV have no buffer, so that TMA cannot clip them: they are stored as whole tiles."""
+        return not self.memory.output_parts and not self.memory.shares_d_bias
 
     @property
     def gradient_dtype(self) -> DTypeLike:
@@ -217,10 +318,13 @@ class BackwardPlan:
 
     @property
     def ds_ring(self) -> RingPlan:
+        return self._ds_ring(self.memory.ds_stages)
+
+    def _ds_ring(self, stages: int) -> RingPlan:
         shape = self.params.block_k, self.params.block_q
         # dS is an operand beside K, and both operands of a wgmma in shared memory have one swizzle: K's, which is Q's.
         # Two stages: consumers store the next dS while the dQ warpgroup reads one.
-        return RingPlan(SharedTile(shape, self.dtype, self.q_ring.tile.swizzle), 2, 1, CONSUMERS)
+        return RingPlan(SharedTile(shape, self.dtype, self.q_ring.tile.swizzle), stages, 1, CONSUMERS)
 
     @property
     def counter_ring(self) -> RingPlan:
@@ -262,12 +366,15 @@ class BackwardPlan:
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        They hold half of the columns where these are float32, for which there is no more memory. Empty if a gradient of
-        the bias is added, which needs the memory: dK and dV are then stored from registers.
+        They hold half of the columns where these are float32, for which there is no more memory, and half of that where
+        a bias needs it. Empty if a gradient of the bias is added: dK and dV are then stored from registers.
         """
-        if self.bias_gradient is not None and self.bias_gradient.added:
+        return self._output_tiles(self.memory.output_parts)
+
+    def _output_tiles(self, parts: int) -> tuple[SharedTile, ...]:
+        if not parts:
             return ()
-        widths = (width // (1 + self.partial_gradients) for width in dict.fromkeys((self.value_dim, self.head_dim)))
+        widths = (width // parts for width in dict.fromkeys((self.value_dim, self.head_dim)))
         return tuple(SharedTile((ROWS, width), self.gradient_dtype, panelled=self.panelled) for width in widths)
 
     def scratch(self, overlaps_conversion: bool) -> KeyValueScratch[RingPlan, object]:
@@ -280,6 +387,7 @@ class BackwardPlan:
             d_out=self.d_out_ring,
             statistics=self.statistics_ring,
             ds=self.ds_ring if self.has_dq_warpgroup else None,
+            bias=self.bias_ring,
             counter=self.counter_ring if overlaps_conversion else None,
             dv=outputs[0] if outputs else None,
             dk=outputs[1] if len(outputs) > 1 else None,
@@ -289,12 +397,18 @@ class BackwardPlan:
 
     @property
     def shared_bytes(self) -> int:
+        return self._bytes(self.memory)
+
+    def _bytes(self, memory: BackwardMemory) -> int:
         rings = [self.k_ring, self.v_ring, self.q_ring, self.d_out_ring, self.statistics_ring]
-        rings += [self.ds_ring] if self.has_dq_warpgroup else []
+        rings += [self._ds_ring(memory.ds_stages)] if self.has_dq_warpgroup else []
+        bias = self._bias_ring(memory)
+        rings += [] if bias is None else [bias]
         # Whether a conversion is planned depends on the schedule, which is not known here: counted if it is possible.
         rings += [self.counter_ring] if self.may_overlap_conversion else []
         size = sum(ring.shared_bytes for ring in rings)
-        size += sum(tile.stack_bytes(CONSUMERS) + OUTPUT_RESERVED for tile in self.output_tiles)
+        outputs = self._output_tiles(memory.output_parts)
+        size += sum(tile.stack_bytes(CONSUMERS) + OUTPUT_RESERVED for tile in outputs)
         if self.bias_gradient is not None:
             size += self.bias_gradient.staging_bytes(CONSUMERS)
         return size + (4 * int(np.prod(self.dq_staging_shape)) if self.has_dq_warpgroup else 0)
@@ -306,6 +420,7 @@ class QueryScratch[R, M](NamedTuple):
     Attributes:
       q, d_out, statistics: tiles of a work item.
       k, v: tiles of a step. The ring of V also brings the rows of O, which delta is computed from.
+      bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
       dq: a buffer for each consumer, where its dQ waits for its TMA store.
     """
 
@@ -314,12 +429,17 @@ class QueryScratch[R, M](NamedTuple):
     statistics: R
     k: R
     v: R
+    bias: R | None
     dq: M
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step."""
+    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step.
+
+    Attributes:
+      bias_dtype: of a bias that passes through shared memory, or None.
+    """
 
     block_k: int
     num_stages: int
@@ -327,6 +447,7 @@ class QueryPlan:
     value_dim: int
     dtype: DTypeLike
     panelled: bool = False
+    bias_dtype: DTypeLike | None = None
 
     @property
     def block_q(self) -> int:
@@ -340,12 +461,14 @@ class QueryPlan:
 
     def scratch(self) -> QueryScratch[RingPlan, object]:
         """The rings, and the scratch type of the buffer."""
+        bias_dtype = self.bias_dtype
         return QueryScratch(
             q=self._ring(self.block_q, self.head_dim, 1),
             d_out=self._ring(self.block_q, self.value_dim, 1),
             statistics=RingPlan(SharedTile((2, self.block_q), jnp.float32, 0), 1, CONSUMERS),
             k=self._ring(self.block_k, self.head_dim, self.num_stages),
             v=self._ring(self.block_k, self.value_dim, self.num_stages),
+            bias=None if bias_dtype is None else bias_ring(ROWS, self.block_k, bias_dtype, 1, CONSUMERS),
             dq=self._tile(ROWS, self.head_dim).stack(CONSUMERS),
         )
 
@@ -368,8 +491,9 @@ class WideKeyValueScratch[R, M](NamedTuple):
       p: from the dV to the dK warpgroup, P or, where dS needs another factor, that.
       ds: from the dK warpgroup to both MMAs for dQ; None if deterministic.
       p_dv: P as an operand of dV, where the ring holds another factor; else None.
+      bias: tiles of a step; None unless the bias passes through shared memory.
       dq: strips of dQ that wait for their TMA reductions; None if deterministic.
-      d_bias: a buffer for gradients of a bias that are added; else None.
+      d_bias: a buffer for gradients of a bias that TMA stores or adds; else None.
     """
 
     k: R
@@ -378,6 +502,7 @@ class WideKeyValueScratch[R, M](NamedTuple):
     d_out: R
     minus_lse: R
     minus_delta: R
+    bias: R | None
     p: R
     ds: R | None
     p_dv: M | None
@@ -386,17 +511,25 @@ class WideKeyValueScratch[R, M](NamedTuple):
 
 
 class WideQueryScratch[R](NamedTuple):
-    """Rings of the kernel for dQ of wide heads: Q and dO have a stage for each warpgroup, K and V those of a step."""
+    """Rings of the kernel for dQ of wide heads: Q and dO have a stage for each warpgroup, K and V those of a step.
+
+    The ring of the bias, which has a stage for each warpgroup, is None unless the bias passes through shared memory.
+    """
 
     q: R
     d_out: R
     k: R
     v: R
+    bias: R | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WideBackwardPlan:
-    """The shared memory of the kernels for wide heads; ``head_dim`` and ``value_dim`` are padded ones."""
+    """The shared memory of the kernels for wide heads; ``head_dim`` and ``value_dim`` are padded ones.
+
+    Attributes:
+      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+    """
 
     params: WideBackwardParams
     head_dim: int
@@ -404,6 +537,15 @@ class WideBackwardPlan:
     dtype: DTypeLike
     bias_gradient: BiasGradient | None = None
     panelled: bool = False
+    bias_dtype: DTypeLike | None = None
+
+    @property
+    def stages_bias(self) -> bool:
+        """True if the bias passes through shared memory, where it fits."""
+        return self.bias_dtype is not None and self._bytes(True) <= SHARED_BYTES
+
+    def _bias_ring(self, staged: bool, consumers: int) -> RingPlan | None:
+        return bias_ring(*WIDE_TILE, self.bias_dtype, 1, consumers) if staged and self.bias_dtype is not None else None
 
     @property
     def fuses_dq(self) -> bool:
@@ -435,14 +577,13 @@ class WideBackwardPlan:
         Args:
           separate_ds_factor: ``has_separate_ds_factor`` of the call.
         """
-        return self._key_value_rings._replace(
+        return self._key_value_rings(self.stages_bias)._replace(
             p_dv=self.p_tile.scratch(1) if separate_ds_factor else None,
             dq=plgpu.SMEM(self.dq_staging_shape, jnp.float32) if self.fuses_dq else None,
             d_bias=None if self.bias_gradient is None else self.bias_gradient.staging(1),
         )
 
-    @property
-    def _key_value_rings(self) -> WideKeyValueScratch[RingPlan, object]:
+    def _key_value_rings(self, staged: bool) -> WideKeyValueScratch[RingPlan, object]:
         params, row_tile = self.params, SharedTile((BLOCK,), jnp.float32)
         return WideKeyValueScratch(
             k=RingPlan(self.qk_tile, 1, 1),
@@ -454,6 +595,7 @@ class WideBackwardPlan:
             # As many stages as Q and dO, beside which they are loaded and used.
             minus_lse=RingPlan(row_tile, params.query_stages, 1),
             minus_delta=RingPlan(row_tile, params.d_out_stages, 1),
+            bias=self._bias_ring(staged, 1),
             p=RingPlan(self.p_tile, 1, 1, writers=1),
             ds=RingPlan(self.ds_tile, 1, 1, writers=1) if self.fuses_dq else None,
             p_dv=None,
@@ -463,11 +605,15 @@ class WideBackwardPlan:
 
     def query_scratch(self) -> WideQueryScratch[RingPlan]:
         """The rings of the kernel for dQ."""
+        return self._query_rings(self.stages_bias)
+
+    def _query_rings(self, staged: bool) -> WideQueryScratch[RingPlan]:
         return WideQueryScratch(
             q=RingPlan(self.qk_tile, CONSUMERS, 1),
             d_out=RingPlan(self.v_tile, CONSUMERS, 1),
             k=RingPlan(self.qk_tile, self.params.key_stages, CONSUMERS),
             v=RingPlan(self.v_tile, self.params.value_stages, CONSUMERS),
+            bias=self._bias_ring(staged, CONSUMERS),
         )
 
     @property
@@ -496,12 +642,16 @@ class WideBackwardPlan:
     @property
     def shared_bytes(self) -> int:
         """Bytes of the kernel that takes more, with those for soft caps and dropout, barriers and alignment."""
-        size = sum(ring.shared_bytes for ring in self._key_value_rings if isinstance(ring, RingPlan))
+        return self._bytes(self.stages_bias)
+
+    def _bytes(self, staged: bool) -> int:
+        size = sum(ring.shared_bytes for ring in self._key_value_rings(staged) if isinstance(ring, RingPlan))
         size += self.p_tile.stack_bytes(1)
         if self.bias_gradient is not None:
             size += self.bias_gradient.staging_bytes(1)
         if self.params.deterministic:
-            size = max(size, sum(ring.shared_bytes for ring in self.query_scratch()))
+            rings = self._query_rings(staged)
+            size = max(size, sum(ring.shared_bytes for ring in rings if ring is not None))
         else:
             size += aligned_bytes(self.dq_staging_shape, jnp.float32)
         return size + 512

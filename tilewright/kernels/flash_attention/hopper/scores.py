@@ -17,6 +17,7 @@ from tilewright.kernels.dropout import keep_threshold, threefry2x32
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
@@ -43,10 +44,11 @@ class ScoreArrays:
 
     Attributes:
       mask: the part of the mask that is no static band, with int32 vectors and int8 matrices.
-      bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``.
+      bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``. Of one that passes through shared memory only the rows are
+        lengthened, as TMA wants it.
       dropout_keys: ``[batch, heads, 2]`` uint32, of Threefry.
 
-    Vectors and matrices are padded to whole tiles.
+    Vectors and other matrices are padded to whole tiles.
     """
 
     mask: Mask | None
@@ -90,8 +92,14 @@ class ScoreOptions:
         return self.scale * LOG2E if self.plain else LOG2E
 
 
-def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tuple[ScoreOptions, ScoreArrays]:
-    """Splits a call's options into the static side and the arrays, these padded to whole tiles."""
+def prepare_scores(
+    inputs: AttentionInputs, q_padded: int, kv_padded: int, stages_bias: bool = False
+) -> tuple[ScoreOptions, ScoreArrays]:
+    """Splits a call's options into the static side and the arrays, these padded to whole tiles.
+
+    Args:
+      stages_bias: whether the bias passes through shared memory, by TMA, which needs no whole tiles.
+    """
     q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     band, rest = split_mask(inputs.mask)
     options = ScoreOptions(
@@ -110,15 +118,23 @@ def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tu
         )
     bias = inputs.bias
     if bias is not None:
+        if stages_bias:
+            rest_of_row = -bias.shape[3] % (TMA_STRIDE_BYTES // bias.dtype.itemsize)
+            q_padded, kv_padded = bias.shape[2], bias.shape[3] + rest_of_row
         sizes = zip(bias.shape[2:], (q_padded, kv_padded), strict=True)
         widths = [(0, 0), (0, 0), *((0, 0 if size == 1 else padded - size) for size, padded in sizes)]
         bias = jnp.pad(bias, widths) if any(width != (0, 0) for width in widths) else bias
     return options, ScoreArrays(rest, bias, dropout_keys(inputs))
 
 
-def transposed(arrays: ScoreArrays) -> ScoreArrays:
-    """The arrays for tiles ``[keys, queries]``, with matrices transposed: loads across rows cannot be vectorised."""
-    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3) if leaf.ndim == 4 else leaf, arrays)
+def transposed(arrays: ScoreArrays, stages_bias: bool = False) -> ScoreArrays:
+    """The arrays for tiles ``[keys, queries]``, with matrices transposed: loads across rows cannot be vectorised.
+
+    Args:
+      stages_bias: whether the bias passes through shared memory, out of which it is read transposed.
+    """
+    found = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3) if leaf.ndim == 4 else leaf, arrays)
+    return dataclasses.replace(found, bias=arrays.bias) if stages_bias else found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +212,7 @@ class TileCoord:
 
 
 def biased_and_capped(
-    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord
+    logits: jax.Array, options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs.
 
@@ -205,11 +221,13 @@ def biased_and_capped(
 
     Args:
       logits: S, not scaled.
+      bias: the tile of the bias where it passes through shared memory (`bias_tiles`); else it is loaded here.
     """
     logits = logits * options.scale
     if options.has_bias:
         assert arrays.bias is not None
-        logits = logits + coord.matrix(arrays.bias).astype(jnp.float32)
+        bias = coord.matrix(arrays.bias) if bias is None else bias
+        logits = logits + bias.astype(jnp.float32)
     if options.soft_cap is None:
         return logits, None
     tanh = jnp.tanh(logits * (1 / options.soft_cap))

@@ -134,15 +134,17 @@ def softmax_tile(
     coord: TileCoord,
     masked: Condition,
     dtype: DTypeLike,
+    bias: jax.Array | None,
 ) -> ProbabilityTiles:
     """Computes P from S.
 
     Args:
+      bias: the tile of a bias that passes through shared memory, else None.
       minus_lse: added in the exponent, in base 2; None if S started from it.
       masked: whether the tile needs the mask; a bool, or a scalar on the device.
     """
     if not options.plain:
-        s, _ = biased_and_capped(s, options, arrays, coord)
+        s, _ = biased_and_capped(s, options, arrays, coord, bias)
     s = masked_logits(s, masked, options, arrays, coord)
     exponents = s * options.multiplier
     p_dv = p_ds = jnp.exp2(exponents if minus_lse is None else exponents + minus_lse)
