@@ -63,6 +63,10 @@ OPTIONS: dict[str, tuple[AttentionCase, tuple[Any, ...]]] = {
     "values_narrower": (case(batch=1, value_dim=40, bias="hk", logits_soft_cap=4.0), (ADDED,)),
     "two_parts": (case(150, batch=1, heads=1, bias="k"), (HopperBackwardParams(128, 1, False),)),
     "two_parts_fixed": (case(150, batch=1, heads=1, bias="qk"), (HopperBackwardParams(128, 1, True),)),
+    "stored": (case(300, 290, bias="bhqk", causal=True, sliding_window=(100, 0)), (ADDED, FIXED)),
+    "stored_d128": (case(130, 197, head_dim=128, kv_heads=2, bias="bhqk", causal=True), (ADDED,)),
+    "stored_packed": (case(200, 200, batch=1, packed=True, bias="hqk", causal=True), (ADDED,)),
+    "stored_d192": (case(200, 200, batch=1, head_dim=192, bias="hqk", causal=True), (WIDE_ADDED, WIDE_FIXED)),
     "d192": (case(heads=4, kv_heads=2, head_dim=192, bias="hqk", causal=True), (WIDE_ADDED, WIDE_FIXED)),
     "d256": (
         case(70, 70, batch=1, head_dim=256, bias="qk", logits_soft_cap=4.0, dropout_prob=0.2),
@@ -73,7 +77,7 @@ OPTIONS: dict[str, tuple[AttentionCase, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(OPTIONS, test=["d192"]))
+@pytest.mark.parametrize("name", sampled(OPTIONS, test=["d192", "stored"]))
 def test_options(name: str):
     case, configs = OPTIONS[name]
     run(case, *configs)

@@ -189,6 +189,7 @@ def consume_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: 
         plgpu.ACC((ROWS, ctx.plan.value_dim), jnp.float32),
     )
     store_dk_dv(tile, dk, dv)
+    clear_skipped(ctx, item, after)
     return after
 
 
@@ -424,6 +425,29 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     plgpu.wgmma_wait(int(ctx.overlaps_next_s))
     rings.q.release(step.index)
     return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)
+
+
+def clear_skipped(ctx: KeyValueContext, item: Scalar, after: Scalar) -> None:
+    """Stores zeros where the gradient of a bias has tiles that are no steps, unless the array has been cleared.
+
+    Args:
+      after: the index of the step behind the item.
+    """
+    if ctx.bias_gradient is None or ctx.operands.d_bias is not None:
+        return
+    # Decoded anew, as if the item were another: kept over its steps, the values would be spilled.
+    b, key_part, kv_tile = ctx.decode(item + opaque_zero(after + item))
+    d_bias, staging = ctx.d_bias, ctx.scratch.d_bias
+    assert d_bias is not None
+    assert staging is not None
+    first_head, num_heads = ctx.parts.query_heads(key_part)
+
+    def one(member: Scalar, _: None) -> None:
+        kv_start = kv_tile * ctx.block_k + ctx.warpgroup * ROWS
+        coord = TileCoord(b, first_head + member, 0, kv_start, (ROWS, ROWS), 1)
+        ctx.bias_gradient.clear_skipped(d_bias, staging.at[ctx.warpgroup], ctx.schedule, kv_tile, coord)
+
+    lax.fori_loop(0, num_heads, one, None)
 
 
 def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:

@@ -365,7 +365,24 @@ def compute_dk(ctx: WideContext) -> None:
     dk = pl.run_scoped(accumulate, plgpu.ACC((BLOCK, ctx.plan.head_dim), jnp.float32)) * ctx.options.scale
     b, key_part, kv_start, _ = ctx.decode(item_in_step(item, steps))
     # The last S was computed before the last dS: nothing reads the stage of Q any more.
+    clear_skipped(ctx, item_in_step(item, steps))
     store_gradient(ctx.scratch.q, steps - 1, dk, ctx.results.d_key.at[b, pl.ds(kv_start, BLOCK), key_part])
+
+
+def clear_skipped(ctx: WideContext, item: Scalar) -> None:
+    """Stores zeros where the gradient of a bias has tiles that are no steps, unless the array has been cleared."""
+    bias_gradient, d_bias, staging = ctx.plan.bias_gradient, ctx.d_bias, ctx.scratch.d_bias
+    if bias_gradient is None or ctx.operands.d_bias is not None:
+        return
+    assert d_bias is not None
+    assert staging is not None
+    b, _, kv_start, iterations = ctx.decode(item)
+
+    def one(member: Scalar, _: None) -> None:
+        coord = TileCoord(b, iterations.first_head + member, 0, kv_start, WIDE_TILE, 1)
+        bias_gradient.clear_skipped(d_bias, staging.at[0], ctx.schedule, iterations.row_tile, coord)
+
+    lax.fori_loop(0, iterations.group, one, None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

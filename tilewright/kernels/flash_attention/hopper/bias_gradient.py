@@ -21,8 +21,8 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.panels import PanelRef, store_tile
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
-from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised
-from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 BIAS_TILE = 128
 """Keys and queries to whose multiple the gradient is padded in global memory: those of the largest step."""
@@ -77,10 +77,8 @@ class BiasGradient:
         return not self.shared and 1 not in self.bias_shape[2:] and jnp.dtype(self.bias_dtype).itemsize == 2
 
     def covered_by(self, schedule: TileSchedule) -> bool:
-        """True if the steps of a schedule store all of the array, so that it need not be cleared."""
-        if not self.tiled or not isinstance(schedule, BandSchedule):
-            return False
-        return bool(np.all(schedule.counts()[1] == schedule.extent.column_tiles))
+        """True if the kernel stores all of the array, so that it need not be cleared: it knows which tiles it skips."""
+        return self.tiled and isinstance(schedule, BandSchedule)
 
     def reordered(self, order: np.ndarray, row_tiles: int, key_parts: int) -> np.ndarray:
         """Work items so that what batch elements add to the same tiles stays in the L2 cache.
@@ -183,6 +181,34 @@ class BiasGradient:
             source, target = staging, ref.at[b, h, q_tile, keys]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+
+    def clear_skipped(
+        self, ref: Ref, staging: Ref | None, schedule: TileSchedule, row_tile: Scalar, coord: TileCoord
+    ) -> None:
+        """Stores zeros to the tiles of 64 keys that are no steps, where the kernel stores all of the array.
+
+        Args:
+          row_tile: of the schedule, whose columns are queries.
+          coord: of the keys; its queries are not read.
+        """
+        if not self.covered_by(schedule) or not isinstance(schedule, BandSchedule) or schedule.has_all_tiles:
+            return
+        assert isinstance(staging, PanelRef)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the last tile has read the buffer
+        staging[...] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.dtype), tile_layout())
+        plgpu.commit_smem()
+
+        def clear(tile: Scalar, _: None) -> None:
+            q_start = tile * ROWS
+            target = ref.at[coord.batch, coord.head, pl.ds(q_start, ROWS), pl.ds(coord.kv_start, ROWS)]
+            store_tile(staging, target)
+
+        per_column = schedule.extent.block_columns // ROWS
+        low, high = schedule.columns(row_tile)
+        end = schedule.extent.column_tiles
+        for first, last in ((0, low), (high, end)):
+            if not isinstance(first, int) or not isinstance(last, int) or first < last:
+                lax.fori_loop(first * per_column, last * per_column, clear, None)
 
     def _store_transposed(self, target: Ref, staging: Ref | None, ds: jax.Array) -> None:
         assert isinstance(staging, PanelRef)

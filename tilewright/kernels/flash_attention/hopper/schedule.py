@@ -94,6 +94,16 @@ class BandSchedule:
 
         return Steps(masked, high - low, tile)
 
+    def columns(self, row_tile: Scalar) -> tuple[Scalar, Scalar]:
+        """The first column of the tiles of a row that are steps, and the one behind the last."""
+        low, _, _, high = self._bounds(row_tile, lax)
+        return low, high
+
+    @property
+    def has_all_tiles(self) -> bool:
+        """True if every tile is a step."""
+        return bool(np.all(self.counts()[1] == self.extent.column_tiles))
+
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Masked steps and all steps of each row of tiles, ``[row_tiles]``."""
         low, full_low, full_high, high = (
