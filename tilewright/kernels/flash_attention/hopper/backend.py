@@ -146,7 +146,9 @@ def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | Bac
     dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
     panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
     bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
-    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled, staged_dtype(problem.bias))
+    direction: Direction = "forward" if isinstance(params, HopperForwardParams) else "backward"
+    bias_dtype = staged_dtype(problem.bias, direction)
+    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled, bias_dtype)
 
 
 class PallasGpuFlashAttention(
@@ -236,7 +238,7 @@ class PallasGpuFlashAttention(
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
         dims = padded_dim(head_dim), padded_dim(value_dim)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        bias_dtype = staged_dtype(inputs.bias)
+        bias_dtype = staged_dtype(inputs.bias, "forward")
         plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled, bias_dtype=bias_dtype)
         assert isinstance(plan, ForwardPlan)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)
@@ -273,7 +275,7 @@ class PallasGpuFlashAttention(
         dims = padded_dim(head_dim), padded_dim(value_dim)
         bias_gradient = bias_gradient_of(inputs.differentiated_bias, (batch, heads, q_length, kv_length), params)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        bias_dtype = staged_dtype(inputs.bias)
+        bias_dtype = staged_dtype(inputs.bias, "backward")
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled, bias_dtype)
         assert isinstance(plan, BackwardPlan | WideBackwardPlan)
         group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
@@ -345,7 +347,7 @@ class PallasGpuFlashAttention(
                 block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
                 tile=SharedTile((ROWS, dims[0]), query.dtype, panelled=panelled),
             )  # fmt: skip
-        d_bias = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
+        d_bias: Any = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[..., :head_dim],

@@ -164,7 +164,6 @@ def load_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Sca
         rings.d_out.load_from_dram(step.index, refs.d_out.at[b, rows, step.head])
         if ctx.bias_tiles is not None:
             # Last: its stage is free only when P of the step before is computed.
-            assert refs.arrays.bias is not None
             for consumer in range(CONSUMERS):
                 kv_start = kv_tile * ctx.block_k + consumer * ROWS
                 coord = TileCoord(b, step.head, step.q_tile * ctx.block_q, kv_start, (ctx.block_q, ROWS), 0)
@@ -433,7 +432,8 @@ def clear_skipped(ctx: KeyValueContext, item: Scalar, after: Scalar) -> None:
     Args:
       after: the index of the step behind the item.
     """
-    if ctx.bias_gradient is None or ctx.operands.d_bias is not None:
+    bias_gradient = ctx.bias_gradient
+    if bias_gradient is None or ctx.operands.d_bias is not None:
         return
     # Decoded anew, as if the item were another: kept over its steps, the values would be spilled.
     b, key_part, kv_tile = ctx.decode(item + opaque_zero(after + item))
@@ -445,7 +445,7 @@ def clear_skipped(ctx: KeyValueContext, item: Scalar, after: Scalar) -> None:
     def one(member: Scalar, _: None) -> None:
         kv_start = kv_tile * ctx.block_k + ctx.warpgroup * ROWS
         coord = TileCoord(b, first_head + member, 0, kv_start, (ROWS, ROWS), 1)
-        ctx.bias_gradient.clear_skipped(d_bias, staging.at[ctx.warpgroup], ctx.schedule, kv_tile, coord)
+        bias_gradient.clear_skipped(d_bias, staging.at[ctx.warpgroup], ctx.schedule, kv_tile, coord)
 
     lax.fori_loop(0, num_heads, one, None)
 

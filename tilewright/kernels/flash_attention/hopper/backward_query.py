@@ -165,7 +165,6 @@ def load_item(ctx: QueryContext, item_index: Scalar, item: Scalar, first: Scalar
         v_step = ctx.v_ring_step(item_index + 1, first, number)
         rings.v.load_from_dram(v_step, refs.value.at[b, kv_rows, kv_head])
         if ctx.bias_tiles is not None:
-            assert refs.arrays.bias is not None
             for consumer in range(CONSUMERS):
                 q_start = q_tile * block_q + consumer * ROWS
                 coord = TileCoord(b, h, q_start, steps.tile(number) * block_k, ctx.s_shape, 0)

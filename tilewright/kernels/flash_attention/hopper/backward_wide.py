@@ -154,7 +154,6 @@ def load_tiles(ctx: WideContext) -> None:
         rings.minus_delta.load_from_dram(step, refs.statistics.at[b, head, MINUS_DELTA, rows])
         rings.d_out.load_from_dram(step, refs.d_out.at[b, rows, head])
         if ctx.bias_tiles is not None:
-            assert refs.arrays.bias is not None
             coord = TileCoord(b, head, iterations.q_start(iteration), item.kv_start, WIDE_TILE, 0)
             ctx.bias_tiles.load(step, 0, refs.arrays.bias, coord)
         return iterations.after(iteration)

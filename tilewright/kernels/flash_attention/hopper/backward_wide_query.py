@@ -182,7 +182,6 @@ def load_tiles(ctx: WideQueryContext) -> None:
         rings.k.load_from_dram(step, refs.key.at[b, kv_rows, kv_head])
         rings.v.load_from_dram(step, refs.value.at[b, kv_rows, kv_head])
         if rings.bias is not None:
-            assert refs.arrays.bias is not None
             for consumer in range(CONSUMERS):
                 coord = TileCoord(b, h, q_start + consumer * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
                 rings.bias.load(step, consumer, refs.arrays.bias, coord)

@@ -23,14 +23,19 @@ from tilewright.kernels.hopper.ring import Ring, RingPlan, when
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import tile_layout
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.ops.types import Direction
+
+STAGED_ITEMSIZES: dict[Direction, tuple[int, ...]] = {"forward": (2, 4), "backward": (2,)}
+"""Bytes of an element of a bias that may pass through shared memory."""
 
 
-def staged_dtype(bias: jax.Array | jax.ShapeDtypeStruct | None) -> jnp.dtype | None:
+def staged_dtype(bias: jax.Array | jax.ShapeDtypeStruct | None, direction: Direction) -> jnp.dtype | None:
     """The dtype of a bias that may pass through shared memory; None for others, and for none.
 
-    These are matrices of 16-bit elements: vectors are read once a row or column, and ``ldmatrix`` moves 16 bits.
+    These are matrices, for a vector is a few loads in each step. The backward pass reads tiles transposed, which
+    ``ldmatrix`` does with 16-bit elements alone.
     """
-    if bias is None or 1 in bias.shape[2:] or jnp.dtype(bias.dtype).itemsize != 2:
+    if bias is None or 1 in bias.shape[2:] or jnp.dtype(bias.dtype).itemsize not in STAGED_ITEMSIZES[direction]:
         return None
     return jnp.dtype(bias.dtype)
 
@@ -53,12 +58,14 @@ class BiasTiles:
     ring: Ring
     consumers: int
 
-    def load(self, step: Scalar, consumer: int, bias: Ref, coord: TileCoord) -> None:
+    def load(self, step: Scalar, consumer: int, bias: jax.Array | Ref | None, coord: TileCoord) -> None:
         """Producer: starts the load of a consumer's tile of a step; the shape of ``coord`` has queries first."""
+        assert bias is not None
         batch = coord.batch if bias.shape[0] > 1 else 0
         head = coord.head if bias.shape[1] > 1 else 0
         rows, columns = pl.ds(coord.q_start, coord.shape[0]), pl.ds(coord.kv_start, coord.shape[1])
-        self.ring.load_from_dram(step * self.consumers + consumer, bias.at[batch, head, rows, columns])
+        source: Any = bias.at[batch, head, rows, columns]
+        self.ring.load_from_dram(step * self.consumers + consumer, source)
 
     def read(self, step: Scalar, consumer: Scalar, *, transposed: bool = False, present: Condition = True) -> jax.Array:
         """Consumer: waits for its tile of a step, and moves it into registers, in the layout of the accumulator.

@@ -114,7 +114,6 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
     def load_bias(step: Scalar) -> None:
         if scratch.bias is None:
             return
-        assert operands.arrays.bias is not None
         for consumer in range(ctx.call.params.consumers):
             q_start = work.q_tile * block_q + consumer * ROWS
             coord = TileCoord(work.batch, work.head, q_start, work.steps.tile(step) * block_k, (ROWS, block_k), 0)
