@@ -154,12 +154,13 @@ def test_plans():
     assert WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16).d_query_split == 128
 
 
-def test_the_gradient_of_a_shared_bias_takes_shared_memory():
-    """A float32 tile of 64 by 64, until it is added to what heads share; what none shares is stored directly."""
+def test_the_gradient_of_a_bias_takes_shared_memory():
+    """A tile of 32 queries by 64 keys: float32 if it is added to what heads share, else of the dtype of the bias."""
     shape = (2, 3, 100, 200)
     plain = WideBackwardPlan(FUSED, 192, 192, jnp.bfloat16)
-    for bias_shape, size in (((1, 3, 100, 200), BLOCK * BLOCK * 4), (shape, 0)):
-        gradient = BiasGradient(bias_shape, jnp.bfloat16, shape, False)
+    for bias_shape, itemsize in (((1, 3, 100, 200), 4), (shape, 2)):
+        gradient = BiasGradient(bias_shape, jnp.bfloat16, shape, False, 32)
+        size = 32 * BLOCK * itemsize
         assert dataclasses.replace(plain, bias_gradient=gradient).shared_bytes == plain.shared_bytes + size
 
 
@@ -189,7 +190,8 @@ def test_a_place_for_d_query_belongs_to_sums():
     nothing: Any = None
 
     def run(x: jax.Array) -> Any:
-        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC, (256, 256), False, GroupParts(1))
+        parts = GroupParts(1)
+        call = BackwardCall(x, x, x, x, x, nothing, nothing, nothing, DETERMINISTIC, (256, 256), False, parts, None)
         return wide_key_value_kernel(call, nothing, (), order=nothing, dq_accumulator=x)
 
     with pytest.raises(ValueError, match="deterministic"):

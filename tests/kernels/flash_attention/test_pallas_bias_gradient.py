@@ -128,11 +128,11 @@ def test_what_is_stored():
     ragged = BiasGradient((2, 3, 100, 197), jnp.bfloat16, (2, 3, 100, 197), False)
     assert ragged.shape == (2, 3, 100, 200)
     exact = dataclasses.replace(whole, bias_dtype=jnp.float32)
-    assert (exact.shape, exact.dtype, exact.added) == ((2, 3, 256, 128), jnp.float32, False)
+    assert (exact.shape, exact.dtype, exact.added) == ((2, 3, 128, 256), jnp.float32, False)
     shared = BiasGradient((1, 3, 100, 200), jnp.bfloat16, scores, False)
     assert (shared.shape, shared.dtype, shared.added) == ((1, 3, 128, 256), jnp.float32, True)
     apart = dataclasses.replace(shared, deterministic=True)
-    assert (apart.shape, apart.added) == ((2, 3, 256, 128), False)
+    assert (apart.shape, apart.added) == ((2, 3, 128, 256), False)
     of_keys = BiasGradient((2, 1, 1, 200), jnp.bfloat16, scores, False)
     assert (of_keys.shape, of_keys.added) == ((2, 1, 2, 256), True)
     with pytest.raises(ValueError, match="bias_shape"):

@@ -138,7 +138,8 @@ def bias_gradient_of(
     """The layout of the gradient of a bias, which is an array or its shape; None in the forward pass."""
     if bias is None or not isinstance(params, BackwardParams):
         return None
-    return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic)
+    tile_queries = ROWS // 2 if isinstance(params, WideBackwardParams) else ROWS
+    return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic, tile_queries)
 
 
 def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | BackwardParams) -> Plan:

@@ -107,8 +107,7 @@ class KeyValueContext:
     @property
     def overlaps_next_s(self) -> bool:
         """True if S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
-        few = self.options.plain or (self.scratch.bias is not None and self.options.soft_cap is None)
-        return self.plan.overlaps_next_s and few and not self.options.dropout_prob
+        return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Batch element, part of a key head (`GroupParts`) and tile of keys of a work item."""

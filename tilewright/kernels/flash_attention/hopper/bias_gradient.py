@@ -1,8 +1,8 @@
 """The gradient of an additive bias on Hopper: dS itself, stored tile by tile by the kernels for dK and dV.
 
-The tiles of a dense bias that nothing shares are transposed in shared memory and stored as the gradient. A bias that
-batch elements or heads share gets the sum of their dS, by TMA reductions (``added``) or, if deterministic, by an XLA
-sum over an array that keeps them separate.
+A tile of dS is transposed on its way through shared memory, and TMA stores it to an array ``[queries, keys]``: the
+gradient, if nothing shares the bias. A bias that batch elements or heads share gets the sum of their dS, by TMA
+reductions (``added``) or, if deterministic, by an XLA sum over an array that keeps them separate.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -30,30 +29,28 @@ BIAS_TILE = 128
 CACHED_SUMS = 16 << 20
 """Bytes of sums over the batch that are added to at a time, so that they stay in the L2 cache."""
 
-TILE_ROWS = ROWS * ROWS // ROW
-"""Rows of ``ROW`` elements that a 64 × 64 tile takes in a matrix to which tiles are added."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BiasGradient:
     """The array in global memory to which the kernels for dK and dV store the gradient of a bias.
 
-    It is the gradient itself, with longer rows, if ``tiled``; else a matrix ``[keys, queries]``, also for a bias with
-    one key; for a bias with one query, the sums over the queries of each tile, ``[tiles, keys]``, a 64th of that. Where
-    batch or heads share the bias, tiles are added by TMA reductions, in no fixed order, those of a matrix as strips
-    like those of dQ; if ``deterministic``, every batch element and head has an array of its own instead, and they are
-    summed afterwards.
+    It is a matrix ``[queries, keys]``, also for a bias with one key; for a bias with one query, the sums over the
+    queries of each tile, ``[tiles, keys]``, a 64th of that. Where batch or heads share the bias, tiles are added by TMA
+    reductions, in no fixed order; if ``deterministic``, every batch element and head has an array of its own instead,
+    and they are summed afterwards.
 
     Attributes:
       bias_shape: ``[batch | 1, heads | 1, q_length | 1, kv_length | 1]``.
       bias_dtype: dtype of the array if it holds the gradient itself; where anything is to be summed, it is float32.
       scores: batch, heads, q_length and kv_length of the call.
+      tile_queries: that pass through shared memory at a time, 64 or, where that is scarce, 32.
     """
 
     bias_shape: tuple[int, ...]
     bias_dtype: DTypeLike
     scores: tuple[int, int, int, int]
     deterministic: bool
+    tile_queries: int = ROWS
 
     def __post_init__(self) -> None:
         if len(self.bias_shape) != 4 or any(
@@ -72,13 +69,13 @@ class BiasGradient:
         return self.shared and not self.deterministic
 
     @property
-    def tiled(self) -> bool:
-        """True if the array is the gradient, ``[queries, keys]``, whose tiles TMA stores, clipped at the ends."""
+    def exact(self) -> bool:
+        """True if the array is the gradient but for the ends of its rows: in panels TMA clips tiles of 16 bits."""
         return not self.shared and 1 not in self.bias_shape[2:] and jnp.dtype(self.bias_dtype).itemsize == 2
 
     def covered_by(self, schedule: TileSchedule) -> bool:
         """True if the kernel stores all of the array, so that it need not be cleared: it knows which tiles it skips."""
-        return self.tiled and isinstance(schedule, BandSchedule)
+        return self.is_matrix and not self.added and isinstance(schedule, BandSchedule)
 
     def reordered(self, order: np.ndarray, row_tiles: int, key_parts: int) -> np.ndarray:
         """Work items so that what batch elements add to the same tiles stays in the L2 cache.
@@ -106,14 +103,12 @@ class BiasGradient:
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
         q_tiles, kv_tiles = self.tiles
-        if self.tiled:
+        if self.exact:
             _, _, q_length, kv_length = self.scores
             alignment = TMA_STRIDE_BYTES // jnp.dtype(self.dtype).itemsize
-            matrix: tuple[int, ...] = q_length, -(-kv_length // alignment) * alignment
-        elif not self.is_matrix:
-            matrix = q_tiles, kv_tiles * ROWS
+            matrix = q_length, -(-kv_length // alignment) * alignment
         else:
-            matrix = (kv_tiles * q_tiles * TILE_ROWS, ROW) if self.added else (kv_tiles * ROWS, q_tiles * ROWS)
+            matrix = q_tiles * ROWS if self.is_matrix else q_tiles, kv_tiles * ROWS
         return (*(self.bias_shape[:2] if self.added else self.scores[:2]), *matrix)
 
     @property
@@ -133,54 +128,61 @@ class BiasGradient:
 
     def staging(self, warpgroups: int) -> object:
         """Scratch of a buffer per warpgroup for tiles that wait for their store or reduction; None if none do."""
-        if self.tiled:
-            return self._tile.stack(warpgroups)
-        return plgpu.SMEM(self._staging_shape(warpgroups), jnp.float32) if self.added else None
+        if self.is_matrix:
+            return self.tile.stack(warpgroups)
+        return plgpu.SMEM((warpgroups, ROWS), jnp.float32) if self.added else None
 
     @property
-    def _tile(self) -> SharedTile:
-        return SharedTile((ROWS, ROWS), self.dtype, panelled=True)
+    def tile(self) -> SharedTile:
+        """The part of a tile of a matrix that passes through shared memory at a time, ``[queries, keys]``."""
+        return SharedTile((self.tile_queries, ROWS), self.dtype, panelled=self.exact)
 
     def staging_bytes(self, warpgroups: int) -> int:
-        if self.tiled:
-            return self._tile.stack_bytes(warpgroups)
-        return aligned_bytes(self._staging_shape(warpgroups), jnp.float32) if self.added else 0
-
-    def _staging_shape(self, warpgroups: int) -> tuple[int, ...]:
-        return (warpgroups, ROWS // STRIP, ROWS, STRIP) if self.is_matrix else (warpgroups, ROWS)
+        if self.is_matrix:
+            return self.tile.stack_bytes(warpgroups)
+        return aligned_bytes((warpgroups, ROWS), jnp.float32) if self.added else 0
 
     def store(self, ref: Ref, staging: Ref | None, ds: jax.Array, coord: TileCoord) -> None:
         """Stores or adds a float32 tile of dS, ``[64 keys, 64 queries]``.
 
         Args:
           ref: the array.
-          staging: the buffer of the calling warpgroup; None unless ``tiled`` or ``added``.
+          staging: the buffer of the calling warpgroup; None for a vector that is not ``added``.
           coord: of this tile.
         """
         b = coord.batch if self.shape[0] > 1 else 0
         h = coord.head if self.shape[1] > 1 else 0
-        if self.tiled:
-            self._store_transposed(ref.at[b, h, pl.ds(coord.q_start, ROWS), pl.ds(coord.kv_start, ROWS)], staging, ds)
+        keys = pl.ds(coord.kv_start, ROWS)
+        if self.is_matrix:
+            assert staging is not None
+            for begin in range(0, ROWS, self.tile_queries):
+                part = ds if self.tile_queries == ROWS else ds[:, begin : begin + self.tile_queries]
+                self._fill(staging, part)
+                target = ref.at[b, h, pl.ds(coord.q_start + begin, self.tile_queries), keys]
+                if self.added:
+                    plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+                else:
+                    store_tile(staging, target)
             return
-        keys, q_tile = pl.ds(coord.kv_start, ROWS), lax.div(coord.q_start, jnp.int32(ROWS))
-        values = ds.astype(self.dtype) if self.is_matrix else ds.sum(axis=1)
+        target, sums = ref.at[b, h, lax.div(coord.q_start, jnp.int32(ROWS)), keys], ds.sum(axis=1)
         if not self.added:
-            # In the order of the registers: the addresses of a matrix then follow from one.
-            tile = ref.at[b, h, keys, pl.ds(coord.q_start, ROWS)] if self.is_matrix else ref.at[b, h, q_tile, keys]
-            store_unoptimised(tile, values)
+            store_unoptimised(target, sums)
             return
         assert staging is not None
-        # The reduction of the tile before must have read the buffer.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.is_matrix:
-            store_strips(staging, values)
-            first = (lax.div(coord.kv_start, jnp.int32(ROWS)) * self.tiles[0] + q_tile) * TILE_ROWS
-            source, target = staging.reshape(TILE_ROWS, ROW), ref.at[b, h, pl.ds(first, TILE_ROWS)]
-        else:
-            staging[...] = values
-            source, target = staging, ref.at[b, h, q_tile, keys]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the reduction of the tile before has read the buffer
+        staging[...] = sums
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+    def _fill(self, staging: Ref, values: jax.Array) -> None:
+        """Moves ``[64 keys, tile_queries]`` of an accumulator into the buffer, transposed."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has read the buffer
+        if isinstance(staging, PanelRef):
+            (panel,) = staging.operands
+            panel.T[...] = values.astype(self.dtype)  # by stmatrix, which transposes 16 bits
+        else:
+            staging.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
 
     def clear_skipped(
         self, ref: Ref, staging: Ref | None, schedule: TileSchedule, row_tile: Scalar, coord: TileCoord
@@ -193,42 +195,23 @@ class BiasGradient:
         """
         if not self.covered_by(schedule) or not isinstance(schedule, BandSchedule) or schedule.has_all_tiles:
             return
-        assert isinstance(staging, PanelRef)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the last tile has read the buffer
-        staging[...] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), self.dtype), tile_layout())
-        plgpu.commit_smem()
+        assert staging is not None
+        size = self.tile_queries
+        self._fill(staging, plgpu.layout_cast(jnp.zeros((ROWS, size), jnp.float32), tile_layout()))
 
         def clear(tile: Scalar, _: None) -> None:
-            q_start = tile * ROWS
-            target = ref.at[coord.batch, coord.head, pl.ds(q_start, ROWS), pl.ds(coord.kv_start, ROWS)]
+            target = ref.at[coord.batch, coord.head, pl.ds(tile * size, size), pl.ds(coord.kv_start, ROWS)]
             store_tile(staging, target)
 
-        per_column = schedule.extent.block_columns // ROWS
+        per_column = schedule.extent.block_columns // size
         low, high = schedule.columns(row_tile)
-        end = schedule.extent.column_tiles
-        for first, last in ((0, low), (high, end)):
+        for first, last in ((0, low), (high, schedule.extent.column_tiles)):
             if not isinstance(first, int) or not isinstance(last, int) or first < last:
                 lax.fori_loop(first * per_column, last * per_column, clear, None)
-
-    def _store_transposed(self, target: Ref, staging: Ref | None, ds: jax.Array) -> None:
-        assert isinstance(staging, PanelRef)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has read the buffer
-        (panel,) = staging.operands
-        panel.T[...] = ds.astype(self.dtype)
-        plgpu.commit_smem()
-        store_tile(staging, target)
 
     def result(self, array: jax.Array) -> jax.Array:
         """Reduces the array to the gradient, in the shape and dtype of the bias."""
         _, _, q_length, kv_length = self.scores
-        q_tiles, kv_tiles = self.tiles
-        if self.is_matrix and self.added:
-            # A tile of dS is [strips of queries, keys, queries of a strip]: the three axes of queries go before the two
-            # of keys.
-            array = array.reshape(*array.shape[:2], kv_tiles, q_tiles, ROWS // STRIP, ROWS, STRIP)
-            array = array.transpose(0, 1, 3, 4, 6, 2, 5).reshape(*array.shape[:2], q_tiles * ROWS, kv_tiles * ROWS)
-        elif self.is_matrix and not self.tiled:
-            array = jnp.swapaxes(array, 2, 3)
         # Sums over the queries of a tile need no cut: padded queries have P = 0.
         if self.is_matrix:
             array = array[:, :, :q_length]

@@ -238,24 +238,24 @@ class BackwardPlan:
     @property
     def _memories(self) -> list[BackwardMemory]:
         """Ways to divide shared memory, best first."""
-        added = self.bias_gradient is not None and self.bias_gradient.added
-        parts = 0 if added else 1 + self.partial_gradients
+        parts = 1 + self.partial_gradients
         unstaged = BackwardMemory(False, 2, parts)
-        if self.bias_dtype is None:
+        if self.bias_dtype is None and self.bias_gradient is None:
             return [unstaged]
-        staged = BackwardMemory(True, 2, parts)
-        found = [staged]
-        if self._may_share_d_bias:
-            found.append(staged._replace(output_parts=0, shares_d_bias=True))
-        if not added:
-            found.append(staged._replace(output_parts=2 * parts))
-        return [*found, found[-1]._replace(ds_stages=1), unstaged]
+        found = []
+        for memory in (unstaged,) if self.bias_dtype is None else (unstaged._replace(stages_bias=True), unstaged):
+            found.append(memory)
+            if self._may_share_d_bias:
+                found.append(memory._replace(output_parts=0, shares_d_bias=True))
+            found += [memory._replace(output_parts=2 * parts), memory._replace(output_parts=0)]
+            found.append(found[-1]._replace(ds_stages=1))
+        return found
 
     @property
     def _may_share_d_bias(self) -> bool:
         """True if gradients may pass through the buffer of the gradient of the bias, in parts of 64 columns."""
         gradient = self.bias_gradient
-        if gradient is None or not gradient.tiled or self.partial_gradients:
+        if gradient is None or not gradient.exact or self.partial_gradients:
             return False
         whole = self.head_dim % ROWS == 0 and self.value_dim % ROWS == 0
         return whole and jnp.dtype(gradient.dtype) == jnp.dtype(self.dtype)
@@ -367,7 +367,7 @@ class BackwardPlan:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
         They hold half of the columns where these are float32, for which there is no more memory, and half of that where
-        a bias needs it. Empty if a gradient of the bias is added: dK and dV are then stored from registers.
+        a bias needs it. Empty where even that does not fit: dK and dV are then stored from registers.
         """
         return self._output_tiles(self.memory.output_parts)
 
