@@ -55,11 +55,23 @@ def threefry2x32(key: Words, counter: Words) -> Words:
 def philox2x32(key: UInt32[Array, "..."], counter: Words) -> Words:
     """Ten rounds of Philox-2x32; all three words are uint32 and broadcast against each other."""
     left, right = counter
-    multiplier = jnp.uint32(PHILOX_MULTIPLIER)
     for _ in range(PHILOX_ROUNDS):
-        left, right = lax.mulhi(left, jnp.full_like(left, multiplier)) ^ key ^ right, left * multiplier
+        left, right = _upper_product(left, PHILOX_MULTIPLIER) ^ key ^ right, left * jnp.uint32(PHILOX_MULTIPLIER)
         key = key + jnp.uint32(PHILOX_KEY_STEP)
     return left, right
+
+
+def _upper_product(x: UInt32[Array, "..."], factor: int) -> UInt32[Array, "..."]:
+    """The upper word of a product of 64 bits.
+
+    By halves of 16 bits, for there may be no uint64; XLA has no lowering of ``lax.mulhi`` under a mesh.
+    """
+    low, high = x % LANES, x // LANES
+    factor_low, factor_high = jnp.uint32(factor % LANES), jnp.uint32(factor // LANES)
+    middle = low * factor_high
+    # At most (2¹⁶ − 1)² + 2 (2¹⁶ − 1) = 2³² − 1.
+    sums = high * factor_low + (low * factor_low) // LANES + middle % LANES
+    return high * factor_high + middle // LANES + sums // LANES
 
 
 def drawn_probability(prob: float) -> float:
