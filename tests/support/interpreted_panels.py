@@ -1,7 +1,7 @@
-"""Tiles of panels where kernels are interpreted, or followed in their jaxprs: memory has no layout there.
+"""What is below Pallas where kernels are interpreted, or followed in their jaxprs: tiles of panels, and dropout's bits.
 
-Nothing is below Pallas there either: an MMA over panels is one for each, and a wait that leaves one group in flight
-leaves the last of them.
+Memory has no layout there: an MMA over panels is one for each, and a wait that leaves one group in flight leaves the
+last of them. Nor is there a thread: the bits of a tile are its mask, which the definition gives element by element.
 """
 
 import contextlib
@@ -11,8 +11,12 @@ from unittest import mock
 
 import jax
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.kernels.dropout import LANES, keep_elements
+from tilewright.kernels.flash_attention.hopper import dropout
+from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref
@@ -23,6 +27,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield shared, "panel_scratch", _scratch
     yield shared, "panel_references", lambda refs: (tuple(refs), tuple(refs))
     yield panels, "mma_of_panels", _mma
+    yield dropout, "bits_of_tile", _bits
+    yield dropout, "select_by_bits", _select
 
 
 @contextlib.contextmanager
@@ -38,6 +44,16 @@ def _scratch(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...], co
     """One memory for both views of a panel, without the tiling that TMA must not see."""
     del transforms
     return [plgpu.SMEM(shape, dtype) for _ in range(count)]
+
+
+def _bits(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:
+    """The dropout mask of a tile, by the definition."""
+    return keep_elements(key, coord.rows(), coord.columns(), threshold / LANES)
+
+
+def _select(tile: jax.Array, bits: jax.Array, coord: TileCoord, first: int, negates: bool) -> jax.Array:
+    """By a part of that mask."""
+    return jnp.where(bits[:, first : first + coord.shape[1]], tile, -tile if negates else jnp.zeros((), tile.dtype))
 
 
 def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -> None:

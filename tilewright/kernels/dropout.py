@@ -1,9 +1,21 @@
 """The attention probabilities that a dropout keeps: one counter-based generator for every backend.
 
-Element (batch, head, row, column) of a call with seed ``s`` is decided by word ``column & 1`` of
-``threefry2x32(threefry2x32(s, (batch, head)), (row, column >> 1))``: kept iff it is at least ``round(p · 2³²)``. No
-element depends on tiling, sharding or backend. Threefry-2x32 with 20 rounds: Salmon et al., "Parallel random numbers:
-as easy as 1, 2, 3" (SC 2011); only 32-bit additions, exclusive ors and rotations.
+Element (batch, head, row, column) of a call with seed ``s`` is decided by 16 of the 64 bits of a call of Philox-2x32
+with 10 rounds, which serves four elements: the rows r and r + 8 with the columns c and c + 8, where bit 3 of r and of c
+is 0. That is what one thread holds of a matrix in the accumulators of tensor cores, also of the transposed matrix. With
+``(first, second) = threefry2x32(s, (batch, head))`` and ``i(x)``, x without its bit 3, the number of x among its like:
+
+- the key is ``first``, the counter ``(i(row), i(column) ^ second)``;
+- bit 3 of the row selects a word of the result, bit 3 of the column its lower or upper half;
+- the element is kept iff that half is at least ``keep_threshold``.
+
+No element depends on tiling, sharding or backend. Philox has a key of 32 bits, of which two heads may have the same
+one. Their masks then still differ, for ``second`` takes them to other counters: 64 bits of the two would have to agree,
+but for those that count columns, before two heads drop alike.
+
+Philox-2x32 and Threefry-2x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A round of the
+one is a multiplication and two exclusive ors; the other, of 20 rounds of three operations, makes the keys, in JAX's
+form.
 """
 
 from typing import Any
@@ -14,6 +26,15 @@ from jaxtyping import Array, Bool, Integer, UInt32
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 KEY_PARITY = 0x1BD11BDA
+PHILOX_MULTIPLIER = 0xD256D193
+PHILOX_KEY_STEP = 0x9E3779B9
+PHILOX_ROUNDS = 10
+PAIR = 8
+"""Distance of two rows, and of two columns, that a call of Philox serves."""
+BLOCK = 2 * PAIR
+"""Rows and columns of a block whose elements share their calls with no other block."""
+LANES = 1 << 16
+"""Values of the random number that decides an element."""
 
 type Words = tuple[UInt32[Array, "..."], UInt32[Array, "..."]]
 
@@ -31,17 +52,56 @@ def threefry2x32(key: Words, counter: Words) -> Words:
     return left, right
 
 
-def keep_threshold(prob: float) -> int:
-    """The smallest word that keeps its element, a uint32."""
+def philox2x32(key: UInt32[Array, "..."], counter: Words) -> Words:
+    """Ten rounds of Philox-2x32; all three words are uint32 and broadcast against each other."""
+    left, right = counter
+    for _ in range(PHILOX_ROUNDS):
+        left, right = _upper_product(left, PHILOX_MULTIPLIER) ^ key ^ right, left * jnp.uint32(PHILOX_MULTIPLIER)
+        key = key + jnp.uint32(PHILOX_KEY_STEP)
+    return left, right
+
+
+def _upper_product(x: UInt32[Array, "..."], factor: int) -> UInt32[Array, "..."]:
+    """The upper word of a product of 64 bits.
+
+    By halves of 16 bits, for there may be no uint64; XLA has no lowering of ``lax.mulhi`` under a mesh.
+    """
+    low, high = x % LANES, x // LANES
+    factor_low, factor_high = jnp.uint32(factor % LANES), jnp.uint32(factor // LANES)
+    middle = low * factor_high
+    # At most (2¹⁶ − 1)² + 2 (2¹⁶ − 1) = 2³² − 1.
+    sums = high * factor_low + (low * factor_low) // LANES + middle % LANES
+    return high * factor_high + middle // LANES + sums // LANES
+
+
+def drawn_probability(prob: float) -> float:
+    """The share that a dropout of this probability drops: a multiple of 2⁻¹⁶, the nearest one below 1.
+
+    Whoever scales what is kept must divide by 1 minus this one, so that the expectation is exact.
+    """
     if not 0.0 <= prob < 1.0:
         raise ValueError(f"a dropout probability must be in [0, 1), got {prob=}")
-    # A probability next to 1 rounds to 2³², which no uint32 holds.
-    return min(round(prob * 2**32), 2**32 - 1)
+    return min(round(prob * LANES), LANES - 1) / LANES
+
+
+def keep_threshold(prob: float) -> int:
+    """The smallest of 2¹⁶ random numbers that keeps its element; ``prob`` is a `drawn_probability`."""
+    if prob != drawn_probability(prob):
+        raise ValueError(f"no multiple of 2^-16: {prob=}; drawn_probability makes one of it")
+    return int(prob * LANES)
 
 
 def head_keys(seed: UInt32[Array, "2"], batch: Any, head: Any) -> Words:
     """The generator's key of each (batch, head), given as integer indices that broadcast against each other."""
     return threefry2x32((seed[0], seed[1]), (jnp.asarray(batch, jnp.uint32), jnp.asarray(head, jnp.uint32)))
+
+
+def keep_elements(keys: Words, rows: Array, columns: Array, prob: float) -> Bool[Array, "..."]:
+    """Marks the kept ones of elements given by position; everything broadcasts. A call for each, for oracles."""
+    rows, columns = (jnp.asarray(positions).astype(jnp.uint32) for positions in (rows, columns))
+    upper, lower = philox2x32(keys[0], (_number(rows), _number(columns) ^ keys[1]))
+    word = jnp.where(rows & PAIR == 0, upper, lower)
+    return (word >> (columns & PAIR) * 2) % LANES >= keep_threshold(prob)
 
 
 def keep_mask_tile(
@@ -51,39 +111,58 @@ def keep_mask_tile(
     shape: tuple[int, int],
     prob: float,
     *,
-    even_start: bool = False,
+    multiples: tuple[int, int] = (1, 1),
 ) -> Bool[Array, "... rows columns"]:
-    """Marks the kept elements of a tile, ``[*keys' shape, *shape]``; for XLA (kernels call ``threefry2x32``).
+    """Marks the kept elements of a tile, ``[*keys' shape, *shape]``; for XLA.
 
     Args:
-      even_start: promises that a traced ``column_start`` is even, which saves a slice.
+      multiples: numbers of which the starts are promised to be multiples; 16 and its multiples save a slice each.
     """
-    rows, columns = shape
-    odd = column_start % 2 if isinstance(column_start, int) else None if not even_start else 0
-    # A tile that begins at an odd column begins with the second word of a pair, so it needs a word more. Where the
-    # parity of the start is traced (None), there must be room for it.
-    pairs = (columns + (1 if odd is None else odd) + 1) // 2
-    row = _count(row_start, (rows, 1))
-    pair = _count(column_start // 2, (1, pairs))
-    left, right = threefry2x32((keys[0][..., None, None], keys[1][..., None, None]), (row, pair))
+    starts = (row_start, column_start)
+    # A start that is traced may be anywhere in a block (None), so there must be room for the whole block before it.
+    offsets = tuple(
+        start % BLOCK if isinstance(start, int) else 0 if multiple % BLOCK == 0 else None
+        for start, multiple in zip(starts, multiples, strict=True)
+    )
+    row_blocks, column_blocks = (
+        -(-((BLOCK - 1 if offset is None else offset) + size) // BLOCK)
+        for offset, size in zip(offsets, shape, strict=True)
+    )
+    row = _count(row_start // BLOCK * PAIR, (row_blocks * PAIR, 1))
+    column = _count(column_start // BLOCK * PAIR, (1, column_blocks * PAIR))
+    first, second = keys[0][..., None, None], keys[1][..., None, None]
+    words = philox2x32(first, (row, column ^ second))
+    # The four bits of a call go into one byte: otherwise XLA would run all rounds again for each. The barrier keeps it
+    # from running them for each of the four elements.
     threshold = jnp.uint32(keep_threshold(prob))
-    # Both bits of a pair go into one byte: otherwise XLA would run all rounds again for the second bit. The barrier
-    # keeps it from running them for each of the two columns (a third of the time of interleaving the comparisons, on a
-    # CPU).
-    bits = (left >= threshold).astype(jnp.uint8) | (right >= threshold).astype(jnp.uint8) << 1
-    bits = lax.optimization_barrier(bits)[..., None] >> jnp.arange(2, dtype=jnp.uint8)
-    kept = (bits & 1 != 0).reshape(*left.shape[:-1], 2 * pairs)
-    if odd is None:
-        return lax.dynamic_slice_in_dim(kept, column_start % 2, columns, axis=-1)
-    return kept[..., odd : odd + columns]
+    bits = jnp.uint8(0)
+    for number, word in enumerate(words):
+        for half, value in enumerate((word % LANES, word // LANES)):
+            bits = bits | (value >= threshold).astype(jnp.uint8) << (2 * number + half)
+    leading = bits.shape[:-2]
+    bits = lax.optimization_barrier(bits).reshape(*leading, row_blocks, 1, PAIR, column_blocks, 1, PAIR)
+    places = jnp.arange(4, dtype=jnp.uint8).reshape(2, 1, 1, 2, 1)
+    kept = (bits >> places & 1 != 0).reshape(*leading, row_blocks * BLOCK, column_blocks * BLOCK)
+    for axis, (start, offset, size) in enumerate(zip(starts, offsets, shape, strict=True), len(leading)):
+        if offset is None:
+            kept = lax.dynamic_slice_in_dim(kept, start % BLOCK, size, axis)
+        else:
+            kept = lax.slice_in_dim(kept, offset, offset + size, axis=axis)
+    return kept
 
 
 def keep_mask(
     seed: UInt32[Array, "2"], batch: int, heads: int, q_length: int, kv_length: int, prob: float
 ) -> Bool[Array, "batch heads q_length kv_length"]:
     """Marks the kept elements of the whole score matrix: the definition, for oracles."""
-    keys = head_keys(seed, jnp.arange(batch)[:, None], jnp.arange(heads)[None, :])
-    return keep_mask_tile(keys, 0, 0, (q_length, kv_length), prob)
+    first, second = head_keys(seed, jnp.arange(batch)[:, None], jnp.arange(heads)[None, :])
+    keys = first[..., None, None], second[..., None, None]
+    return keep_elements(keys, jnp.arange(q_length)[:, None], jnp.arange(kv_length), prob)
+
+
+def _number(positions: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """The number of a row or column among those that share its calls' bit 3: the position without that bit."""
+    return positions // BLOCK * PAIR | positions % PAIR
 
 
 def _count(start: int | Integer[Array, ""], shape: tuple[int, int]) -> UInt32[Array, "rows columns"]:

@@ -14,9 +14,7 @@ static const dim3 blockDim;
 static float __shfl_xor_sync(unsigned, float, int) { return NAN; }
 static void atomicAdd(float* to, float what) { *to += what; }
 
-static uint32_t __funnelshift_l(uint32_t low, uint32_t high, int shift) {
-  return shift == 0 ? high : high << shift | low >> (32 - shift);
-}
+static uint32_t __umulhi(uint32_t one, uint32_t other) { return uint64_t(one) * other >> 32; }
 
 #include "tilewright/variant.h"
 
@@ -68,24 +66,24 @@ static Scores scores_of(const Call& call) {
   return scores;
 }
 
-// Every array [batch, heads, q, kv]; `kept` and `pairs` only where the call drops.
+// Every array [batch, heads, q, kv]; `kept` and `kept_in_order` only where the call drops.
 void elements(const Call& call, const float* products, uint8_t* visible, float* logits, float* slopes, uint8_t* kept_at,
-              uint8_t* pairs) {
+              uint8_t* kept_in_order) {
   const Scores scores = scores_of(call);
   int64_t i = 0;
   for (int batch = 0; batch < call.batch; ++batch) {
     for (int head = 0; head < call.heads; ++head) {
       const HeadScores of_head(scores, batch, head);
       const uint2 key = of_head.drops() ? of_head.dropout_key() : make_uint2(0, 0);
-      KeepPair pair(key, scores.keep_threshold);
+      KeepColumns in_order(key, scores.keep_threshold);
       for (int query = 0; query < call.q_length; ++query) {
         for (int column = 0; column < call.kv_length; ++column, ++i) {
           visible[i] = of_head.visible(query, column);
           logits[i] = of_head.logit(products[i], query, column);
           slopes[i] = of_head.cap_slope(logits[i]);
           if (!of_head.drops()) continue;
-          kept_at[i] = kept(key, scores.keep_threshold, query, column);
-          pairs[i] = pair(query, column);
+          kept_at[i] = kept(random_words(key, query, column), scores.keep_threshold, query, column);
+          kept_in_order[i] = in_order(query, column, column % 2);
         }
       }
     }

@@ -13,7 +13,7 @@ import pytest
 import tilewright
 from tests.kernels.flash_attention.test_cuda_scores import COMBINED
 from tilewright.kernels.cuda import toolchain
-from tilewright.kernels.dropout import head_keys, keep_mask, keep_threshold
+from tilewright.kernels.dropout import drawn_probability, head_keys, keep_mask, keep_threshold
 from tilewright.kernels.flash_attention.mask_terms import MaskParts, visible_ranges
 from tilewright.kernels.masks import CausalMask, ExplicitMask, Mask, WindowMask
 
@@ -76,7 +76,7 @@ def call_of(mask: Mask | None = None, **fields: Any) -> Call:
 
 
 def elements(library: ctypes.CDLL, products: np.ndarray, call: Call) -> tuple[np.ndarray, ...]:
-    """visible, logits in units of log 2, slopes of the cap, kept, kept by pairs."""
+    """visible, logits in units of log 2, slopes of the cap, kept, kept in the order of columns."""
     shape = (BATCH, HEADS, LENGTH, LENGTH)
     results = [np.full(shape, 7, kind) for kind in (np.uint8, np.float32, np.float32, np.uint8, np.uint8)]
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (products, *results)]
@@ -136,10 +136,11 @@ def test_logits_and_the_slope_of_the_cap(library: ctypes.CDLL, biased: bool, sof
 
 @pytest.mark.parametrize("probability", [0.2, 0.5])
 def test_what_is_dropped_is_what_every_backend_drops(library: ctypes.CDLL, probability: float):
+    probability = drawn_probability(probability)
     seed = jnp.asarray([3, 1 << 31], jnp.uint32)
     keys = jnp.stack(head_keys(seed, jnp.arange(BATCH)[:, None], jnp.arange(HEADS)[None, :]), axis=-1)
     call = call_of(keys=keys, keep_threshold=keep_threshold(probability))
-    *_, kept, pairs = elements(library, np.zeros((BATCH, HEADS, LENGTH, LENGTH), np.float32), call)
+    *_, kept, in_order = elements(library, np.zeros((BATCH, HEADS, LENGTH, LENGTH), np.float32), call)
     want = np.asarray(keep_mask(seed, BATCH, HEADS, LENGTH, LENGTH, probability))
     np.testing.assert_array_equal(kept != 0, want)
-    np.testing.assert_array_equal(pairs != 0, want)
+    np.testing.assert_array_equal(in_order != 0, want)

@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 from tests.kernels.flash_attention.conformance import CASES, FACTORS, chosen, describe, pairwise
 from tests.support.suites import sampled
-from tilewright.kernels.dropout import keep_mask
+from tilewright.kernels.dropout import drawn_probability, keep_mask
 from tilewright.kernels.flash_attention import reference
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -67,10 +67,11 @@ def loops(case: AttentionCase, arrays: tuple[Any, ...], options: dict[str, Any])
     sinks = np.asarray(options.get("softmax_aux", np.zeros((heads, 0))), np.float64)
     options = {name: option if isinstance(option, int) else np.asarray(option) for name, option in options.items()}
     kept = np.ones(case.score_shape, bool)
-    if case.dropout_prob:
+    drop = drawn_probability(case.dropout_prob)
+    if drop:
         seed = options["dropout_seed"]
         words = jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
-        kept = np.asarray(keep_mask(words, *case.score_shape, case.dropout_prob))
+        kept = np.asarray(keep_mask(words, *case.score_shape, drop))
     out = np.zeros((batch, q_length, heads, value.shape[-1]))
     lse = np.full((batch, heads, q_length), -np.inf)
     seen = np.zeros((batch, q_length, kv_length), bool)
@@ -85,7 +86,7 @@ def loops(case: AttentionCase, arrays: tuple[Any, ...], options: dict[str, Any])
         if not np.any(np.isfinite(logits)):
             continue
         lse[b, h, i] = np.logaddexp.reduce(logits)
-        probabilities = np.exp(logits - lse[b, h, i])[:kv_length] * kept[b, h, i] / (1 - case.dropout_prob)
+        probabilities = np.exp(logits - lse[b, h, i])[:kv_length] * kept[b, h, i] / (1 - drop)
         out[b, i, h] = probabilities @ value[b, :, h // group]
     return out, lse
 

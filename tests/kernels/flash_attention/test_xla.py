@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.suites import crossed, sampled
-from tilewright.kernels.dropout import keep_mask
+from tilewright.kernels.dropout import drawn_probability, keep_mask
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla import backward
@@ -44,6 +44,7 @@ def draw_inputs(
     **options: Any,
 ) -> AttentionInputs:
     batch, q_length, kv_length, heads, kv_heads = shape
+    options["dropout_prob"] = drawn_probability(options.get("dropout_prob", 0.0))
     random = np.random.default_rng(seed)
 
     def normal(*sizes: int) -> jax.Array:
@@ -56,7 +57,7 @@ def draw_inputs(
         None if bias is None else normal(*bias),
         mask,
         normal(heads, sinks) if sinks else None,
-        jnp.array([seed, 7], jnp.uint32) if options.get("dropout_prob") else None,
+        jnp.array([seed, 7], jnp.uint32) if options["dropout_prob"] else None,
         AttentionOptions(**({"softmax_scale": 0.3} | options)),
     )
 

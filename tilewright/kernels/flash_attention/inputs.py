@@ -16,6 +16,9 @@ class AttentionOptions:
     """The options of a call that are static values, not arrays.
 
     A backend that does not read a field computes without it: each declines what it cannot do, by name.
+
+    Attributes:
+      dropout_prob: what the generator really drops, a ``drawn_probability`` of ``tilewright.kernels.dropout``.
     """
 
     softmax_scale: float

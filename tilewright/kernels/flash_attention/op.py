@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from tilewright.kernels import arguments
 from tilewright.kernels.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.dropout import drawn_probability
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
     CausalAlignment,
@@ -168,7 +169,8 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         **_: Any,
     ) -> AttentionInputs:
         """The prepared arguments in the form that backends take."""
-        options = AttentionOptions(softmax_scale, logits_soft_cap, dropout_prob, precision)
+        # Rounded here, not in `prepare`: the number as given is in keys of tables and locks.
+        options = AttentionOptions(softmax_scale, logits_soft_cap, drawn_probability(dropout_prob), precision)
         return AttentionInputs(query, key, value, bias, mask, softmax_aux, dropout_seed, options)
 
     def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
@@ -300,7 +302,7 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one; what lies outside
         attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
       cum_seqlens_k: the boundaries among the keys.
-      dropout_prob: the part of the normalised probabilities to drop, in [0, 1).
+      dropout_prob: the part of the normalised probabilities to drop, in [0, 1); rounded to a multiple of 2⁻¹⁶.
       dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides
         what is dropped, on every backend alike.
       return_lse: also return the natural log-sum-exp of the logits, float32 ``[batch, heads, q_length]``.

@@ -238,7 +238,7 @@ struct AmpereBackwardPass {
     const float multiplier = ampere::positive_multiplier<kModified>(p.scores, logits);
     const bool capped = kModified && p.scores.soft_cap != 0;
     const bool stores_bias = kModified && kOwnsKeys && p.d_bias.data != nullptr;
-    KeepPair keep(kDropout ? head.dropout_key() : uint2{}, p.scores.keep_threshold);
+    const uint2 dropout_key = kDropout ? head.dropout_key() : uint2{};
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -246,6 +246,7 @@ struct AmpereBackwardPass {
         const int row = 16 * m + 8 * half;
         const float2 terms =
             ampere::read_floats(coord.terms(q_stage) + (coord.query_row + row + g) * int(sizeof(float2)));
+        uint2 words[2];
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -254,8 +255,11 @@ struct AmpereBackwardPass {
             float& gradient = d_logits[m][n][2 * half + e];
             const float logit = weight;
             weight = ampere::fast_exp2(fmaf(logit, multiplier, -terms.y));
-            const bool kept = !kDropout || keep(query + row, key + 8 * n + e);
-            if constexpr (kDropout) gradient = kept ? gradient * p.scores.keep_scale : 0.0f;
+            const int column = key + 8 * n + e;
+            // A call serves two columns: those of n and n + 1 if blocks of 16 are not cut between warps.
+            if (kDropout && (kN % 2 || n % 2 == 0)) words[e] = random_words(dropout_key, query + row, column);
+            const bool is_kept = !kDropout || kept(words[e], p.scores.keep_threshold, query + row, column);
+            if constexpr (kDropout) gradient = is_kept ? gradient * p.scores.keep_scale : 0.0f;
             gradient = (gradient - terms.x) * weight;
             if constexpr (kModified) {
               if (capped && weight > 0) gradient *= head.cap_slope(logit);
@@ -263,7 +267,7 @@ struct AmpereBackwardPass {
                 p.d_bias.add(head.batch, head.head, query + row, key + 8 * n + e, gradient);
               }
             }
-            if (!kept) weight = 0;
+            if (!is_kept) weight = 0;
           }
         }
       }

@@ -328,14 +328,18 @@ struct AmpereForward {
 
   // Zeroes the dropped elements of P; l keeps them.
   static __device__ void drop(const HeadScores& head, int query, int key, float (&weights)[kM][kN][4]) {
-    KeepPair keep(head.dropout_key(), head.scores.keep_threshold);
+    const uint2 dropout_key = head.dropout_key();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
+      uint2 words[2];
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!keep(query + 16 * m + 8 * (i / 2), key + 8 * n + i % 2)) weights[m][n][i] = 0;
+          const int row = query + 16 * m + 8 * (i / 2), column = key + 8 * n + i % 2;
+          // A call serves both rows, and two columns: those of n and n + 1 if blocks of 16 are not cut between warps.
+          if (i < 2 && (kN % 2 || n % 2 == 0)) words[i] = random_words(dropout_key, row, column);
+          if (!kept(words[i % 2], head.scores.keep_threshold, row, column)) weights[m][n][i] = 0;
         }
       }
     }

@@ -42,12 +42,12 @@ struct Scores {
   const int32_t* q_rows = nullptr;              // [batch|1, 2, q_length]: segment ids, then positions
   const int32_t* kv_rows = nullptr;             // [batch|1, 2, kv_length]
   Ranges key_ranges, query_ranges;              // query_ranges: backward only
-  const uint32_t* dropout_keys = nullptr;       // [batch, heads, 2]: Threefry keys
+  const uint32_t* dropout_keys = nullptr;       // [batch, heads, 2]: of the generator
   int64_t q_rows_batch = 0, kv_rows_batch = 0;  // batch strides in int32
   int32_t q_length = 0, kv_length = 0, heads = 0, group = 1;
   int32_t lowest = 0, highest = 0;                // visible iff lowest <= key - query <= highest
   float scale = 1, soft_cap = 0, keep_scale = 1;  // soft_cap 0: none; keep_scale: 1 / keep probability
-  uint32_t keep_threshold = 0;                    // an element is kept iff its random word is >= this
+  uint32_t keep_threshold = 0;                    // an element is kept iff its 16 random bits are >= this
 };
 
 __device__ inline float to_float(const void* data, int64_t index, BiasType type) {
@@ -58,22 +58,15 @@ __device__ inline float to_float(const void* data, int64_t index, BiasType type)
   }
 }
 
-// Threefry-2x32 with 20 rounds (Salmon et al., SC 2011); the definition is tilewright/kernels/dropout.py.
-__device__ inline uint2 threefry2x32(uint2 key, uint2 counter) {
-  const uint32_t schedule[3] = {key.x, key.y, key.x ^ key.y ^ 0x1BD11BDAu};
-  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
-  uint32_t left = counter.x + schedule[0], right = counter.y + schedule[1];
+// Philox-2x32 with 10 rounds (Salmon et al., SC 2011); the definition is tilewright/kernels/dropout.py.
+__device__ inline uint2 philox2x32(uint32_t key, uint2 counter) {
+  constexpr uint32_t kMultiplier = 0xD256D193u, kKeyStep = 0x9E3779B9u;
 #pragma unroll
-  for (int round = 0; round < 5; ++round) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      left += right;
-      right = left ^ __funnelshift_l(right, right, kRotations[round % 2][i]);
-    }
-    left += schedule[(round + 1) % 3];
-    right += schedule[(round + 2) % 3] + uint32_t(round + 1);
+  for (int round = 0; round < 10; ++round) {
+    counter = make_uint2(__umulhi(counter.x, kMultiplier) ^ key ^ counter.y, counter.x * kMultiplier);
+    key += kKeyStep;
   }
-  return make_uint2(left, right);
+  return counter;
 }
 
 // Visibility and logits of one query head of one batch element.
@@ -169,27 +162,33 @@ struct HeadScores {
   }
 };
 
-// Whether dropout keeps an element; `key` is that of its head. Two neighbouring columns share a draw: see `KeepPair`.
-__device__ inline bool kept(uint2 key, uint32_t threshold, int query, int column) {
-  const uint2 words = threefry2x32(key, make_uint2(query, uint32_t(column) >> 1));
-  return ((column & 1) ? words.y : words.x) >= threshold;
+// The random words of the elements whose row and column are these but for bit 3; `key` is that of their head.
+__device__ inline uint2 random_words(uint2 key, int row, int column) {
+  const uint32_t r = row, c = column;
+  return philox2x32(key.x, make_uint2((r >> 4 << 3) | (r & 7), ((c >> 4 << 3) | (c & 7)) ^ key.y));
 }
 
-// The same for elements in column order: one Threefry call serves both columns of a pair.
-struct KeepPair {
-  uint2 key, words;
+// Whether dropout keeps one of these elements: bit 3 of the row selects a word, that of the column its half.
+__device__ inline bool kept(uint2 words, uint32_t threshold, int row, int column) {
+  return (((row & 8) ? words.y : words.x) >> ((column & 8) << 1) & 0xFFFF) >= threshold;
+}
+
+// The same for the elements of a row, in the order of their columns: one call of Philox serves columns c and c + 8.
+struct KeepColumns {
+  uint2 key, words[2];
   uint32_t threshold;
-  int query = -1, pair = -1;
+  int rows[2] = {-1, -1}, columns[2] = {-1, -1};  // those of the last call for each place
 
-  __device__ KeepPair(uint2 head_key, uint32_t keep_from) : key(head_key), words(), threshold(keep_from) {}
+  __device__ KeepColumns(uint2 head_key, uint32_t keep_from) : key(head_key), words(), threshold(keep_from) {}
 
-  __device__ bool operator()(int row, int column) {
-    if (row != query || (column >> 1) != pair) {
-      query = row;
-      pair = column >> 1;
-      words = threefry2x32(key, make_uint2(row, pair));
+  // `place` is 0 or 1 and known when the loop is unrolled, alternating from column to column.
+  __device__ bool operator()(int row, int column, int place) {
+    if (row != rows[place] || (column & ~8) != columns[place]) {
+      rows[place] = row;
+      columns[place] = column & ~8;
+      words[place] = random_words(key, row, column);
     }
-    return ((column & 1) ? words.y : words.x) >= threshold;
+    return kept(words[place], threshold, row, column);
   }
 };
 

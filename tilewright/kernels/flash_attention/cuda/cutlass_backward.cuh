@@ -324,7 +324,8 @@ struct CutlassBackward {
         Logits::iterateRows(
             offset, [](int) {},
             [&](int m, int n, int) {
-              const bool keeps = !drops || kept(dropout_key, threshold, q_start + n, k_start + m);
+              const int query = q_start + n, key = k_start + m;
+              const bool keeps = !drops || kept(random_words(dropout_key, query, key), threshold, query, key);
               keep.at({m, n}) = keeps ? Element(1.0f) : Element(0.0f);
             },
             [](int) {});

@@ -131,7 +131,7 @@ struct CutlassForward {
       const TileCoord& coord, const HeadScores& head, int key_start, Fragment& logits, Storage& shared) {
     auto offset = Logits::get_lane_offset(coord.lane, coord.warp, coord.warp_tile);
     const bool drops = kDropout && head.drops();
-    KeepPair keep(drops ? head.dropout_key() : uint2{}, head.scores.keep_threshold);
+    KeepColumns keep(drops ? head.dropout_key() : uint2{}, head.scores.keep_threshold);
     float row_max, total;
     Logits::iterateRows(
         offset,
@@ -143,7 +143,7 @@ struct CutlassForward {
         [&](int m, int n, int i) {
           logits[i] = exp2f(logits[i] - row_max);
           total += logits[i];
-          if (drops && !keep(coord.query_start + m, key_start + n)) logits[i] = 0;
+          if (drops && !keep(coord.query_start + m, key_start + n, i % 2)) logits[i] = 0;
         },
         [&](int m) {
           if (Logits::reduceSameRow(coord.lane, total, [](float a, float b) { return a + b; })) {

@@ -62,13 +62,13 @@ from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
+from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     biased_and_capped,
-    kept,
     transposed,
     visible,
 )
@@ -216,7 +216,10 @@ class KeyTile:
 
 
 def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[jax.Array, jax.Array, Scalar]:
-    """Sums dK and dV over the steps of an item; returns them, dK without the scale, and the index of the next step."""
+    """Sums dK and dV over the steps of an item; returns them and the index of the next step.
+
+    dK lacks its scale, dV that of dropout.
+    """
     ctx = tile.ctx
     ctx.scratch.k.load_from_shared(tile.item_index)
     ctx.scratch.v.load_from_shared(tile.item_index)
@@ -264,9 +267,11 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
     coord = TileCoord(tile.batch, step.head, step.q_tile * ctx.block_q, tile.kv_start, ctx.s_shape, 1)
     q, d_out = rings.q.get_mma_tile(step.index), rings.d_out.get_mma_tile(step.index)
     tiles = StepTiles(tile, step, coord, zero, q, d_out)
+    bits = None
     if s is None:
-        s = pl.run_scoped(functools.partial(compute_s, tile, step.index), plgpu.ACC(ctx.s_shape, jnp.float32))
-    p = softmax_tile(tiles, s)
+        compute = functools.partial(compute_s_and_bits, tile, step.index, coord)
+        s, bits = pl.run_scoped(compute, plgpu.ACC(ctx.s_shape, jnp.float32))
+    p = softmax_tile(tiles, s, bits)
     # Waited for as late as that: neither S nor P needs dO.
     rings.d_out.load_from_shared(step.index)
     # dP and dS in sub-tiles of 64 queries: those of 128 queries would spill.
@@ -274,7 +279,8 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
         pl.run_scoped(functools.partial(compute_ds, tiles, p, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32))
         for begin in range(0, ctx.block_q, ROWS)
     ]
-    rings.d_out.release(step.index)
+    if bits is None:
+        rings.d_out.release(step.index)
     finish = functools.partial(accumulate_dk, tiles, ds, dk)
     return pl.run_scoped(finish, plgpu.ACC(ctx.s_shape, jnp.float32)) if ctx.overlaps_next_s else finish(None)
 
@@ -309,29 +315,39 @@ def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
 
 def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
     """Computes S of a step, with no other MMA in flight."""
-    wait_queries(tile.ctx, step)
-    initialize_s(tile.ctx, step, s)
+    return compute_s_and_bits(tile, step, None, s)[0]
+
+
+def compute_s_and_bits(
+    tile: KeyTile, step: Scalar, coord: TileCoord | None, s: Ref
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes S of a step, and beside it the dropout's bits of its tile ``coord``, if there is any."""
+    ctx = tile.ctx
+    wait_queries(ctx, step)
+    initialize_s(ctx, step, s)
     issue_s(tile, step, s)
-    return plgpu.wgmma_accumulator_load(s, wait_n=0)
+    bits = None if coord is None else draw_kept(ctx.options, ctx.operands.arrays, coord)
+    return plgpu.wgmma_accumulator_load(s, wait_n=0), bits
 
 
 # P and dS.
 
 
 class ProbabilityTiles(NamedTuple):
-    """P as a factor of three products, which differ by dropout and the derivative of the soft cap.
+    """P as a factor of two products, which differ by dropout and the derivative of the soft cap.
 
     Attributes:
-      dv: operand of dV = ``dv``·dO.
-      dp, delta: factors of dS = ``dp`` ∘ dP − ``delta`` ∘ delta.
+      dv: operand of dV = ``dv``·dO, before the dropout.
+      ds: factor of dS = ``ds`` ∘ (dP − delta), where dP is scaled or dropped.
+      bits: of ``draw_kept``, which say what is dropped of dP.
     """
 
     dv: jax.Array
-    dp: jax.Array
-    delta: jax.Array
+    ds: jax.Array
+    bits: jax.Array | None
 
 
-def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
+def softmax_tile(tiles: StepTiles, s: jax.Array, bits: jax.Array | None) -> ProbabilityTiles:
     """Computes P from S."""
     ctx, step, coord = tiles.ctx, tiles.step, tiles.coord
     options, arrays, may_mask = ctx.options, ctx.operands.arrays, ctx.schedule.may_mask
@@ -363,43 +379,43 @@ def softmax_tile(tiles: StepTiles, s: jax.Array) -> ProbabilityTiles:
         return lax.optimization_barrier(factor.astype(ctx.plan.dtype))
 
     # The derivative of c · tanh(x / c) is 1 − tanh²: a factor of dS, not of dV.
-    p_slope = p if tanh is None else p * (1 - tanh * tanh)
-    if not options.dropout_prob:
-        p_dv = rounded(p)
-        p_ds = p_dv if tanh is None else rounded(p_slope)
-        return ProbabilityTiles(p_dv, p_ds, p_ds)
-    # dS = P ∘ (keep / (1 − prob) ∘ dP − delta): softmax comes before the dropout, so the factor of delta is P without
-    # it.
-    keep, rescale = kept(options, arrays, coord), 1 / (1 - options.dropout_prob)
-    p_dv = rounded(jnp.where(keep, p * rescale, 0.0))
-    p_dp = p_dv if tanh is None else rounded(jnp.where(keep, p_slope * rescale, 0.0))
-    return ProbabilityTiles(p_dv, p_dp, rounded(p_slope))
+    # Softmax comes before the dropout, so P is no factor of dS without what is dropped.
+    p_ds = rounded(p if tanh is None else p * (1 - tanh * tanh))
+    return ProbabilityTiles(p_ds if tanh is None else rounded(p), p_ds, bits)
 
 
 def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: Ref) -> jax.Array:
     """Computes dS of 64 queries, ``begin`` and following, and adds their part of dV beside it."""
     ctx, step, d_out = tiles.ctx, tiles.step, tiles.d_out
     columns = pl.ds(begin, ROWS)
+    sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin, shape=(ROWS, ROWS))
     if ctx.block_q != ROWS:
-        p = ProbabilityTiles(*(each[:, begin : begin + ROWS] for each in p))
+        p = ProbabilityTiles(p.dv[:, begin : begin + ROWS], p.ds[:, begin : begin + ROWS], p.bits)
     # With dropout the accumulator of dP is rescaled, which −delta must not be.
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
     mma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
-    mma(dv, p.dv, d_out.at[columns])
-    # MMAs complete in the order of their issue: all but the last one is dP, and dV goes on beside the next lines.
-    dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
-    ds = p.dp.astype(jnp.float32) * dp_tile
-    if ctx.options.dropout_prob:
-        ds = ds + p.delta.astype(jnp.float32) * load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    if p.bits is None:
+        mma(dv, p.dv, d_out.at[columns])
+        # MMAs complete in the order of their issue: all but the last one is dP, and dV goes on beside the next lines.
+        dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+    else:
+        # dV waits for dS, for there are no registers for P with and P without what is dropped.
+        dp_tile = zero_dropped(plgpu.wgmma_accumulator_load(dp, wait_n=0), p.bits, sub_tile, begin)
+        dp_tile = dp_tile * (1 / (1 - ctx.options.dropout_prob))
+        dp_tile = dp_tile + load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    ds = p.ds.astype(jnp.float32) * dp_tile
     # Before dS is rounded below: the rounded registers are the operand of dK (see ``rounded`` in `softmax_tile`).
     plgpu.wgmma_wait(0)
     if ctx.bias_gradient is not None:
         d_bias, staging = ctx.d_bias, ctx.scratch.d_bias
         assert d_bias is not None
-        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
         ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
-    return ds.astype(ctx.plan.dtype)
+    ds = ds.astype(ctx.plan.dtype)
+    if p.bits is not None:
+        ds, p_dv = lax.optimization_barrier((ds, zero_dropped(p.dv, p.bits, sub_tile, begin)))
+        mma(dv, p_dv, d_out.at[columns])
+    return ds
 
 
 def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | None) -> jax.Array | None:
@@ -423,6 +439,8 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     # All but the MMA for the next S, which does not read this step's Q.
     plgpu.wgmma_wait(int(ctx.overlaps_next_s))
     rings.q.release(step.index)
+    if ctx.options.dropout_prob:
+        rings.d_out.release(step.index)
     return None if next_s is None else plgpu.wgmma_accumulator_load(next_s, wait_n=0)
 
 
@@ -454,6 +472,9 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
     """Stores the gradients of a consumer's keys, by TMA where there are buffers."""
     ctx, scratch, results = tile.ctx, tile.ctx.scratch, tile.ctx.results
     rows, dtype = pl.ds(tile.kv_start, ROWS), ctx.plan.gradient_dtype
+    if ctx.options.dropout_prob:
+        # P lacks the dropout's factor: it is applied to the sum once, not to every tile.
+        dv = dv * (1 / (1 - ctx.options.dropout_prob))
     if ctx.plan.stores_from_registers:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))

@@ -47,6 +47,7 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     minus_delta_of,
     rowsum_of_products,
 )
+from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
@@ -54,7 +55,6 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
-    kept,
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -289,6 +289,7 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     rings.v.load_from_shared(step.v_step)
     mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
     # Waits for S alone: P is computed while the MMA for dP is in flight.
+    bits = draw_kept(options, ctx.operands.arrays, step.coord)
     logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
     if not options.plain:
         bias = None if ctx.bias_tiles is None else ctx.bias_tiles.read(step.k_step, ctx.warpgroup)
@@ -300,9 +301,8 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=0)
     rings.v.release(step.v_step)
     # Applied to dP, not to P: softmax comes before the dropout.
-    if options.dropout_prob:
-        keep = kept(options, ctx.operands.arrays, step.coord)
-        dp_tile = jnp.where(keep, dp_tile * (1 / (1 - options.dropout_prob)), 0.0)
+    if bits is not None:
+        dp_tile = zero_dropped(dp_tile, bits, step.coord) * (1 / (1 - options.dropout_prob))
     ds = p * (dp_tile + statistics.minus_delta)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)

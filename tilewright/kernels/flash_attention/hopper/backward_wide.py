@@ -51,6 +51,7 @@ from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
+from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
@@ -276,20 +277,28 @@ class DvWarpgroup:
         if self.ctx.overlaps_next_step:
             self.issue_s(step + 1, s)
             self.issue_dv(step, p, dv)
+            bits = self.draw_bits(step + 1, following)
             s_tile = plgpu.wgmma_accumulator_load(s, wait_n=1)
         else:
             # dV first: its stage of dO is the only one, and the producer waits for it.
             self.issue_dv(step, p, dv)
             self.issue_s(step + 1, s)
+            bits = self.draw_bits(step + 1, following)
             plgpu.wgmma_wait(1)
             self.ctx.scratch.d_out.release(step)
             s_tile = s[...]
-        return self.compute_p(step + 1, following, s_tile)
+        return self.compute_p(step + 1, following, s_tile, bits)
 
     def first_p(self, iterations: QueryIterations, s: Ref) -> ProbabilityTiles:
         """P of the first step, with no other MMA in flight."""
         self.issue_s(jnp.int32(0), s)
-        return self.compute_p(jnp.int32(0), iterations.first, s[...])
+        bits = self.draw_bits(jnp.int32(0), iterations.first)
+        return self.compute_p(jnp.int32(0), iterations.first, s[...], bits)
+
+    def draw_bits(self, step: Scalar, iteration: QueryIteration) -> jax.Array | None:
+        """The dropout's bits of a step, drawn while an MMA is in flight; None without dropout."""
+        item = self.ctx.decode(item_in_step(self.item, step))
+        return draw_kept(self.ctx.options, self.ctx.operands.arrays, item.coord(iteration))
 
     def issue_s(self, step: Scalar, s: Ref) -> None:
         """Issues the MMA S = KQᵀ − lse."""
@@ -300,7 +309,9 @@ class DvWarpgroup:
         k = rings.k.smem.at[opaque_zero(step + self.item)]
         mma(s, k, rings.q.get_mma_tile(step, transposed=True))
 
-    def compute_p(self, step: Scalar, iteration: QueryIteration, s: jax.Array) -> ProbabilityTiles:
+    def compute_p(
+        self, step: Scalar, iteration: QueryIteration, s: jax.Array, bits: jax.Array | None
+    ) -> ProbabilityTiles:
         """Computes P from S, possibly with an MMA in flight."""
         ctx, options, dtype = self.ctx, self.ctx.options, self.ctx.plan.dtype
         minus_lse = None
@@ -310,7 +321,7 @@ class DvWarpgroup:
         coord = item.coord(iteration)
         masked = item.iterations.masked(iteration) if ctx.schedule.may_mask else False
         bias = None if ctx.bias_tiles is None else ctx.bias_tiles.read(step, 0, transposed=True)
-        p = softmax_tile(s, minus_lse, options, ctx.operands.arrays, coord, masked, dtype, bias)
+        p = softmax_tile(s, bits, minus_lse, options, ctx.operands.arrays, coord, masked, dtype, bias)
         # Registers that are an operand must not be written while an MMA is in flight: `one_step` says why.
         return ProbabilityTiles(p.dv if ctx.p_in_registers else p.dv.astype(dtype), p.ds.astype(dtype))
 

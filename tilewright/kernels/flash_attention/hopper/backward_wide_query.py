@@ -49,6 +49,7 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     minus_delta_of,
     rowsum_of_products,
 )
+from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
@@ -325,7 +326,7 @@ class DqWarpgroup:
             issue_dq()
         # S first, then dP: P is computed while the MMAs for dP and dQ are in flight.
         behind = 0 if issue_dq is None else 1
-        p = self.compute_p(plgpu.wgmma_accumulator_load(s, wait_n=behind + 1), step, masked)
+        p = self.compute_p(plgpu.wgmma_accumulator_load(s, wait_n=behind + 1), None, step, masked)
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=behind)
         self.ctx.rings.v.release(step)
         return p * dp_tile
@@ -336,7 +337,8 @@ class DqWarpgroup:
 
         def first(s: Ref) -> jax.Array:
             self.issue_s(step, s)
-            return self.compute_p(s[...], step, masked)
+            bits = draw_kept(options, self.ctx.operands.arrays, self.coord(step))
+            return self.compute_p(s[...], bits, step, masked)
 
         def second(dp: Ref) -> jax.Array:
             if not options.dropout_prob:
@@ -368,14 +370,17 @@ class DqWarpgroup:
         """Issues the MMA dQ += dS·K."""
         mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
 
-    def compute_p(self, s: jax.Array, step: Scalar, masked: Condition) -> jax.Array:
+    def coord(self, step: Scalar) -> TileCoord:
+        """Where S of a step lies."""
+        b, h, q_start, steps = self.ctx.decode(item_in_step(self.item, step))
+        return TileCoord(b, h, q_start + self.ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
+
+    def compute_p(self, s: jax.Array, bits: jax.Array | None, step: Scalar, masked: Condition) -> jax.Array:
         """Computes P from S, as a factor of dS."""
-        ctx = self.ctx
-        b, h, q_start, steps = ctx.decode(item_in_step(self.item, step))
-        coord = TileCoord(b, h, q_start + ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
-        minus_lse = self.load_minus_lse(step)
+        ctx, coord, minus_lse = self.ctx, self.coord(step), self.load_minus_lse(step)
         bias = None if ctx.rings.bias is None else ctx.rings.bias.read(step, ctx.warpgroup)
-        return softmax_tile(s, minus_lse, ctx.options, ctx.operands.arrays, coord, masked, ctx.plan.dtype, bias).ds
+        arrays, dtype = ctx.operands.arrays, ctx.plan.dtype
+        return softmax_tile(s, bits, minus_lse, ctx.options, arrays, coord, masked, dtype, bias).ds
 
     def load_minus_lse(self, step: Scalar) -> jax.Array:
         """−lse in base 2, as a tile."""

@@ -43,6 +43,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
 from tilewright.kernels.flash_attention.hopper.forward_context import (
     ForwardCall,
     ForwardContext,
@@ -57,7 +58,6 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
-    kept,
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -159,9 +159,23 @@ def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
     mma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
+def score_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
+    """Where S of a step of an item lies."""
+    work, block_k = ctx.decode(item), ctx.call.params.block_k
+    return TileCoord(
+        work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0
+    )
+
+
+def draw_bits(ctx: ForwardContext, item: Scalar, step: Scalar) -> jax.Array | None:
+    """The dropout's bits of a step, drawn while MMAs are in flight; None without dropout."""
+    return draw_kept(ctx.call.options, ctx.operands.arrays, score_coord(ctx, item, step))
+
+
 def softmax_tile(
     ctx: ForwardContext,
     scores: jax.Array,
+    bits: jax.Array | None,
     item: Scalar,
     step: Scalar,
     m: jax.Array,
@@ -169,19 +183,17 @@ def softmax_tile(
     masked: bool | None,
     bias: jax.Array | None,
 ) -> SoftmaxTile:
-    """P of a step of an item, in the dtype of V, with alpha and the new m and l.
+    """P of a step of an item, in the dtype of V but for dropout, with alpha and the new m and l.
 
     Args:
       scores: S, ``[64, block_k]``.
+      bits: of `draw_bits`.
       bias: of ``ForwardContext.read_bias``.
       masked: whether the step needs the mask, None if that is known on the device only.
     """
     call, options, arrays = ctx.call, ctx.call.options, ctx.operands.arrays
-    block_k = call.params.block_k
     work = ctx.decode(item)
-    coord = TileCoord(
-        work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0
-    )
+    coord = score_coord(ctx, item, step)
     logits = scores
     if not options.plain:
         logits, _ = biased_and_capped(scores, options, arrays, coord, bias)
@@ -190,11 +202,18 @@ def softmax_tile(
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
     tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
     p = tile.p
-    if options.dropout_prob:
-        # No wgmma may be in flight beside the generator: ptxas would serialise them (C7513).
-        plgpu.wgmma_wait(0)
-        p = jnp.where(kept(options, arrays, coord), p, 0.0)
+    if bits is not None:
+        return tile._replace(p=zero_dropped(p, bits, coord))
     return tile._replace(p=p.astype(call.plan.dtype))
+
+
+def rounded_state(ctx: ForwardContext, tile: SoftmaxTile) -> RowState:
+    """The state after a step, with P in the dtype of V.
+
+    With dropout P is rounded here, behind the wait for PV: what `softmax_tile` selects ptxas does not move behind it,
+    and would serialise the MMAs (C7513), because it is an operand of the next one.
+    """
+    return tile.state._replace(p=tile.p.astype(ctx.call.plan.dtype))
 
 
 def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowState:
@@ -202,18 +221,20 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     q_ring, k_ring = ctx.scratch.q, ctx.scratch.k
     tile_shape = ROWS, ctx.call.params.block_k
 
-    def qk_alone(scores: Ref) -> jax.Array:
+    def qk_alone(scores: Ref) -> tuple[jax.Array, jax.Array | None]:
         ctx.ping_pong_wait()
         q_ring.load_from_shared(queued.index)
         k_ring.load_from_shared(step)
         issue_qk(ctx, q_ring.get_mma_tile(queued.index), step, scores)
         ctx.ping_pong_arrive()
-        return scores[...]
+        bits = draw_bits(ctx, queued.item, jnp.int32(0))
+        return scores[...], bits
 
-    scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
+    scores, bits = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
     k_ring.release(step)
     bias, masked = ctx.read_bias(step), ctx.call.first_masked
-    return softmax_tile(ctx, scores, queued.item, jnp.int32(0), *initial_statistics(), masked, bias).state
+    tile = softmax_tile(ctx, scores, bits, queued.item, jnp.int32(0), *initial_statistics(), masked, bias)
+    return rounded_state(ctx, tile)
 
 
 def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Scalar, state: RowState) -> RowState:
@@ -237,15 +258,16 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             issue_pv(ctx, acc, state.p, step - 1)
             ctx.ping_pong_arrive()
             bias = ctx.read_bias_early(step)
+            bits = draw_bits(ctx, queued.item, item_step)
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
             k_ring.release(step)
             bias = ctx.read_bias(step) if bias is None else bias
-            tile = softmax_tile(ctx, s, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
+            tile = softmax_tile(ctx, s, bits, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
             plgpu.wgmma_wait(0)
             v_ring.release(step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
-            return tile.state
+            return rounded_state(ctx, tile)
 
         return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
 
@@ -330,6 +352,7 @@ def last_pv_beside_next_step(
         issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
         issue_pv(ctx, acc, p, after - 1)
         ctx.ping_pong_arrive()
+        bits = draw_bits(ctx, next_item, jnp.int32(0))
         s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
         @pl.when(has_next)
@@ -337,10 +360,10 @@ def last_pv_beside_next_step(
             k_ring.release(step)
 
         bias, masked = ctx.read_bias(step, has_next), ctx.call.first_masked
-        tile = softmax_tile(ctx, s, next_item, jnp.int32(0), *initial_statistics(), masked, bias)
+        tile = softmax_tile(ctx, s, bits, next_item, jnp.int32(0), *initial_statistics(), masked, bias)
         plgpu.wgmma_wait(0)
         v_ring.release(after - 1)
-        return tile.state
+        return rounded_state(ctx, tile)
 
     return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.params.block_k), jnp.float32))
 

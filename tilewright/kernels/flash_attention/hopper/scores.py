@@ -1,4 +1,4 @@
-"""Bias, soft cap, mask and dropout of a tile of scores, between QKᵀ and PV of a Hopper kernel.
+"""Bias, soft cap and mask of a tile of scores, between QKᵀ and PV of a Hopper kernel; `dropout` is in its own module.
 
 A tile is ``[queries, keys]`` (S) in the forward pass and for dQ, ``[keys, queries]`` (Sᵀ) for dK and dV: ``q_axis`` is
 the axis of the queries. Everything is computed from positions, or loaded from global memory straight into registers in
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float  # noqa: F401
 
-from tilewright.kernels.dropout import keep_threshold, threefry2x32
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -46,7 +45,7 @@ class ScoreArrays:
       mask: the part of the mask that is no static band, with int32 vectors and int8 matrices.
       bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``. Of one that passes through shared memory only the rows are
         lengthened, as TMA wants it.
-      dropout_keys: ``[batch, heads, 2]`` uint32, of Threefry.
+      dropout_keys: ``[batch, heads, 2]`` uint32, of the generator.
 
     Vectors and other matrices are padded to whole tiles.
     """
@@ -303,14 +302,3 @@ def _attends(mask: Mask, coord: TileCoord) -> jax.Array:
         values = coord.matrix(mask.array).astype(jnp.int32)
         return lax.broadcast(values, coord.shape) != 0 if values.ndim == 0 else values != 0
     raise TypeError(f"no kernel form of a mask of type {type(mask).__name__}")
-
-
-def kept(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax.Array:
-    """The dropout mask of a tile, True where P is kept, by the generator of ``tilewright.kernels.dropout``."""
-    keys = arrays.dropout_keys
-    assert keys is not None
-    key = keys[coord.batch, coord.head, 0], keys[coord.batch, coord.head, 1]
-    rows, columns = coord.rows().astype(jnp.uint32), coord.columns().astype(jnp.uint32)
-    left, right = threefry2x32(key, (rows, columns >> 1))
-    word = jnp.where((columns & 1) == 0, left, right)
-    return word >= jnp.uint32(keep_threshold(options.dropout_prob))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from tilewright.kernels.flash_attention.hopper.dropout import negate_dropped, zero_dropped
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
@@ -15,7 +16,6 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
-    kept,
     masked_logits,
 )
 from tilewright.kernels.hopper.tiles import opaque_zero
@@ -128,6 +128,7 @@ class ProbabilityTiles(NamedTuple):
 
 def softmax_tile(
     s: jax.Array,
+    bits: jax.Array | None,
     minus_lse: jax.Array | None,
     options: ScoreOptions,
     arrays: ScoreArrays,
@@ -139,6 +140,7 @@ def softmax_tile(
     """Computes P from S.
 
     Args:
+      bits: of ``draw_kept``; None without dropout.
       bias: the tile of a bias that passes through shared memory, else None.
       minus_lse: added in the exponent, in base 2; None if S started from it.
       masked: whether the tile needs the mask; a bool, or a scalar on the device.
@@ -153,11 +155,9 @@ def softmax_tile(
         # works because the derivative of the cap is a function of its result.
         tanh = jnp.maximum(s * (1 / options.soft_cap), -1.0)
         p_ds = p_ds * (1 - tanh * tanh)
-    if options.dropout_prob:
-        # Rounded first: the random bits take the registers.
-        p_dv, p_ds = p_dv.astype(dtype), p_ds.astype(dtype)
-        keep = kept(options, arrays, coord)
-        p_dv, p_ds = jnp.where(keep, p_dv, jnp.zeros((), dtype)), jnp.where(keep, p_ds, -p_ds)
+    if bits is not None:
+        p_dv, p_ds = p_dv.astype(dtype), p_ds.astype(dtype)  # first, for there are no registers for both in float32
+        p_dv, p_ds = zero_dropped(p_dv, bits, coord), negate_dropped(p_ds, bits, coord)
     return ProbabilityTiles(p_dv, p_ds)
 
 

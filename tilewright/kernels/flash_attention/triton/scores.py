@@ -23,6 +23,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+PHILOX_MULTIPLIER: tl.constexpr = tl.constexpr(0xD256D193)
 
 RANGE: tl.constexpr = tl.constexpr(64)
 """Queries or keys that one entry of the ranges covers; ``RANGE_TILE`` in ``mask_terms``."""
@@ -350,42 +351,19 @@ def capped_logits(
 
 
 @triton.jit
-def threefry_round(left, right, ROTATION: tl.constexpr):
-    """One round of Threefry-2x32 on two words."""
-    left = left + right
-    return left, left ^ ((right << ROTATION) | (right >> (32 - ROTATION)))
-
-
-@triton.jit
-def threefry_four_rounds(left, right, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Four rounds of Threefry-2x32 with the rotations ``A`` to ``D``, between two additions of the key."""
-    left, right = threefry_round(left, right, A)
-    left, right = threefry_round(left, right, B)
-    left, right = threefry_round(left, right, C)
-    return threefry_round(left, right, D)
-
-
-@triton.jit
 def dropout_keep_mask(dropout_key, rows, columns, THRESHOLD: tl.constexpr):
     """Mask of the probabilities that the dropout keeps: ``tilewright.kernels.dropout`` with a head's key of two words.
 
-    Threefry-2x32 with 20 rounds; the counter is (row, column // 2), and the parity of the column selects the word.
+    Philox-2x32 with 10 rounds, whose counter are the numbers of the row and of the column; bit 3 of the row selects a
+    word of the result, bit 3 of the column its half. Each element computes its own call.
     """
-    first, second = tl.load(dropout_key), tl.load(dropout_key + 1)
-    # ``KEY_PARITY`` of ``tilewright.kernels.dropout``; numbers are added with the key to tell its five injections
-    # apart.
-    third = first ^ second ^ 0x1BD11BDA
-    # Multiplications by zero broadcast both words to the shape of the tile.
-    left = rows.to(tl.uint32) + columns.to(tl.uint32) * 0 + first
-    right = (columns.to(tl.uint32) >> 1) + rows.to(tl.uint32) * 0 + second
-    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
-    left, right = left + second, right + third + 1
-    left, right = threefry_four_rounds(left, right, 17, 29, 16, 24)
-    left, right = left + third, right + first + 2
-    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
-    left, right = left + first, right + second + 3
-    left, right = threefry_four_rounds(left, right, 17, 29, 16, 24)
-    left, right = left + second, right + third + 4
-    left, right = threefry_four_rounds(left, right, 13, 15, 26, 6)
-    left, right = left + third, right + first + 5
-    return tl.where((columns & 1) == 0, left, right) >= THRESHOLD
+    key, second = tl.load(dropout_key), tl.load(dropout_key + 1)
+    rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
+    # The first multiplication is one of the rows alone; what follows broadcasts to the tile.
+    left = (rows >> 4 << 3) | (rows & 7)
+    right = ((columns >> 4 << 3) | (columns & 7)) ^ second
+    for _ in tl.static_range(10):
+        left, right = tl.umulhi(left, PHILOX_MULTIPLIER) ^ key ^ right, left * PHILOX_MULTIPLIER
+        key += 0x9E3779B9
+    word = tl.where((rows & 8) == 0, left, right)
+    return ((word >> ((columns & 8) << 1)) & 0xFFFF) >= THRESHOLD

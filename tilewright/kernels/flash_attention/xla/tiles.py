@@ -289,10 +289,9 @@ class Scores:
         """Marks the elements that dropout keeps."""
         grid = self.tiling.grid
         block = (grid.block_q, grid.block_k)
-        assert_even = grid.block_k % 2 == 0
-        start = column * grid.block_k
         prob = self.inputs.options.dropout_prob
-        return keep_mask_tile(self.dropout_keys, row * grid.block_q, start, block, prob, even_start=assert_even)
+        starts = row * grid.block_q, column * grid.block_k
+        return keep_mask_tile(self.dropout_keys, *starts, block, prob, multiples=block)
 
     def _visible(self, row: Index, column: Index) -> Any:
         grid = self.tiling.grid
