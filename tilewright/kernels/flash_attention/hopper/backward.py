@@ -420,12 +420,15 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))
         return
-    dk = dk * ctx.options.scale
-    dk_buffer = scratch.dv if scratch.dk is None else scratch.dk
-    for buffer, gradient, target in ((scratch.dv, dv, results.d_value), (dk_buffer, dk, results.d_key)):
-        own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
-        for begin in range(0, gradient.shape[1], width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
+    dk_buffer, pieces = scratch.dv if scratch.dk is None else scratch.dk, dv.shape[1] // scratch.dv.shape[-1]
+    # With a buffer for each, the store before is of the other one, which TMA may still read.
+    in_flight = (0, 0) if scratch.dk is None else tuple(each.copies for each in reversed(ctx.plan.output_tiles))
+    gradients = (scratch.dv, dv, results.d_value), (dk_buffer, dk * ctx.options.scale, results.d_key)
+    for piece in range(pieces):
+        for (buffer, gradient, target), others in zip(gradients, in_flight, strict=True):
+            own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
+            begin = piece * width
+            plgpu.wait_smem_to_gmem(others, wait_read_only=True)  # the store before last has read the buffer
             own[...] = gradient[:, begin : begin + width].astype(dtype)
             plgpu.commit_smem()
             store_tile(own, target.at[tile.batch, rows, tile.key_part], begin)

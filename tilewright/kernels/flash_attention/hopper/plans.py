@@ -121,6 +121,12 @@ class ForwardPlan:
         return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
 
 
+NARROW_DIM = 128
+"""Widest head dim for which every backward kernel has a warpgroup hold both dK and dV of 64 keys."""
+
+HELD_DIMS = 320
+"""Sum of head_dim and value_dim up to which a warpgroup can hold both: they take half as many of its 240 registers."""
+
 OUTPUT_RESERVED = 32
 """Bytes of shared memory beside each output buffer, for alignment."""
 
@@ -176,6 +182,17 @@ class BackwardPlan:
     bias_gradient: BiasGradient | None = None
     panelled: bool = False
     partial_gradients: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Reason why a warpgroup's registers do not hold both dK and dV; empty if they do."""
+        if max(self.head_dim, self.value_dim) <= NARROW_DIM:
+            return ""
+        if self.head_dim + self.value_dim > HELD_DIMS:
+            return f"has no registers for both dK and dV, whose widths may add up to {HELD_DIMS}"
+        if self.has_dq_warpgroup or self.params.block_q != ROWS:
+            return f"has no registers: beyond head dim {NARROW_DIM} it takes {ROWS} queries, and dQ a kernel of its own"
+        return ""
 
     @property
     def gradient_dtype(self) -> DTypeLike:
@@ -250,9 +267,10 @@ class BackwardPlan:
         """True if S of the next step is computed beside dK, so that no MMA runs alone.
 
         It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
-        (head_dim 64) 1.5 % slower.
+        (head_dim 64) 1.5 % slower. Beside more accumulators than those of head_dim 128 it spills.
         """
-        return self.params.block_q == ROWS and self.params.num_stages > 1
+        few = self.head_dim + self.value_dim <= 2 * NARROW_DIM
+        return self.params.block_q == ROWS and self.params.num_stages > 1 and few
 
     @property
     def dq_staging_shape(self) -> tuple[int, int, int]:
@@ -262,12 +280,14 @@ class BackwardPlan:
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        They hold half of the columns where these are float32, for which there is no more memory. Empty if a gradient of
-        the bias is added, which needs the memory: dK and dV are then stored from registers.
+        They hold half of the columns where these are float32 or wide, a quarter where they are both: there is no more
+        memory. Empty if a gradient of the bias is added, which needs the memory: dK and dV are then stored from
+        registers.
         """
         if self.bias_gradient is not None and self.bias_gradient.added:
             return ()
-        widths = (width // (1 + self.partial_gradients) for width in dict.fromkeys((self.value_dim, self.head_dim)))
+        parts = (1 + self.partial_gradients) * (1 + (max(self.head_dim, self.value_dim) > NARROW_DIM))
+        widths = (width // parts for width in dict.fromkeys((self.value_dim, self.head_dim)))
         return tuple(SharedTile((ROWS, width), self.gradient_dtype, panelled=self.panelled) for width in widths)
 
     def scratch(self, overlaps_conversion: bool) -> KeyValueScratch[RingPlan, object]:
