@@ -20,17 +20,23 @@ from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAtte
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, GroupParts
-from tilewright.kernels.flash_attention.hopper.params import BLOCK, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.params import (
+    BLOCK,
+    BackwardParams,
+    HopperBackwardParams,
+    WideBackwardParams,
+)
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 
 DETERMINISTIC = WideBackwardParams()
 FUSED = WideBackwardParams(False, d_out_stages=1, d_query_buffers=2)
+HELD = HopperBackwardParams(64, 2, True)  # both dK and dV of a tile of keys in one warpgroup
 BACKEND = PallasGpuFlashAttention()
 
 
-def run(case: AttentionCase, *configs: WideBackwardParams, mask_object: bool = False) -> None:
+def run(case: AttentionCase, *configs: BackwardParams, mask_object: bool = False) -> None:
     """Compares configs with the oracle, from the oracle's residuals."""
     args, kwargs = ConformanceCase(case, mask_object).prepared(seed=0)
     judge_gradients(BACKEND, FlashAttention().inputs(*args, **kwargs), configs, case.tolerance_factor)
@@ -62,7 +68,7 @@ EVERYTHING: dict[str, Any] = {
     "sinks": 2,
 }
 # The options over the configs and head dims: most of a test is the compilation of what is interpreted.
-CASES: dict[str, tuple[AttentionCase, tuple[WideBackwardParams, ...]]] = {
+CASES: dict[str, tuple[AttentionCase, tuple[BackwardParams, ...]]] = {
     "causal_d256": (
         wide(130, 100, head_dim=256, value_dim=256, causal=True),
         (DETERMINISTIC, FUSED),
@@ -71,9 +77,10 @@ CASES: dict[str, tuple[AttentionCase, tuple[WideBackwardParams, ...]]] = {
         wide(130, 130, value_dim=192, heads=1),
         (WideBackwardParams(True, 3, 2, key_stages=3), WideBackwardParams(False, 2, 2, d_query_columns=16)),
     ),
+    "causal_d192_v128": (wide(150, 140, heads=1, value_dim=128, causal=True), (HELD, DETERMINISTIC)),
     "window": (
         wide(150, 150, heads=1, head_dim=96, value_dim=192, causal=True, sliding_window=50),
-        (WideBackwardParams(True, 2, 1, value_stages=2), WideBackwardParams(False, 3, 2)),
+        (HELD, WideBackwardParams(True, 2, 1, value_stages=2), WideBackwardParams(False, 3, 2)),
     ),
     "lengths": (
         wide(head_dim=64, value_dim=256, batch=2, lengths=True, dtype="float16"),
@@ -82,17 +89,17 @@ CASES: dict[str, tuple[AttentionCase, tuple[WideBackwardParams, ...]]] = {
     "packed": (wide(130, 130, heads=1, packed=True, causal=True, dtype="float16"), (DETERMINISTIC, FUSED)),
     "segments": (wide(batch=2, segments=True, logits_soft_cap=2.0), (FUSED,)),
     "mask_of_heads": (wide(mask="bhqk", dropout_prob=0.3), (DETERMINISTIC, FUSED)),
-    "bias": (wide(bias="bhqk", softmax_scale=-0.05), (DETERMINISTIC,)),
+    "bias": (wide(bias="bhqk", softmax_scale=-0.05), (DETERMINISTIC, HELD)),
     "bottom_right": (
         wide(70, 150, heads=1, causal=True, causal_alignment="bottom_right", sliding_window=(20, 70)),
         (FUSED,),
     ),
-    "short": (wide(5, 9, heads=1, value_dim=128), (DETERMINISTIC, FUSED)),
-    "everything": (wide(**EVERYTHING), (DETERMINISTIC, FUSED)),
+    "short": (wide(5, 9, heads=1, value_dim=128), (DETERMINISTIC, FUSED, HELD)),
+    "everything": (wide(**EVERYTHING), (DETERMINISTIC, FUSED, HELD)),
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, test=["causal_d256", "everything"]))
+@pytest.mark.parametrize("name", sampled(CASES, test=["causal_d256", "causal_d192_v128", "everything"]))
 def test_gradients(name: str):
     case, configs = CASES[name]
     run(case, *configs)
@@ -106,10 +113,14 @@ def test_mask_algebra():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "options"),
-    [(DETERMINISTIC, {"causal": True}), (FUSED, {"logits_soft_cap": 2.0, "dropout_prob": 0.2})],
-    ids=["deterministic", "fused"],
+    [
+        (DETERMINISTIC, {"causal": True}),
+        (FUSED, {"logits_soft_cap": 2.0, "dropout_prob": 0.2}),
+        (HELD, {"value_dim": 128, "heads": 1}),
+    ],
+    ids=["deterministic", "fused", "held"],
 )
-def test_races(params: WideBackwardParams, options: dict[str, Any]):
+def test_races(params: BackwardParams, options: dict[str, Any]):
     with interpret_mosaic(detect_races=True):
         run(wide(130, 70, **options), params)
 
@@ -167,10 +178,11 @@ def test_the_gradient_of_a_bias_takes_shared_memory():
 @pytest.mark.parametrize(
     ("parts", "head_dim", "params"),
     sampled(
-        [(1, 192, DETERMINISTIC), (1, 192, FUSED), (2, 160, FUSED), (4, 192, DETERMINISTIC)], test=[(2, 160, FUSED)]
+        [(1, 192, DETERMINISTIC), (1, 192, FUSED), (2, 160, FUSED), (4, 192, DETERMINISTIC), (2, 192, HELD)],
+        test=[(2, 160, FUSED), (2, 192, HELD)],
     ),
 )
-def test_parts_of_query_heads(parts: int, head_dim: int, params: WideBackwardParams) -> None:
+def test_parts_of_query_heads(parts: int, head_dim: int, params: BackwardParams) -> None:
     """So few items are split among all SMs: here into as many as the test says, or not at all."""
     case = wide(heads=8, kv_heads=2, head_dim=head_dim, causal=True)
     with mock.patch.object(backend, "group_parts", return_value=GroupParts(4, parts)):

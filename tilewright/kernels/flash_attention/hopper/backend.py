@@ -37,7 +37,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, ForwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, BackwardPlan, ForwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import prepare_scores
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -68,9 +68,6 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
-
-NARROW_DIM = 128
-"""Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
 
 
 def padded_dim(dim: int) -> int:
@@ -115,12 +112,12 @@ def plan_of(
         plan = WideBackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled, bias_dtype)
         if plan.reason:
             raise ValueError(f"{params} at {head_dim=} {plan.reason}")
-    elif isinstance(params, HopperBackwardParams) and not wide:
+    elif isinstance(params, HopperBackwardParams):
         plan = BackwardPlan(params, head_dim, value_dim, dtype, bias_gradient, panelled, bias_dtype=bias_dtype)
+        if plan.reason:
+            raise ValueError(f"{params} at {head_dim=}, {value_dim=} {plan.reason}")
     else:
-        raise ValueError(
-            f"{params} is for head dims {'up to' if wide else 'above'} {NARROW_DIM}, got {head_dim=}, {value_dim=}"
-        )
+        raise ValueError(f"{params} is for head dims above {NARROW_DIM}, got {head_dim=}, {value_dim=}")
     if plan.shared_bytes > SHARED_BYTES:
         raise ValueError(
             f"{params} needs {plan.shared_bytes} bytes of shared memory at {head_dim=}, {value_dim=}"

@@ -42,6 +42,7 @@ With a bias or a soft cap −lse is added behind them instead; with dropout, −
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -479,14 +480,20 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))
         return
-    dk = dk * ctx.options.scale
     dv_buffer = scratch.d_bias if ctx.plan.memory.shares_d_bias else scratch.dv
     assert dv_buffer is not None
-    dk_buffer = dv_buffer if scratch.dk is None else scratch.dk
-    for buffer, gradient, target in ((dv_buffer, dv, results.d_value), (dk_buffer, dk, results.d_key)):
-        own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
-        for begin in range(0, gradient.shape[1], width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before may still read the buffer
+    dk_buffer, in_flight = dv_buffer, (0, 0)
+    if scratch.dk is not None:
+        # With a buffer for each, the store before is of the other one, which TMA may still read.
+        dk_buffer, in_flight = scratch.dk, tuple(each.copies for each in reversed(ctx.plan.output_tiles))
+    gradients = (dv_buffer, dv, results.d_value), (dk_buffer, dk * ctx.options.scale, results.d_key)
+    pieces = [range(0, gradient.shape[1], buffer.shape[-1]) for buffer, gradient, _ in gradients]
+    for begins in itertools.zip_longest(*pieces):
+        for (buffer, gradient, target), others, begin in zip(gradients, in_flight, begins, strict=True):
+            if begin is None:
+                continue
+            own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
+            plgpu.wait_smem_to_gmem(others, wait_read_only=True)  # the store before that one has read the buffer
             own[...] = gradient[:, begin : begin + width].astype(dtype)
             plgpu.commit_smem()
             store_tile(own, target.at[tile.batch, rows, tile.key_part], begin)

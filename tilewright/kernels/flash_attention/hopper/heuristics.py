@@ -190,8 +190,14 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan | WideBackwardPlan
 
 
 def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
-    """Configs of the backward kernels beyond head_dim 128, not all of which fit every problem."""
+    """Configs of the backward kernels beyond head_dim 128, not all of which fit every problem.
+
+    One warpgroup with both dK and dV does all of a step alone, and the other is free to overlap it: where registers
+    hold both, that comes first.
+    """
+    heavy = problem.dropout or problem.options.logits_soft_cap is not None
     found: list[BackwardParams] = [
+        *([] if heavy else [HopperBackwardParams(64, 2, True)]),
         WideBackwardParams(),
         WideBackwardParams(False, 2, 2, 16, 1),
         WideBackwardParams(False, 2, 1, 32, 2),

@@ -71,7 +71,7 @@ class HopperForwardParams:
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperBackwardParams(BackwardParams):
-    """Tile sizes of the backward kernels.
+    """Tile sizes of the backward kernels in which a warpgroup holds both dK and dV of its keys.
 
     Attributes:
       block_q: queries per step of the kernel for dK and dV.

@@ -151,6 +151,12 @@ class ForwardPlan:
         return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
 
 
+NARROW_DIM = 128
+"""Widest head dim for which every backward kernel has a warpgroup hold both dK and dV of 64 keys."""
+
+HELD_DIMS = 320
+"""Sum of head_dim and value_dim up to which a warpgroup can hold both: they take half as many of its 240 registers."""
+
 OUTPUT_RESERVED = 32
 """Bytes of shared memory beside each output buffer, for alignment."""
 
@@ -238,7 +244,7 @@ class BackwardPlan:
     @property
     def _memories(self) -> list[BackwardMemory]:
         """Ways to divide shared memory, best first."""
-        parts = 1 + self.partial_gradients
+        parts = (1 + self.partial_gradients) * (1 + (max(self.head_dim, self.value_dim) > NARROW_DIM))
         unstaged = BackwardMemory(False, 2, parts)
         if self.bias_dtype is None and self.bias_gradient is None:
             return [unstaged]
@@ -277,6 +283,17 @@ class BackwardPlan:
     def stores_from_registers(self) -> bool:
         """True if dK and dV have no buffer, so that TMA cannot clip them: they are stored as whole tiles."""
         return not self.memory.output_parts and not self.memory.shares_d_bias
+
+    @property
+    def reason(self) -> str:
+        """Reason why a warpgroup's registers do not hold both dK and dV; empty if they do."""
+        if max(self.head_dim, self.value_dim) <= NARROW_DIM:
+            return ""
+        if self.head_dim + self.value_dim > HELD_DIMS:
+            return f"has no registers for both dK and dV, whose widths may add up to {HELD_DIMS}"
+        if self.has_dq_warpgroup or self.params.block_q != ROWS:
+            return f"has no registers: beyond head dim {NARROW_DIM} it takes {ROWS} queries, and dQ a kernel of its own"
+        return ""
 
     @property
     def gradient_dtype(self) -> DTypeLike:
@@ -354,9 +371,10 @@ class BackwardPlan:
         """True if S of the next step is computed beside dK, so that no MMA runs alone.
 
         It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
-        (head_dim 64) 1.5 % slower.
+        (head_dim 64) 1.5 % slower. Beside more accumulators than those of head_dim 128 it spills.
         """
-        return self.params.block_q == ROWS and self.params.num_stages > 1
+        few = self.head_dim + self.value_dim <= 2 * NARROW_DIM
+        return self.params.block_q == ROWS and self.params.num_stages > 1 and few
 
     @property
     def dq_staging_shape(self) -> tuple[int, int, int]:
@@ -366,8 +384,8 @@ class BackwardPlan:
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
-        They hold half of the columns where these are float32, for which there is no more memory, and half of that where
-        a bias needs it. Empty where even that does not fit: dK and dV are then stored from registers.
+        They hold half of the columns where these are float32 or wide, a quarter where they are both, and half of that
+        where a bias needs the memory. Empty where even that does not fit: dK and dV are then stored from registers.
         """
         return self._output_tiles(self.memory.output_parts)
 
