@@ -151,7 +151,7 @@ def test_candidates_fit(head_dim: int, bias: str):
 
 
 def test_what_does_not_fit():
-    problem = AttentionProblem.of(inputs_of(case(bias="hqk")))
+    problem = AttentionProblem.of(inputs_of(case(head_dim=128, bias="hqk")))
     (reason,) = BACKEND.config_reasons(problem, current_device(), "backward", HopperBackwardParams(128, 2, False))
     assert "with the gradient of a bias" in reason
 
