@@ -48,7 +48,7 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     rowsum_of_products,
 )
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
+from tilewright.kernels.flash_attention.hopper.query_plan import QueryPlan, QueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
