@@ -9,11 +9,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index

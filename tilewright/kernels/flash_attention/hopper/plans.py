@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.bias_tiles import bias_ring
 from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
@@ -18,6 +17,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
+from tilewright.kernels.flash_attention.hopper.scores import bias_ring
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYTES, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPlan
@@ -55,7 +55,7 @@ class ForwardPlan:
 
     Attributes:
       panelled: whether tiles of query, key, value and output lie in panels.
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: HopperForwardParams
@@ -193,7 +193,7 @@ class KeyValueScratch[R, M](NamedTuple):
 
 
 class BackwardMemory(NamedTuple):
-    """How the kernel for dK and dV divides shared memory, which a bias makes scarce.
+    """The division of shared memory by the kernel for dK and dV, which a bias makes scarce.
 
     Attributes:
       stages_bias: whether the bias passes through it.
@@ -215,7 +215,7 @@ class BackwardPlan:
     Attributes:
       panelled: whether tiles of the arrays lie in panels.
       partial_gradients: whether a work item has a part of the query heads of its keys (`call.GroupParts`).
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: HopperBackwardParams
@@ -464,7 +464,7 @@ class WideBackwardPlan:
     """The shared memory of the kernels for wide heads; ``head_dim`` and ``value_dim`` are padded ones.
 
     Attributes:
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: WideBackwardParams
