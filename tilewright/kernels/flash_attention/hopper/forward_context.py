@@ -136,13 +136,6 @@ class ForwardContext:
             return None
         return self.bias_tiles.read(step, self.warpgroup, present=present)
 
-    def read_bias_early(self, step: Scalar) -> jax.Array | None:
-        """``read_bias`` beside QKᵀ, where registers suffice: those of three consumers, and of float32, do not."""
-        ring = self.scratch.bias
-        if ring is None or self.call.params.consumers > 2 or ring.plan.tile.dtype.itemsize > 2:
-            return None
-        return self.read_bias(step)
-
     def ping_pong_wait(self) -> None:
         """Waits for this consumer's turn to issue MMAs."""
         if self.call.params.ping_pong:
