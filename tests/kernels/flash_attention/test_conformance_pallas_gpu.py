@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -102,6 +103,27 @@ def test_split_query_heads(parts: int, head_dim: int, value_dim: int, determinis
 def test_adds_a_bias(bias: str):
     case = AttentionCase("", 2, 70, 150, heads=2, head_dim=64, dtype="bfloat16", causal=True, bias=bias)
     run(case, FORWARD[0], BACKWARD[0])
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "options"),
+    sampled(
+        [
+            (FORWARD[1], BACKWARD[3], {"kv_heads": 1, "head_dim": 64, "bias_dtype": "float32"}),
+            (FORWARD[2], BACKWARD[1], {"kv_heads": 2, "head_dim": 64, "causal": True}),
+            (FORWARD[3], BACKWARD[3], {"kv_heads": 2, "head_dim": 40, "dtype": "float16"}),
+            (HopperForwardParams(), BACKWARD[3], {"kv_heads": 1, "head_dim": 128, "causal": True}),
+            (HopperForwardParams(), BACKWARD[1], {"kv_heads": 2, "head_dim": 128, "logits_soft_cap": 3.0}),
+        ],
+        test=[],
+    ),
+)
+def test_a_bias_through_shared_memory(
+    forward: HopperForwardParams, backward: HopperBackwardParams, options: dict[str, Any]
+):
+    """More tiles than stages, ragged ends, rows that TMA could not step through, and a float32 bias."""
+    sizes: dict[str, Any] = {"batch": 2, "q_length": 330, "kv_length": 290, "heads": 2, "dtype": "bfloat16"}
+    run(AttentionCase("", bias="hqk", **sizes | options), forward, backward)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -121,6 +121,15 @@ def test_tiles_that_nothing_sees_are_zeros():
     assert np.asarray(got)[..., columns == rows].all()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("bias", ["hqk", "qk"])
+def test_a_bias_of_minus_infinity(bias: str):
+    """Over a tile of keys, and over a whole row."""
+    inputs = inputs_of(case(130, 200, batch=1, bias=bias))
+    masked = inputs.bias.at[..., 40:, :128].set(-jnp.inf).at[..., 100, :].set(-jnp.inf)
+    judge_gradients(BACKEND, dataclasses.replace(inputs, bias=masked), (ADDED, FIXED), 2.0)
+
+
 def test_what_is_stored():
     scores = (2, 3, 100, 200)
     whole = BiasGradient((2, 3, 100, 200), jnp.bfloat16, scores, False)
@@ -151,7 +160,7 @@ def test_candidates_fit(head_dim: int, bias: str):
 
 
 def test_what_does_not_fit():
-    problem = AttentionProblem.of(inputs_of(case(bias="hqk")))
+    problem = AttentionProblem.of(inputs_of(case(head_dim=128, bias="hqk")))
     (reason,) = BACKEND.config_reasons(problem, current_device(), "backward", HopperBackwardParams(128, 2, False))
     assert "with the gradient of a bias" in reason
 

@@ -15,7 +15,6 @@ from tilewright.kernels.flash_attention.hopper.backward_query import query_kerne
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.bias_tiles import staged_dtype
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
@@ -39,7 +38,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, BackwardPlan, ForwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
-from tilewright.kernels.flash_attention.hopper.scores import prepare_scores
+from tilewright.kernels.flash_attention.hopper.scores import prepare_scores, staged_dtype
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import (

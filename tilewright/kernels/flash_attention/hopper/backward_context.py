@@ -8,12 +8,11 @@ import jax
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import ROWS

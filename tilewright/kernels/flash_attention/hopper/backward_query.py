@@ -38,8 +38,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
@@ -49,11 +49,12 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 )
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
+    BiasTiles,
     ScoreOptions,
     TileCoord,
+    bias_ring,
     biased_and_capped,
     masked_logits,
 )
@@ -61,12 +62,77 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.panels import mma, store_tile
-from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.ring import Ring, RingPlan
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
+from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, row_layout, store_unoptimised
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 NUM_STAGES = 2  # of the rings of K and V
+
+
+class QueryScratch[R, M](NamedTuple):
+    """Shared memory of the kernel for dQ alone: plans of rings and a type or, in the kernel, what they bind.
+
+    Attributes:
+      q, d_out, statistics: tiles of a work item.
+      k, v: tiles of a step. The ring of V also brings the rows of O, which delta is computed from.
+      bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
+      dq: a buffer for each consumer, where its dQ waits for its TMA store.
+    """
+
+    q: R
+    d_out: R
+    statistics: R
+    k: R
+    v: R
+    bias: R | None
+    dq: M
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryPlan:
+    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step.
+
+    Attributes:
+      bias_dtype: of a bias that passes through shared memory, or None.
+    """
+
+    block_k: int
+    num_stages: int
+    head_dim: int
+    value_dim: int
+    dtype: DTypeLike
+    panelled: bool = False
+    bias_dtype: DTypeLike | None = None
+
+    @property
+    def block_q(self) -> int:
+        return CONSUMERS * ROWS
+
+    def _tile(self, rows: int, columns: int) -> SharedTile:
+        return SharedTile((rows, columns), self.dtype, panelled=self.panelled)
+
+    def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
+        return RingPlan(self._tile(rows, columns), stages, CONSUMERS)
+
+    def scratch(self) -> QueryScratch[RingPlan, object]:
+        """The rings, and the scratch type of the buffer."""
+        bias_dtype = self.bias_dtype
+        return QueryScratch(
+            q=self._ring(self.block_q, self.head_dim, 1),
+            d_out=self._ring(self.block_q, self.value_dim, 1),
+            statistics=RingPlan(SharedTile((2, self.block_q), jnp.float32, 0), 1, CONSUMERS),
+            k=self._ring(self.block_k, self.head_dim, self.num_stages),
+            v=self._ring(self.block_k, self.value_dim, self.num_stages),
+            bias=None if bias_dtype is None else bias_ring(ROWS, self.block_k, bias_dtype, 1, CONSUMERS),
+            dq=self._tile(ROWS, self.head_dim).stack(CONSUMERS),
+        )
+
+    @property
+    def out_steps(self) -> int:
+        """Loads that bring an item's rows of O, through the ring of V."""
+        return self.block_q // self.block_k
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions, TileCoord
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     QueryIteration,
     QueryIterations,

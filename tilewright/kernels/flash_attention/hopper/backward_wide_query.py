@@ -40,7 +40,6 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, QueryOperands
 from tilewright.kernels.flash_attention.hopper.delta import (
     MINUS_DELTA,
@@ -53,7 +52,7 @@ from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreOptions, TileCoord
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel

@@ -71,7 +71,7 @@ class BackwardCall[Params: BackwardParams]:
       padded_dims: head_dim and value_dim that the kernels compute with.
       panelled: whether tiles of the arrays lie in panels.
       parts: of the query heads of a key head, in the kernel for dK and dV.
-      bias_dtype: of a bias that passes through shared memory (`bias_tiles`), else None.
+      bias_dtype: of a bias that passes through shared memory (`BiasTiles`), else None.
     """
 
     query: jax.Array

@@ -257,12 +257,11 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             issue_qk(ctx, q_tile, step, scores)
             issue_pv(ctx, acc, state.p, step - 1)
             ctx.ping_pong_arrive()
-            bias = ctx.read_bias_early(step)
             bits = draw_bits(ctx, queued.item, item_step)
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
             k_ring.release(step)
-            bias = ctx.read_bias(step) if bias is None else bias
+            bias = ctx.read_bias(step)
             tile = softmax_tile(ctx, s, bits, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
             plgpu.wgmma_wait(0)
             v_ring.release(step - 1)

@@ -9,11 +9,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_tiles import BiasTiles
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
@@ -136,13 +135,6 @@ class ForwardContext:
         if self.scratch.bias is None:
             return None
         return self.bias_tiles.read(step, self.warpgroup, present=present)
-
-    def read_bias_early(self, step: Scalar) -> jax.Array | None:
-        """``read_bias`` beside QKᵀ, where registers suffice: those of three consumers, and of float32, do not."""
-        ring = self.scratch.bias
-        if ring is None or self.call.params.consumers > 2 or ring.plan.tile.dtype.itemsize > 2:
-            return None
-        return self.read_bias(step)
 
     def ping_pong_wait(self) -> None:
         """Waits for this consumer's turn to issue MMAs."""

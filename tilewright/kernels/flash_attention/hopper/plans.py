@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
-from tilewright.kernels.flash_attention.hopper.bias_tiles import bias_ring
 from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
@@ -18,6 +17,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
+from tilewright.kernels.flash_attention.hopper.scores import bias_ring
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYTES, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPlan
@@ -55,7 +55,7 @@ class ForwardPlan:
 
     Attributes:
       panelled: whether tiles of query, key, value and output lie in panels.
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: HopperForwardParams
@@ -199,7 +199,7 @@ class KeyValueScratch[R, M](NamedTuple):
 
 
 class BackwardMemory(NamedTuple):
-    """How the kernel for dK and dV divides shared memory, which a bias makes scarce.
+    """The division of shared memory by the kernel for dK and dV, which a bias makes scarce.
 
     Attributes:
       stages_bias: whether the bias passes through it.
@@ -221,7 +221,7 @@ class BackwardPlan:
     Attributes:
       panelled: whether tiles of the arrays lie in panels.
       partial_gradients: whether a work item has a part of the query heads of its keys (`call.GroupParts`).
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: HopperBackwardParams
@@ -432,70 +432,6 @@ class BackwardPlan:
         return size + (4 * int(np.prod(self.dq_staging_shape)) if self.has_dq_warpgroup else 0)
 
 
-class QueryScratch[R, M](NamedTuple):
-    """Shared memory of the kernel for dQ alone: plans of rings and a type or, in the kernel, what they bind.
-
-    Attributes:
-      q, d_out, statistics: tiles of a work item.
-      k, v: tiles of a step. The ring of V also brings the rows of O, which delta is computed from.
-      bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
-      dq: a buffer for each consumer, where its dQ waits for its TMA store.
-    """
-
-    q: R
-    d_out: R
-    statistics: R
-    k: R
-    v: R
-    bias: R | None
-    dq: M
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueryPlan:
-    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step.
-
-    Attributes:
-      bias_dtype: of a bias that passes through shared memory, or None.
-    """
-
-    block_k: int
-    num_stages: int
-    head_dim: int
-    value_dim: int
-    dtype: DTypeLike
-    panelled: bool = False
-    bias_dtype: DTypeLike | None = None
-
-    @property
-    def block_q(self) -> int:
-        return CONSUMERS * ROWS
-
-    def _tile(self, rows: int, columns: int) -> SharedTile:
-        return SharedTile((rows, columns), self.dtype, panelled=self.panelled)
-
-    def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
-        return RingPlan(self._tile(rows, columns), stages, CONSUMERS)
-
-    def scratch(self) -> QueryScratch[RingPlan, object]:
-        """The rings, and the scratch type of the buffer."""
-        bias_dtype = self.bias_dtype
-        return QueryScratch(
-            q=self._ring(self.block_q, self.head_dim, 1),
-            d_out=self._ring(self.block_q, self.value_dim, 1),
-            statistics=RingPlan(SharedTile((2, self.block_q), jnp.float32, 0), 1, CONSUMERS),
-            k=self._ring(self.block_k, self.head_dim, self.num_stages),
-            v=self._ring(self.block_k, self.value_dim, self.num_stages),
-            bias=None if bias_dtype is None else bias_ring(ROWS, self.block_k, bias_dtype, 1, CONSUMERS),
-            dq=self._tile(ROWS, self.head_dim).stack(CONSUMERS),
-        )
-
-    @property
-    def out_steps(self) -> int:
-        """Loads that bring an item's rows of O, through the ring of V."""
-        return self.block_q // self.block_k
-
-
 WIDE_TILE = (BLOCK, BLOCK)
 """Shape of a tile of S, P, dP and dS in the kernels for wide heads."""
 
@@ -546,7 +482,7 @@ class WideBackwardPlan:
     """The shared memory of the kernels for wide heads; ``head_dim`` and ``value_dim`` are padded ones.
 
     Attributes:
-      bias_dtype: of a bias that may pass through shared memory (`bias_tiles`), or None.
+      bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
     params: WideBackwardParams
