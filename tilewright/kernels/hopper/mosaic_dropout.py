@@ -54,6 +54,10 @@ class _Words:
         upper = self.arith.shrui(wide, self.arith.constant(self.i64, 32))
         return self.arith.trunci(self.i32, upper), self.arith.trunci(self.i32, wide)
 
+    def thread(self) -> Any:
+        """The index of the thread in its block; opaque, so that what follows from it is not kept over a loop."""
+        return self.llvm.inline_asm(self.i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
     def or_zero(self, bits: Any, place: int, value: Any) -> Any:
         """A float where a bit is 1, else 0.
 
@@ -91,10 +95,10 @@ def draw(key: Pair, starts: Pair, columns: int, transposed: bool, threshold: int
       threshold: in [0, 65536).
     """
     fragmented = importlib.import_module("jax.experimental.mosaic.gpu")
-    thread = fragmented.thread_idx()
+    w = _Words()
     # Scalars come as arrays of one register.
     key, starts = ((one.registers.item(), other.registers.item()) for one, other in (key, starts))
-    return _array(fragmented, words_of_bits(_Words(), thread, key, starts, columns, transposed, threshold))
+    return _array(fragmented, words_of_bits(w, w.thread(), key, starts, columns, transposed, threshold))
 
 
 def words_of_bits(

@@ -93,14 +93,21 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
         return [HopperForwardParams(128, block_k, 2, False, False)]
     found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
     if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
-        found = sorted(found, key=lambda p: (p.persistent, not p.ping_pong and not problem.dropout))
-    if problem.dropout:  # the generator's registers
-        found = [
-            HopperForwardParams(p.block_q, 64, 2, p.persistent, p.ping_pong)
-            for p in found
-            if of_arrays is None or not p.persistent
-        ]
+        found = sorted(found, key=lambda p: (p.persistent, not p.ping_pong))
+    if problem.dropout:
+        found = _forward_with_dropout(widest, of_arrays is not None)
     return found
+
+
+def _forward_with_dropout(widest: int, masked_by_arrays: bool) -> list[HopperForwardParams]:
+    """Tiles where random bits are drawn and P stays in float32 beside PV, which takes registers."""
+    if widest > 128:
+        return _params([(128, 64, False, False), (128, 80, False, False)])
+    if masked_by_arrays:
+        return _params([(128, 64, False, True), (128, 64, False, False)])
+    if widest <= 64:
+        return _params([(128, 128, True, False), (128, 128, True, True), (128, 128, False, True)])
+    return _params([(128, 128, True, True), (128, 96, True, False), (128, 96, True, True)])
 
 
 def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwardParams]:
@@ -149,8 +156,6 @@ def narrow_backward_candidates(problem: AttentionProblem, widest: int) -> list[B
     block = 128 if widest <= 64 and not heavy else 64
     repeats = visible_keys(problem) < FUSED_KEYS_PER_DIM * widest and not adds
     forms = [repeats, not repeats]
-    if problem.dropout and widest > 64 and not adds:  # the generator's registers
-        forms = [True]
     return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
 
 
