@@ -33,6 +33,9 @@ to 1.2 where both have the same number of rows to compute."""
 THIRD_CONSUMER_WITH_BIAS = 1.07
 """The same with a matrix as bias, whose bytes are as many for each row: measured 1.05 to 1.11."""
 
+FEW_KEYS = 256
+"""Keys of two steps, in which taking turns hides nothing; beside a bias and the end of the keys it spills registers."""
+
 FUSED_KEYS_PER_DIM = 5
 """Visible keys of a query, relative to the head dim, from which adding dQ up in global memory pays.
 
@@ -137,7 +140,7 @@ def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForward
         [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
     )
     if has_bias_matrix(problem):  # the softmax takes longer, which taking turns hides
-        return found
+        return found if problem.kv_length > FEW_KEYS else found[2:]
     if problem.mask is None:
         long = problem.kv_length >= 8192
         return [found[3], found[0], found[2]] if long else [found[2], found[0], found[3]]
