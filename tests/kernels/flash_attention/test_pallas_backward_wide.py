@@ -26,7 +26,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 
