@@ -92,7 +92,7 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
         plain = problem.bias is None and problem.options.logits_soft_cap is None
         block_k = 64 if plain else 32
         if problem.dropout:
-            block_k = 16 if not plain else 32 if isinstance(of_arrays, AndMask) else 64
+            block_k = 64 if plain and not isinstance(of_arrays, AndMask) else 32
         return [HopperForwardParams(128, block_k, 2, False, False)]
     found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
     if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
