@@ -25,8 +25,8 @@ from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
-def _when(condition: Condition, action: Callable[[], None]) -> None:
-    # pl.when on a Python bool still leaves a branch in the jaxpr.
+def when(condition: Condition, action: Callable[[], None]) -> None:
+    """Runs ``action`` if the condition holds; of a static condition no branch is left, as ``pl.when`` would."""
     if isinstance(condition, bool):
         if condition:
             action()
@@ -107,7 +107,7 @@ class Ring:
 
     def _wait_empty(self, step: Scalar) -> None:
         # The first round fills slots that have never been in use.
-        _when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
+        when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
 
     def load_from_dram(self, step: Scalar, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
         """Producer: starts the load of a tile, from a sliced reference in global memory for each of its copies.
@@ -178,4 +178,4 @@ class Ring:
         """
         for behind in reversed(range(self.plan.num_stages)):
             step = last_step - behind
-            _when(step + self.offset >= 0, functools.partial(self._wait_released, step))
+            when(step + self.offset >= 0, functools.partial(self._wait_released, step))
