@@ -88,13 +88,13 @@ def test_configs(configs: tuple[HopperForwardParams, HopperBackwardParams], caus
             (100, {"causal": True}, HopperForwardParams(128, 128, 2, True, True)),
             (250, {}, HopperForwardParams(128, 128, 3, True, True)),
             (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
-            (130, {"head_dim": 160, "bias": "hqk"}, HopperForwardParams(128, 80, 3, True, False)),
-            (190, {"head_dim": 256}, HopperForwardParams(128, 32, 7, True, False)),
+            (130, {"head_dim": 160, "bias": "hqk"}, HopperForwardParams(128, 80, 2, True, False)),
+            (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
         ],
         test=[
             (100, {"kv_heads": 1}, HopperForwardParams(128, 128, 2, True, False)),
             (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
-            (190, {"head_dim": 256}, HopperForwardParams(128, 32, 7, True, False)),
+            (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
         ],
     ),
 )

@@ -51,7 +51,8 @@ class ForwardPlan:
     """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones.
 
     Attributes:
-      panelled: whether tiles of query, key, value and output lie in panels.
+      panelled: whether tiles of query, key, value and output lie in panels. The last of them may be narrower, but not of
+        values, whose columns are those of one MMA.
     """
 
     params: HopperForwardParams
@@ -66,16 +67,17 @@ class ForwardPlan:
 
     @property
     def keys(self) -> RingPlan:
-        params = self.params
-        tile = SharedTile((params.block_k, self.head_dim), self.dtype, panelled=self.panelled)
-        return RingPlan(tile, params.num_stages, params.consumers)
+        tile = self._tile(self.params.block_k, self.head_dim)
+        return RingPlan(tile, self.params.num_stages, self.params.consumers)
 
     @property
     def values(self) -> RingPlan:
         params = self.params
         # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
-        width = math.gcd(params.block_k, self.value_dim, 64)
-        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width, self.panelled)
+        width, columns = math.gcd(params.block_k, self.value_dim, 64), self.value_dim
+        if self.panelled and _has_narrow_panel(columns):
+            width, columns = 64, -(-columns // 64) * 64
+        tile = SharedTile((params.block_k, columns), self.dtype, 2 * width, self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
     def scratch(self) -> ForwardScratch[RingPlan, object]:
@@ -93,7 +95,7 @@ class ForwardPlan:
     @property
     def output(self) -> SharedTile:
         """Buffer of the output before its TMA store, if that does not reuse Q's."""
-        return SharedTile((self.params.block_q, self.value_dim), self.dtype, panelled=self.panelled)
+        return self._tile(self.params.block_q, self.value_dim)
 
     @property
     def ahead(self) -> bool:
@@ -113,12 +115,23 @@ class ForwardPlan:
         return self._bytes(2 if self.ahead else 1, self.own_output)
 
     def _queries(self, stages: int) -> RingPlan:
-        tile = SharedTile((self.params.block_q, self.head_dim), self.dtype, panelled=self.panelled)
-        return RingPlan(tile, stages, self.params.consumers)
+        return RingPlan(self._tile(self.params.block_q, self.head_dim), stages, self.params.consumers)
+
+    def _tile(self, rows: int, columns: int) -> SharedTile:
+        swizzle = 128 if self.panelled and _has_narrow_panel(columns) else None
+        return SharedTile((rows, columns), self.dtype, swizzle, self.panelled)
 
     def _bytes(self, query_stages: int, own_output: bool) -> int:
         rings = sum(plan.shared_bytes for plan in (self._queries(query_stages), self.keys, self.values))
         return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
+
+
+def _has_narrow_panel(columns: int) -> bool:
+    """True if the last panel of so many columns is narrower than the others; 96 are three panels of 32 columns.
+
+    TMA loads these in 27 µs where panels of 64 take 33, and whatever is the widest swizzle serves the rest.
+    """
+    return columns % 64 in (16, 32) and columns != 96
 
 
 OUTPUT_RESERVED = 32
