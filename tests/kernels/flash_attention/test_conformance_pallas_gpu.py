@@ -81,6 +81,16 @@ def test_configs(configs: tuple[HopperForwardParams, HopperBackwardParams], caus
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    sampled([*((dim, dim) for dim in range(8, 257, 8)), (72, 160), (160, 72), (200, 40)], test=[(72, 160), (224, 224)]),
+)
+def test_head_dims(head_dim: int, value_dim: int):
+    """Panels of 64 columns and a narrower last one, in two or three steps of keys."""
+    case = AttentionCase("", 1, 70, 90, heads=2, head_dim=head_dim, value_dim=value_dim, dtype="bfloat16")
+    run_forward(case, HopperForwardParams(128, 32 if max(head_dim, value_dim) > 128 else 48, 2, head_dim % 16 > 0))
+
+
+@pytest.mark.parametrize(
     ("kv_length", "options", "params"),
     sampled(
         [
