@@ -65,6 +65,9 @@ from tilewright.ops.utils.device import current_device
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that kernels are built for; others are padded to the next."""
 
+PANELLED_DIMS = (64, 80, 96, 128, 160, 192, 256)
+"""Those of the forward kernel whose tiles lie in panels: 80 and 160 columns take a last panel of 16 or 32."""
+
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
 
@@ -77,18 +80,11 @@ def padded_dim(dim: int) -> int:
     return next(size for size in HEAD_DIMS if size >= dim)
 
 
-def forward_dims(problem_dims: tuple[int, int], panelled: bool) -> tuple[int, int]:
-    """head_dim and value_dim that the forward kernel computes with: the next multiples of 16 that panels make up."""
-    if not panelled:
-        return padded_dim(problem_dims[0]), padded_dim(problem_dims[1])
-    head_dim, value_dim = (min(padded_dim(dim), _panels_of(dim)) for dim in problem_dims)
+def forward_dims(head_dim: int, value_dim: int, panelled: bool) -> tuple[int, int]:
+    """head_dim and value_dim that the forward kernel computes with: over panels there are more to choose from."""
+    sizes = PANELLED_DIMS if panelled else HEAD_DIMS
+    head_dim, value_dim = (next(size for size in sizes if size >= dim) for dim in (head_dim, value_dim))
     return head_dim, value_dim
-
-
-def _panels_of(dim: int) -> int:
-    """``dim`` in panels of 64 columns, of which one behind the first may be one of 16 or of 32."""
-    rest = dim % 64 if dim > 64 else 64
-    return max(dim, 64) - rest + (0 if rest == 0 else 16 if rest <= 16 else 32 if rest <= 32 else 64)
 
 
 def needs_panels(q_length: int, kv_length: int, head_dim: int, value_dim: int) -> bool:
@@ -158,7 +154,7 @@ def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | Bac
     dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
     panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
     if isinstance(params, HopperForwardParams):
-        dims = forward_dims((problem.head_dim, problem.value_dim), panelled)
+        dims = forward_dims(problem.head_dim, problem.value_dim, panelled)
     bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
     return plan_of(params, *dims, problem.dtype, bias_gradient, panelled)
 
@@ -249,7 +245,7 @@ class PallasGpuFlashAttention(
         q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        dims = forward_dims((head_dim, value_dim), panelled)
+        dims = forward_dims(head_dim, value_dim, panelled)
         plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled)
         assert isinstance(plan, ForwardPlan)
         extent = Extent(q_length, kv_length, params.block_q, params.block_k)

@@ -78,6 +78,14 @@ from tilewright.kernels.hopper.softmax import (
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
+STEPS_OF_RESIDENT_KEYS = 16
+"""Steps with the same keys from which these stay in the rings although those of the next head do not fit beside them.
+
+The change from one head to the next then shows the latency of most of its loads. 66 × 14 heads of 256 queries and keys of
+head_dim 72, which are 4 steps, took 87 µs in this way and 78 with all keys loaded twice; 32 × 12 heads of 512 and
+head_dim 64, which are 16, 69 and 71.
+"""
+
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
 
@@ -263,7 +271,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
         return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
 
     total = ctx.decode(queued.item).steps.total
-    if isinstance(total, int) and total == 2:
+    if isinstance(total, int) and total == 2 and call.value_dim > 96:
         # A loop of one step is none to LLVM, and ptxas then serialises the wgmmas at head_dim 128 and spills.
         total = total + opaque_zero(queued.item)
     return lax.fori_loop(1, total, one_step, state)
@@ -422,6 +430,8 @@ def resident_steps(schedule: TileSchedule, params: HopperForwardParams, items_of
     """
     steps = schedule.extent.column_tiles
     if not params.persistent or steps >= params.num_stages or items_of_keys == 1:
+        return 0
+    if 2 * steps > params.num_stages and steps * items_of_keys < STEPS_OF_RESIDENT_KEYS:
         return 0
     return steps if isinstance(schedule, BandSchedule) and schedule.has_same_steps else 0
 

@@ -63,7 +63,7 @@ class ForwardPlan:
 
     @property
     def queries(self) -> RingPlan:
-        return self._queries(2 if self.ahead else 1)
+        return self._queries(self.query_stages)
 
     @property
     def keys(self) -> RingPlan:
@@ -73,10 +73,11 @@ class ForwardPlan:
     @property
     def values(self) -> RingPlan:
         params = self.params
-        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
+        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes, but not over panels.
         width, columns = math.gcd(params.block_k, self.value_dim, 64), self.value_dim
-        if self.panelled and _has_narrow_panel(columns):
-            width, columns = 64, -(-columns // 64) * 64
+        if self.panelled:
+            width = 32 if columns == 96 else 64
+            columns = -(-columns // width) * width
         tile = SharedTile((params.block_k, columns), self.dtype, 2 * width, self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
@@ -99,11 +100,13 @@ class ForwardPlan:
 
     @property
     def ahead(self) -> bool:
-        """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
+        """True if the first step of the next item is computed before the output of an item is stored."""
+        return self.params.ahead and self.query_stages == 2
 
-        It takes two stages of Q and a buffer for the output, which must fit.
-        """
-        return self.params.persistent and self._bytes(2, True) <= SHARED_BYTES
+    @property
+    def query_stages(self) -> int:
+        """Stages of Q: a second one, for the next item, where it fits beside a buffer for the output."""
+        return 2 if self.params.persistent and self._bytes(2, True) <= SHARED_BYTES else 1
 
     @property
     def own_output(self) -> bool:
@@ -112,7 +115,7 @@ class ForwardPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return self._bytes(2 if self.ahead else 1, self.own_output)
+        return self._bytes(self.query_stages, self.own_output)
 
     def _queries(self, stages: int) -> RingPlan:
         return RingPlan(self._tile(self.params.block_q, self.head_dim), stages, self.params.consumers)
