@@ -106,9 +106,7 @@ def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
 
 
-def panel_scratch(
-    shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, transforms: Sequence[tuple[Any, ...]]
-) -> Any:
+def panel_scratch(shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, transforms: Sequence[tuple[Any, ...]]) -> Any:
     """The scratch type of panels of these shapes: for each two views of one memory, with and without tiling."""
     panels = list(zip(shapes, transforms, strict=True))
     # Mosaic lays both halves of the union out alike, for they have the same panels.

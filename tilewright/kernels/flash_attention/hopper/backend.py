@@ -23,6 +23,7 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     dq_accumulator_shape,
 )
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_kernel
+from tilewright.kernels.flash_attention.hopper.dims import HEAD_DIMS, forward_dims, needs_panels, padded_dim
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
 from tilewright.kernels.flash_attention.hopper.heuristics import (
     forward_candidates,
@@ -50,7 +51,7 @@ from tilewright.kernels.flash_attention.results import (
 )
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
-from tilewright.kernels.hopper.limits import SHARED_BYTES, SWIZZLE_ROWS, TMA_STRIDE_BYTES, WARPGROUP_THREADS
+from tilewright.kernels.hopper.limits import SHARED_BYTES, TMA_STRIDE_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.hopper.schedule import program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
@@ -62,35 +63,11 @@ from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims that kernels are built for; others are padded to the next."""
-
-PANELLED_DIMS = (64, 80, 96, 128, 160, 192, 256)
-"""Those of the forward kernel whose tiles lie in panels: 80 and 160 columns take a last panel of 16 or 32."""
-
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
 
 NARROW_DIM = 128
 """Widest head dim at which a warpgroup holds both dK and dV of 64 keys; beyond it the wide kernels serve."""
-
-
-def padded_dim(dim: int) -> int:
-    """The head dim that kernels compute with."""
-    return next(size for size in HEAD_DIMS if size >= dim)
-
-
-def forward_dims(head_dim: int, value_dim: int, panelled: bool) -> tuple[int, int]:
-    """head_dim and value_dim that the forward kernel computes with: over panels there are more to choose from."""
-    sizes = PANELLED_DIMS if panelled else HEAD_DIMS
-    head_dim, value_dim = (next(size for size in sizes if size >= dim) for dim in (head_dim, value_dim))
-    return head_dim, value_dim
-
-
-def needs_panels(q_length: int, kv_length: int, head_dim: int, value_dim: int) -> bool:
-    """True if TMA cannot cut the arrays of a call into the atoms of whole tiles, so that these lie in panels."""
-    rows = q_length % SWIZZLE_ROWS or kv_length % SWIZZLE_ROWS
-    return bool(rows) or any(padded_dim(dim) != dim for dim in (head_dim, value_dim))
 
 
 def aligned(array: jax.Array) -> Any:

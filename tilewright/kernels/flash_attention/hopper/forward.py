@@ -66,7 +66,13 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring, when
-from tilewright.kernels.hopper.schedule import even_lists, item_by_arithmetic, program_lists, program_order
+from tilewright.kernels.hopper.schedule import (
+    STEPS_OF_RESIDENT_KEYS,
+    even_lists,
+    item_by_arithmetic,
+    program_lists,
+    program_order,
+)
 from tilewright.kernels.hopper.softmax import (
     LOG2E,
     AttentionResults,
@@ -77,14 +83,6 @@ from tilewright.kernels.hopper.softmax import (
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
-
-STEPS_OF_RESIDENT_KEYS = 16
-"""Steps with the same keys from which these stay in the rings although those of the next head do not fit beside them.
-
-The change from one head to the next then shows the latency of most of its loads. 66 × 14 heads of 256 queries and keys of
-head_dim 72, which are 4 steps, took 87 µs in this way and 78 with all keys loaded twice; 32 × 12 heads of 512 and
-head_dim 64, which are 16, 69 and 71.
-"""
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
@@ -126,7 +124,9 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
     scratch.q.load_from_dram(queued.index, queries)
     when(queued.loads, load_rest)
-    return first + work.steps.total if queued.loads is True else jnp.where(queued.loads, first + work.steps.total, first)
+    return (
+        first + work.steps.total if queued.loads is True else jnp.where(queued.loads, first + work.steps.total, first)
+    )
 
 
 # The consumers.
