@@ -62,8 +62,8 @@ def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
 def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
     """`issue_wgmma` of the first columns of ``b``, as many as the accumulator has, and of ``a`` in registers.
 
-    Mosaic's own function takes all columns of ``b``, and as many of ``a`` as are whole swizzle widths. The descriptor of
-    ``b`` is the same: it has the distances of atoms, not their number.
+    Mosaic's own function takes all columns of ``b``, and as many of ``a`` as are whole swizzle widths. The descriptor
+    of ``b`` is the same: it has the distances of atoms, not their number.
     """
     arrays = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
     mgpu = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")

@@ -30,9 +30,9 @@ ITEM_OVERHEAD = 1.5
 STEPS_OF_RESIDENT_KEYS = 16
 """Steps with the same keys from which these stay in the rings although those of the next head do not fit beside them.
 
-The change from one head to the next then shows the latency of most of its loads. 66 × 14 heads of 256 queries and keys of
-head_dim 72, which are 4 steps, took 87 µs in this way and 78 with all keys loaded twice; 32 × 12 heads of 512 and
-head_dim 64, which are 16, 69 and 71.
+The change from one head to the next then shows the latency of most of its loads. 66 × 14 heads of 256 queries and keys
+of head_dim 72, which are 4 steps, took 87 µs in this way and 78 with all keys loaded twice; 32 × 12 heads of 512 and
+head_dim 64, which are 16, took 69 and 71.
 """
 
 MANY_WAVES = 8

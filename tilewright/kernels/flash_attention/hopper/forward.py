@@ -124,9 +124,8 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
     scratch.q.load_from_dram(queued.index, queries)
     when(queued.loads, load_rest)
-    return (
-        first + work.steps.total if queued.loads is True else jnp.where(queued.loads, first + work.steps.total, first)
-    )
+    after = first + work.steps.total
+    return after if queued.loads is True else jnp.where(queued.loads, after, first)
 
 
 # The consumers.

@@ -28,18 +28,20 @@ from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, STEPS_OF_RESIDENT_
 from tilewright.kernels.masks import AndMask
 
 INDEPENDENT_OVERHEAD = 1.3
-"""`ITEM_OVERHEAD` of consumers that go from item to item on their own, with all keys in one step (``ahead`` is False).
+"""`ITEM_OVERHEAD` of consumers that go from item to item on their own, all keys in one step (``ahead`` is False).
 
-At head_dim 64 with 16 heads, 64 × 197 keys in one step of 208 took 46 µs, in two of 128 54; 66 × 14 heads of 256 took 53
-and 57.
+At head_dim 64, 64 × 16 heads of 197 keys took 46 µs in one step of 208 and 54 in two of 128, 66 × 14 heads of 256 keys
+54 and 57.
 """
 
 RESIDENT_OVERHEAD = 1.0
-"""`ITEM_OVERHEAD` where the keys stay for all queries of a head: 32 × 12 heads of 512 at head_dim 64 took 69 µs, by tiles of
-192 queries 71."""
+"""`ITEM_OVERHEAD` where the keys stay in the rings for all queries of a head.
+
+32 × 12 heads of 512 at head_dim 64 took 69 µs, and with tiles of 192 queries 71.
+"""
 
 ONE_STEP = 256
-"""Most keys of a step: N of wgmma. A consumer has the registers for it up to head_dim 64, if there is no step to overlap."""
+"""Most keys of a step, the N of wgmma. Up to head_dim 64 a consumer has registers for it, if no step overlaps with it."""
 
 THIRD_CONSUMER = 1.2
 """Throughput of three consumer warpgroups relative to two, in steps of 128 keys at head_dim 64: measured 1.14 (causal)

@@ -51,8 +51,8 @@ class ForwardPlan:
     """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones.
 
     Attributes:
-      panelled: whether tiles of query, key, value and output lie in panels. The last of them may be narrower, but not of
-        values, whose columns are those of one MMA.
+      panelled: whether tiles of query, key, value and output lie in panels. The last of them may be narrower, except
+        for values, whose columns are those of one MMA.
     """
 
     params: HopperForwardParams
