@@ -270,8 +270,8 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
         return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
 
     total = ctx.decode(queued.item).steps.total
-    if isinstance(total, int) and total == 2 and call.value_dim > 96:
-        # A loop of one step is none to LLVM, and ptxas then serialises the wgmmas at head_dim 128 and spills.
+    if isinstance(total, int) and total == 2 and (call.value_dim > 96 or call.params.consumers == 3):
+        # A loop of one step is none to LLVM. ptxas then spills, and serialises the wgmmas, where registers are few.
         total = total + opaque_zero(queued.item)
     return lax.fori_loop(1, total, one_step, state)
 

@@ -41,7 +41,7 @@ RESIDENT_OVERHEAD = 1.0
 """
 
 ONE_STEP = 256
-"""Most keys of a step, the N of wgmma. Up to head_dim 64 a consumer has registers for it, if no step overlaps with it."""
+"""Most keys of a step, the N of wgmma. Up to head_dim 64 there are registers for them, if no step overlaps with it."""
 
 THIRD_CONSUMER = 1.2
 """Throughput of three consumer warpgroups relative to two, in steps of 128 keys at head_dim 64: measured 1.14 (causal)
