@@ -84,6 +84,21 @@ OTHER_CASES = [
     case("ragged", q_length=1000, kv_length=777, causal=True, causal_alignment="bottom_right"),
     case("one_query", q_length=1, kv_length=2048, kv_heads=2),
     case("short", q_length=20, kv_length=30),
+    case("d64_197", head_dim=64, q_length=197),
+    case("d64_256", head_dim=64, q_length=256),
+    case("d64_cross_77", head_dim=64, kv_length=77),
+    case("d64_512", head_dim=64, q_length=512),
+    case("d128_256", q_length=256),
+    case("d72", head_dim=72),
+    case("d72_257", head_dim=72, q_length=257),
+    case("d72_everything", head_dim=72, **SCORE_OPTIONS["everything"]),
+    case("d80_256_causal", head_dim=80, q_length=256, causal=True),
+    case("d160", head_dim=160),
+    case("d160_256", head_dim=160, q_length=256),
+    case("d160_64", head_dim=160, q_length=64),
+    case("d160_bias", head_dim=160, bias="bhqk", causal=True),
+    case("d160_dropout_masks", head_dim=160, **SCORE_OPTIONS["dropout_masks"]),
+    case("d160_everything", head_dim=160, **SCORE_OPTIONS["everything"]),
 ]
 
 

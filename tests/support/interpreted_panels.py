@@ -5,7 +5,7 @@ last of them. Nor is there a thread: the bits of a tile are its mask, which the 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -40,10 +40,10 @@ def patched() -> Iterator[None]:
         yield
 
 
-def _scratch(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...], count: int) -> list[Any]:
+def _scratch(shapes: Sequence[tuple[int, ...]], dtype: Any, transforms: Any) -> list[Any]:
     """One memory for both views of a panel, without the tiling that TMA must not see."""
     del transforms
-    return [plgpu.SMEM(shape, dtype) for _ in range(count)]
+    return [plgpu.SMEM(shape, dtype) for shape in shapes]
 
 
 def _bits(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:
@@ -57,11 +57,13 @@ def _select(tile: jax.Array, bits: jax.Array, coord: TileCoord, first: int, nega
 
 
 def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -> None:
-    """An MMA for each panel."""
-    for number, panel in enumerate(b.operands):
-        columns = pl.ds(number * b.width, b.width)
+    """An MMA for each panel, of as many columns as the accumulator has."""
+    for number, (start, panel) in enumerate(zip(b.starts, b.operands, strict=True)):
+        width = panel.shape[-1] if b.transposed else min(panel.shape[-1], accumulator.shape[1] - start)
+        columns = pl.ds(start, width)
         if b.transposed:
             part = a.operands[number] if isinstance(a, PanelRef) else a.at[:, columns]  # type: ignore[union-attr]
             plgpu.wgmma(accumulator, part, panel.T)
         else:
+            panel = panel if width == panel.shape[-1] else panel.at[:, pl.ds(0, width)]
             plgpu.wgmma(accumulator.at[:, columns], a.T if transpose_a else a, panel)

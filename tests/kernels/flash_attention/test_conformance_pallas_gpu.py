@@ -49,6 +49,14 @@ class TestConformance(Conformance):
 run = functools.partial(run_and_judge, PallasGpuFlashAttention())
 
 
+def run_forward(case: AttentionCase, params: HopperForwardParams) -> None:
+    inputs = inputs_of(case)
+    out, lse = jax.jit(lambda inputs: PallasGpuFlashAttention().forward(inputs, params))(inputs)
+    exact, low = oracles(inputs, *cotangents(inputs))
+    exact, low = ({name: each.arrays[name] for name in ("out", "lse")} for each in (exact, low))
+    judge({"out": out, "lse": lse}, exact, low, 2.0)
+
+
 FORWARD = [
     HopperForwardParams(128, 64, 2, False, False),
     HopperForwardParams(128, 64, 3, True, True),
@@ -70,6 +78,41 @@ def test_configs(configs: tuple[HopperForwardParams, HopperBackwardParams], caus
     dim = 64 if backward.block_q == 128 else 128
     case = AttentionCase("", 1, 330, 290, heads=4, kv_heads=2, head_dim=dim, dtype="bfloat16", causal=causal)
     run(case, forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    sampled([*((dim, dim) for dim in range(8, 257, 8)), (72, 160), (160, 72), (200, 40)], test=[(72, 160), (224, 224)]),
+)
+def test_head_dims(head_dim: int, value_dim: int):
+    """Panels of 64 columns and a narrower last one, in two or three steps of keys."""
+    case = AttentionCase("", 1, 70, 90, heads=2, head_dim=head_dim, value_dim=value_dim, dtype="bfloat16")
+    run_forward(case, HopperForwardParams(128, 32 if max(head_dim, value_dim) > 128 else 48, 2, head_dim % 16 > 0))
+
+
+@pytest.mark.parametrize(
+    ("kv_length", "options", "params"),
+    sampled(
+        [
+            (100, {"kv_heads": 1}, HopperForwardParams(128, 128, 2, True, False)),
+            (100, {"causal": True}, HopperForwardParams(128, 128, 2, True, True)),
+            (250, {}, HopperForwardParams(128, 128, 3, True, True)),
+            (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
+            (130, {"head_dim": 160, "bias": "hqk"}, HopperForwardParams(128, 80, 2, True, False)),
+            (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
+        ],
+        test=[
+            (100, {"kv_heads": 1}, HopperForwardParams(128, 128, 2, True, False)),
+            (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
+            (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
+        ],
+    ),
+)
+def test_keys_stay_for_all_items_of_a_key_head(kv_length: int, options: dict[str, Any], params: HopperForwardParams):
+    """Lists of 5 CTAs begin and end within a key head."""
+    sizes = {"batch": 2, "q_length": 300, "kv_length": kv_length, "heads": 4, "head_dim": 64, "dtype": "bfloat16"}
+    with mock.patch.object(backend, "num_sms", return_value=5):
+        run_forward(AttentionCase("", **sizes | options), params)
 
 
 @pytest.mark.parametrize(

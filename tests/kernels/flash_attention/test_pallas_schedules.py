@@ -63,6 +63,20 @@ def test_persistent_programs_of_several_items(ping_pong: bool) -> None:
     check_forward(case, HopperForwardParams(128, 128, 2, True, ping_pong), max_programs=3)
 
 
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize(("kv_length", "stages"), [(100, 2), (128, 3), (230, 3), (256, 5)])
+def test_keys_that_stay(kv_length: int, stages: int, ping_pong: bool) -> None:
+    """Programs that begin and end within a key head."""
+    case = AttentionCase("", 5, 640, kv_length, heads=20, kv_heads=4, head_dim=64, dtype="bfloat16")
+    check_forward(case, HopperForwardParams(128, 128, stages, True, ping_pong), max_programs=4)
+
+
+@pytest.mark.parametrize("block_k", [64, 80])
+def test_keys_that_stay_without_a_buffer_for_the_output(block_k: int) -> None:
+    case = AttentionCase("", 2, 640, 60, heads=20, kv_heads=4, head_dim=256, dtype="bfloat16")
+    check_forward(case, HopperForwardParams(128, block_k, 2, True, False))
+
+
 @pytest.mark.parametrize(("name", "params"), named("backward"))
 def test_backward(name: str, params: Any) -> None:
     inputs = inputs_of(CASES[name])

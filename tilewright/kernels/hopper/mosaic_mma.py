@@ -46,7 +46,7 @@ def transposed_operand(operand: Any) -> Any:
 
 
 def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
-    """The accumulator, in flight, of ``+= a @ b``, issued and committed as ``plgpu.wgmma`` does it.
+    """The accumulator, in flight, of ``+= a @ b``, issued as ``plgpu.wgmma`` does it.
 
     Args:
       accumulator: a ``FragmentedArray``.
@@ -55,10 +55,56 @@ def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
       swizzle: in bytes.
     """
     mgpu = importlib.import_module("jax.experimental.mosaic.gpu")
+
+    return mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False), a, b, swizzle=swizzle).value
+
+
+def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
+    """`issue_wgmma` of the first columns of ``b``, as many as the accumulator has, and of ``a`` in registers.
+
+    Mosaic's own function takes all columns of ``b``, and as many of ``a`` as are whole swizzle widths. The descriptor
+    of ``b`` is the same: it has the distances of atoms, not their number.
+    """
+    arrays = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
+    mgpu = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
+    operands = importlib.import_module("jax.experimental.mosaic.gpu.mma_utils")
+    arith = importlib.import_module("jaxlib.mlir.dialects.arith")
     ir = importlib.import_module("jaxlib.mlir.ir")
     llvm = importlib.import_module("jaxlib.mlir.dialects.llvm")
 
-    result = mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False), a, b, swizzle=swizzle)
+    (_, columns), dtype = operands.tiled_memref_shape(b)
+    width, i64 = swizzle // 2, ir.IntegerType.get_signless(64)
+    (first, (_, (step, *_))), (_, stride), fastest = operands.create_descriptor(
+        b, swizzle=swizzle, large_tile=(width, width), group_size=(width, columns), logical_k_major=True
+    )
+    result = mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False)
+    a, registers = mgpu.wgmma_fence(a), result._value.registers.copy()
+    for begin in range(0, a.shape[1], width):
+        count = min(width, a.shape[1] - begin)
+        distance = arith.constant(i64, ir.IntegerAttr.get(i64, operands.encode_addr(begin // width * stride)))
+        registers = mgpu.wgmma_m64(
+            registers,
+            a[:, begin : begin + count],
+            llvm.add(first, distance, overflow_flags=llvm.IntegerOverflowFlags.none),
+            a_transpose=None,
+            b_transpose=fastest != operands.Dim.K,
+            a_k_stride=None,
+            b_k_stride=step,
+            n=accumulator.shape[1],
+            swizzle=2 * count,  # of this it takes the number of instructions
+            a_element_type=dtype,
+            b_element_type=dtype,
+        )
+    issued = arrays.FragmentedArray(
+        _registers=registers, _layout=result._value.layout, _is_signed=result._value.is_signed
+    )
+    return mgpu.WGMMAAccumulator(_value=issued, _original_layout=result._original_layout, _sync=False).value
+
+
+def commit_wgmma() -> None:
+    """Makes a group of the wgmmas issued since the last one, as ``plgpu.wgmma`` does it."""
+    ir = importlib.import_module("jaxlib.mlir.ir")
+    llvm = importlib.import_module("jaxlib.mlir.dialects.llvm")
+
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
-    return result.value

@@ -11,6 +11,7 @@ which are tiled.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.mosaic_mma import Panels, issue_wgmma, panelled_operand, transposed_operand
+from tilewright.kernels.hopper.mosaic_mma import (
+    Panels,
+    commit_wgmma,
+    issue_wgmma,
+    issue_wgmma_of_columns,
+    panelled_operand,
+    transposed_operand,
+)
 from tilewright.kernels.hopper.types import Index, Part, Ref
 
 
@@ -43,20 +51,25 @@ class PanelRef:
       operands: of each panel the reference for wgmma and for registers.
       memory: of each panel the reference for TMA.
       stride: elements from a panel to the next.
-      transforms: Mosaic's, of ``operands``.
+      transforms: Mosaic's, of each of ``operands``.
       transposed: whether an MMA takes the tile as ``[columns, rows]``.
     """
 
     operands: tuple[Ref, ...]
     memory: tuple[Ref, ...]
     stride: int
-    transforms: tuple[Any, ...]
+    transforms: tuple[tuple[Any, ...], ...]
     transposed: bool = False
 
     @property
     def width(self) -> int:
-        """Columns of a panel."""
+        """Columns of a panel; the last one may have fewer."""
         return self.operands[0].shape[-1]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first column of each panel."""
+        return tuple(number * self.width for number in range(len(self.operands)))
 
     @property
     def panels(self) -> Panels:
@@ -64,8 +77,18 @@ class PanelRef:
         return Panels(len(self.operands), self.stride, self.transposed)
 
     @property
+    def by_width(self) -> "tuple[PanelRef, ...]":
+        """The panels of one width, and the narrower last one, if there is one."""
+        groups, first = [], 0
+        for _, found in itertools.groupby(ref.shape[-1] for ref in self.operands):
+            chosen = slice(first, first := first + len(list(found)))
+            parts = self.operands[chosen], self.memory[chosen], self.stride, self.transforms[chosen]
+            groups.append(PanelRef(*parts, self.transposed))
+        return tuple(groups)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.operands[0].shape[:-1], self.width * len(self.operands))
+        return (*self.operands[0].shape[:-1], self.starts[-1] + self.operands[-1].shape[-1])
 
     @property
     def dtype(self) -> np.dtype:
@@ -81,17 +104,17 @@ class PanelRef:
 
     def view(self, index: tuple[Part, ...]) -> Ref:
         """A part of the stack, of the rows, and of the columns: of these whole panels, and a single one as it is."""
-        operands, memory = self.operands, self.memory
+        operands, memory, transforms = self.operands, self.memory, self.transforms
         if len(index) == len(self.shape):
             columns = index[-1]
             if not isinstance(columns, pl.Slice) or columns.start % self.width or columns.size % self.width:
                 raise ValueError(f"columns are taken by panels of {self.width}, got {columns}")
             chosen = slice(columns.start // self.width, (columns.start + columns.size) // self.width)
-            index, operands, memory = index[:-1], operands[chosen], memory[chosen]
+            index, operands, memory, transforms = index[:-1], operands[chosen], memory[chosen], transforms[chosen]
             if len(operands) == 1:
                 return operands[0].at[index]
         operands, memory = (tuple(ref.at[index] for ref in refs) for refs in (operands, memory))
-        return dataclasses.replace(self, operands=operands, memory=memory)
+        return dataclasses.replace(self, operands=operands, memory=memory, transforms=transforms)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Ref:
         raise ValueError(f"panels keep their shape, got {shape}")
@@ -103,8 +126,8 @@ class PanelRef:
         """Stores registers to the whole tile, ``ref[...] = value``."""
         if index is not Ellipsis or not isinstance(value, jax.Array):
             raise ValueError(f"a tile of panels is stored as a whole, from an array, got {index=}")
-        for number, ref in enumerate(self.operands):
-            ref[...] = value[:, number * self.width : (number + 1) * self.width]
+        for start, ref in zip(self.starts, self.operands, strict=True):
+            ref[...] = value[:, start : start + ref.shape[-1]]
 
 
 def mma(accumulator: Ref, a: Ref | jax.Array, b: Ref, *, transpose_a: bool = False) -> None:
@@ -128,27 +151,42 @@ def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a
     wgmma takes the distance of panels as that of two columns of atoms, so it reads panels as it reads whole tiles; an
     MMA for each panel would be up to a fifth slower. Pallas has no reference with such strides, so Mosaic GPU is called
     here as Pallas calls it for ``plgpu.wgmma``.
+
+    Both operands may have a narrower last panel if the MMA contracts over columns: it is another swizzle, and another
+    MMA of the same group. The accumulator may have fewer columns than ``b`` if ``a`` is in registers: so many are
+    computed.
     """
     layout = plgpu.Layout.WGMMA
-    left: Ref | jax.Array = a
-    left_type, left_panels = layout, None
-    if isinstance(a, PanelRef):
-        left, left_type, left_panels = a.operands[0], plgpu.RefType(a.transforms), a.panels
-    elif not isinstance(a, jax.Array):
-        left_type = plgpu.RefType(b.transforms)
+    parts, left_parts = b.by_width, a.by_width if isinstance(a, PanelRef) else None
+    if len(parts) > 1 and (not b.transposed or left_parts is None or transpose_a):
+        raise ValueError(f"only a contraction over columns takes panels of two widths, got {b.shape=}")
+    types: list[Any] = [layout]
+    operands: list[Ref | jax.Array] = []
+    for number, part in enumerate(parts):
+        left = a if left_parts is None else left_parts[number].operands[0]
+        transforms = part.transforms[0] if left_parts is None else left_parts[number].transforms[0]
+        types += [layout if isinstance(a, jax.Array) else plgpu.RefType(transforms), plgpu.RefType(part.transforms[0])]
+        operands += [left, part.operands[0]]
+    is_partial = isinstance(a, jax.Array) and (accumulator.shape[1] < b.shape[1] or a.shape[1] % b.width > 0)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, left_type, plgpu.RefType(b.transforms)),
+        arg_types=tuple(types),
         return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=layout),
     )
-    def issue(_: Any, accumulator: Any, left: Any, right: Any) -> Any:
-        left = left if left_panels is None else panelled_operand(left, left_panels)
-        left = transposed_operand(left) if transpose_a else left
-        return issue_wgmma(accumulator, left, panelled_operand(right, b.panels), b.width * b.dtype.itemsize)
+    def issue(_: Any, accumulator: Any, *operands: Any) -> Any:
+        for number, part in enumerate(parts):
+            left, right = operands[2 * number : 2 * number + 2]
+            left = left if left_parts is None else panelled_operand(left, left_parts[number].panels)
+            left = transposed_operand(left) if transpose_a else left
+            right, swizzle = panelled_operand(right, part.panels), part.width * part.dtype.itemsize
+            issue_part = issue_wgmma_of_columns if is_partial else issue_wgmma
+            accumulator = issue_part(accumulator, left, right, swizzle)
+        commit_wgmma()
+        return accumulator
 
     # Without a wait: an MMA that adds to the accumulator may be in flight.
     in_flight = plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
-    accumulator[...] = issue(in_flight, left, b.operands[0])
+    accumulator[...] = issue(in_flight, *operands)
 
 
 def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:
@@ -156,15 +194,15 @@ def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:
     if not isinstance(target, PanelRef):
         plgpu.copy_gmem_to_smem(source, target, barrier)
         return
-    for number, panel in enumerate(target.memory):
-        plgpu.copy_gmem_to_smem(_columns(source, number * target.width, target.width), panel, barrier)
+    for start, panel in zip(target.starts, target.memory, strict=True):
+        plgpu.copy_gmem_to_smem(_columns(source, start, panel.shape[-1]), panel, barrier)
 
 
 def store_tile(source: Ref, target: Ref, first: int = 0) -> None:
     """Starts the TMA stores of a tile to global memory, ``[rows, columns]``, from column ``first`` on."""
     if isinstance(source, PanelRef):
-        for number, panel in enumerate(source.memory):
-            plgpu.copy_smem_to_gmem(panel, _columns(target, first + number * source.width, source.width))
+        for start, panel in zip(source.starts, source.memory, strict=True):
+            plgpu.copy_smem_to_gmem(panel, _columns(target, first + start, panel.shape[-1]))
     elif source.shape[-1] < target.shape[-1]:
         plgpu.copy_smem_to_gmem(source, target.at[:, pl.ds(first, source.shape[-1])])
     else:

@@ -26,7 +26,7 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
 def when(condition: Condition, action: Callable[[], None]) -> None:
-    """`pl.when`, without a branch where the condition is known: on a Python bool that leaves one in the jaxpr."""
+    """Runs ``action`` if the condition holds; of a static condition no branch is left, as ``pl.when`` would."""
     if isinstance(condition, bool):
         if condition:
             action()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -105,13 +106,13 @@ def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
 
 
-def panel_scratch(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple[Any, ...], count: int) -> Any:
-    """The scratch type of ``count`` panels of a shape: for each two views of one memory, with and without tiling."""
-    _, swizzle = transforms
+def panel_scratch(shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, transforms: Sequence[tuple[Any, ...]]) -> Any:
+    """The scratch type of panels of these shapes: for each two views of one memory, with and without tiling."""
+    panels = list(zip(shapes, transforms, strict=True))
     # Mosaic lays both halves of the union out alike, for they have the same panels.
     return plgpu.RefUnion(
-        tuple(plgpu.SMEM(shape, dtype, transforms=(swizzle,)) for _ in range(count)),
-        tuple(plgpu.SMEM(shape, dtype, transforms=transforms) for _ in range(count)),
+        tuple(plgpu.SMEM(shape, dtype, transforms=(swizzle,)) for shape, (_, swizzle) in panels),
+        tuple(plgpu.SMEM(shape, dtype, transforms=both) for shape, both in panels),
     )
 
 
@@ -128,7 +129,8 @@ class SharedTile:
     Attributes:
       swizzle: in bytes; None takes the widest that fits, 0 leaves the tile row-major, which is the only choice for a
         tile that is not a matrix. Both operands of one wgmma that are in shared memory must have the same.
-      panelled: whether the columns lie in panels of one swizzle width, for arrays that TMA cannot cut into atoms.
+      panelled: whether the columns lie in panels of one swizzle width, for arrays that TMA cannot cut into atoms. If
+        the swizzle given does not divide the columns, the last panel has the rest, by a narrower swizzle.
     """
 
     shape: tuple[int, ...]
@@ -146,16 +148,30 @@ class SharedTile:
                 raise ValueError(f"only matrices are swizzled, got {self.swizzle=} for {self.shape=}")
             object.__setattr__(self, "swizzle", 0)
         elif self.swizzle != 0:
-            object.__setattr__(self, "swizzle", swizzle_of(*self.shape, self.dtype, self.swizzle))
+            rows, columns = self.shape
+            if self.panelled and self.swizzle:
+                columns -= columns * self.dtype.itemsize % self.swizzle // self.dtype.itemsize
+            object.__setattr__(self, "swizzle", swizzle_of(rows, columns, self.dtype, self.swizzle))
         if self.panelled and not self.swizzle:
             raise ValueError(f"panels are as wide as a swizzle, got {self.swizzle=}")
+        if self.panelled and self.panels[-1] * self.dtype.itemsize not in SWIZZLES:
+            raise ValueError(f"the last of the panels {self.panels} of {self.shape=} is as wide as no swizzle")
+
+    @property
+    def panels(self) -> tuple[int, ...]:
+        """Columns of each panel; a single one for a tile that has none."""
+        columns, width = self.shape[-1], (self.swizzle or 0) // self.dtype.itemsize
+        if not self.panelled or not width:
+            return (columns,)
+        rest = columns % width
+        return (width,) * (columns // width) + ((rest,) if rest else ())
 
     @property
     def layout(self) -> SwizzledLayout:
-        """The offset of each element."""
+        """The offset of each element; of panels, in the first one."""
         if not self.swizzle:
             return SwizzledLayout(row_major(*self.shape))
-        rows, columns = self.shape
+        rows, columns = self.shape[0], self.panels[0]
         return shared_layout(rows, columns, self.dtype, self.swizzle)
 
     @property
@@ -163,24 +179,27 @@ class SharedTile:
         """Mosaic's tiling and swizzle, emitted from the layout; none where the tile stays row-major."""
         return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
 
+    def panel_transforms(self, width: int) -> tuple[Any, ...]:
+        """The transforms of a panel of so many columns."""
+        return emit_transforms(shared_layout(self.shape[0], width, self.dtype), self.dtype)
+
     @property
     def copies(self) -> int:
         """TMA copies of a tile: one for each panel."""
-        return self.shape[1] * self.dtype.itemsize // (self.swizzle or 1) if self.panelled else 1
+        return len(self.panels)
 
     def stack_bytes(self, count: int) -> int:
         """Shared memory of so many tiles in bytes, alignment included."""
         if self.panelled:
-            return self.copies * aligned_bytes((count, self.shape[0], self.shape[1] // self.copies), self.dtype)
+            return sum(aligned_bytes((count, self.shape[0], width), self.dtype) for width in self.panels)
         return aligned_bytes((count, *self.shape), self.dtype)
 
     def scratch(self, *stack: int) -> Any:
         """The scratch type of the tile, or of a stack of such tiles, whose reference ``bind`` takes."""
         if not self.panelled:
             return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)
-        return panel_scratch(
-            (*stack, self.shape[0], self.shape[1] // self.copies), self.dtype, self.transforms, self.copies
-        )
+        shapes = [(*stack, self.shape[0], width) for width in self.panels]
+        return panel_scratch(shapes, self.dtype, [self.panel_transforms(width) for width in self.panels])
 
     def bind(self, ref: Any) -> Ref:
         """The tile, or stack of tiles, over the reference that the kernel got for ``scratch()``."""
@@ -188,7 +207,7 @@ class SharedTile:
             return ref
         memory, operands = panel_references(ref)
         stride = aligned_bytes(operands[0].shape, self.dtype) // self.dtype.itemsize
-        return PanelRef(operands, memory, stride, self.transforms)
+        return PanelRef(operands, memory, stride, tuple(map(self.panel_transforms, self.panels)))
 
     def stack(self, *stack: int) -> "TileStack":
         """A stack of such tiles as a part of a kernel's scratch memory; of no dimensions, a single tile."""

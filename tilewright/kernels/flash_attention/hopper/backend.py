@@ -23,6 +23,7 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     dq_accumulator_shape,
 )
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_kernel
+from tilewright.kernels.flash_attention.hopper.dims import HEAD_DIMS, forward_dims, needs_panels, padded_dim
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
 from tilewright.kernels.flash_attention.hopper.heuristics import (
     forward_candidates,
@@ -50,7 +51,7 @@ from tilewright.kernels.flash_attention.results import (
 )
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
-from tilewright.kernels.hopper.limits import SHARED_BYTES, SWIZZLE_ROWS, TMA_STRIDE_BYTES, WARPGROUP_THREADS
+from tilewright.kernels.hopper.limits import SHARED_BYTES, TMA_STRIDE_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.hopper.schedule import program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
@@ -62,22 +63,8 @@ from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims that kernels are built for; others are padded to the next."""
-
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and dQ accumulator that the backward pass works on at a time: they stay in the L2 cache."""
-
-
-def padded_dim(dim: int) -> int:
-    """The head dim that kernels compute with."""
-    return next(size for size in HEAD_DIMS if size >= dim)
-
-
-def needs_panels(q_length: int, kv_length: int, head_dim: int, value_dim: int) -> bool:
-    """True if TMA cannot cut the arrays of a call into the atoms of whole tiles, so that these lie in panels."""
-    rows = q_length % SWIZZLE_ROWS or kv_length % SWIZZLE_ROWS
-    return bool(rows) or any(padded_dim(dim) != dim for dim in (head_dim, value_dim))
 
 
 def aligned(array: jax.Array) -> Any:
@@ -142,6 +129,8 @@ def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | Bac
     """The plan of a call, by its sizes; errors as in ``plan_of``."""
     dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
     panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
+    if isinstance(params, HopperForwardParams):
+        dims = forward_dims(problem.head_dim, problem.value_dim, panelled)
     bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
     direction: Direction = "forward" if isinstance(params, HopperForwardParams) else "backward"
     bias_dtype = staged_dtype(problem.bias, direction)
@@ -233,8 +222,8 @@ class PallasGpuFlashAttention(
             return empty_forward(inputs)
         q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
         kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
-        dims = padded_dim(head_dim), padded_dim(value_dim)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
+        dims = forward_dims(head_dim, value_dim, panelled)
         bias_dtype = staged_dtype(inputs.bias, "forward")
         plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled, bias_dtype=bias_dtype)
         assert isinstance(plan, ForwardPlan)

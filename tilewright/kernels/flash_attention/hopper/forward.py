@@ -51,6 +51,7 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     QueuedItem,
     for_each_item,
 )
+from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
@@ -64,8 +65,14 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.panels import mma, store_tile
-from tilewright.kernels.hopper.ring import Ring
-from tilewright.kernels.hopper.schedule import item_by_arithmetic, program_lists, program_order
+from tilewright.kernels.hopper.ring import Ring, when
+from tilewright.kernels.hopper.schedule import (
+    STEPS_OF_RESIDENT_KEYS,
+    even_lists,
+    item_by_arithmetic,
+    program_lists,
+    program_order,
+)
 from tilewright.kernels.hopper.softmax import (
     LOG2E,
     AttentionResults,
@@ -74,7 +81,7 @@ from tilewright.kernels.hopper.softmax import (
     initial_statistics,
     online_softmax,
 )
-from tilewright.kernels.hopper.tiles import ROWS, across, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
@@ -110,7 +117,6 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         # Last: its stage is free only when the softmax of the step before has begun.
         load_bias(step)
 
-    # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
     def load_bias(step: Scalar) -> None:
         if scratch.bias is None:
             return
@@ -119,13 +125,18 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
             coord = TileCoord(work.batch, work.head, q_start, work.steps.tile(step) * block_k, (ROWS, block_k), 0)
             ctx.bias_tiles.load(first + step, consumer, operands.arrays.bias, coord)
 
-    load(scratch.k, operands.key, ctx.program * 0)
+    def load_rest() -> None:
+        lax.fori_loop(1, work.steps.total, load_both, None)
+        load(scratch.v, operands.value, ctx.program * 0 + (work.steps.total - 1))
+
+    # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+    when(queued.loads, lambda: load(scratch.k, operands.key, ctx.program * 0))
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
     scratch.q.load_from_dram(queued.index, queries)
     load_bias(ctx.program * 0)
-    lax.fori_loop(1, work.steps.total, load_both, None)
-    load(scratch.v, operands.value, ctx.program * 0 + (work.steps.total - 1))
-    return first + work.steps.total
+    when(queued.loads, load_rest)
+    after = first + work.steps.total
+    return after if queued.loads is True else jnp.where(queued.loads, after, first)
 
 
 # The consumers.
@@ -153,9 +164,9 @@ def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> Non
     mma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
 
 
-def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
+def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, queued: QueuedItem, step: Scalar) -> None:
     """Waits for V of a step of the rings, and issues O += PV."""
-    ctx.scratch.v.load_from_shared(step)
+    when(queued.loads, lambda: ctx.scratch.v.load_from_shared(step))
     mma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
@@ -170,6 +181,30 @@ def score_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
 def draw_bits(ctx: ForwardContext, item: Scalar, step: Scalar) -> jax.Array | None:
     """The dropout's bits of a step, drawn while MMAs are in flight; None without dropout."""
     return draw_kept(ctx.call.options, ctx.operands.arrays, score_coord(ctx, item, step))
+
+
+def release_step(ctx: ForwardContext, ring: Ring, step: Scalar) -> None:
+    """Releases K or V of a step, unless it stays for the items after this one."""
+    if not ctx.call.resident_steps:
+        ring.release(step)
+
+
+def release_item(ctx: ForwardContext, ring: Ring, queued: QueuedItem, first: Scalar) -> None:
+    """Releases K or V of all steps of an item at once, where they stayed for it and no item after it needs them."""
+
+    def release() -> None:
+        for step in range(ctx.call.resident_steps):
+            ring.release(first + step)
+
+    if ctx.call.resident_steps:
+        when(queued.frees, release)
+
+
+def next_first(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> jax.Array:
+    """Step 0 of the next item in the rings, from that of this item."""
+    if ctx.call.resident_steps:
+        return jnp.where(queued.frees, first + ctx.call.resident_steps, first)
+    return jnp.asarray(first + ctx.decode(queued.item).steps.total)
 
 
 def softmax_tile(
@@ -224,14 +259,14 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     def qk_alone(scores: Ref) -> tuple[jax.Array, jax.Array | None]:
         ctx.ping_pong_wait()
         q_ring.load_from_shared(queued.index)
-        k_ring.load_from_shared(step)
+        when(queued.loads, lambda: k_ring.load_from_shared(step))
         issue_qk(ctx, q_ring.get_mma_tile(queued.index), step, scores)
         ctx.ping_pong_arrive()
         bits = draw_bits(ctx, queued.item, jnp.int32(0))
         return scores[...], bits
 
     scores, bits = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
-    k_ring.release(step)
+    release_step(ctx, k_ring, step)
     bias, masked = ctx.read_bias(step), ctx.call.first_masked
     tile = softmax_tile(ctx, scores, bits, queued.item, jnp.int32(0), *initial_statistics(), masked, bias)
     return rounded_state(ctx, tile)
@@ -253,24 +288,28 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
 
         def qk_beside_pv(scores: Ref) -> RowState:
             ctx.ping_pong_wait()
-            k_ring.load_from_shared(step)
+            when(queued.loads, lambda: k_ring.load_from_shared(step))
             issue_qk(ctx, q_tile, step, scores)
-            issue_pv(ctx, acc, state.p, step - 1)
+            issue_pv(ctx, acc, state.p, queued, step - 1)
             ctx.ping_pong_arrive()
             bits = draw_bits(ctx, queued.item, item_step)
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
-            k_ring.release(step)
+            release_step(ctx, k_ring, step)
             bias = ctx.read_bias(step)
             tile = softmax_tile(ctx, s, bits, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
             plgpu.wgmma_wait(0)
-            v_ring.release(step - 1)
+            release_step(ctx, v_ring, step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
             return rounded_state(ctx, tile)
 
         return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, call.params.block_k), jnp.float32))
 
-    return lax.fori_loop(1, ctx.decode(queued.item).steps.total, one_step, state)
+    total = ctx.decode(queued.item).steps.total
+    if isinstance(total, int) and total == 2 and (call.value_dim > 96 or call.params.consumers == 3):
+        # A loop of one step is none to LLVM. ptxas then spills, and serialises the wgmmas, where registers are few.
+        total = total + opaque_zero(queued.item)
+    return lax.fori_loop(1, total, one_step, state)
 
 
 def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scalar:
@@ -286,9 +325,11 @@ def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         state = remaining_steps(ctx, acc, queued, first, first_step(ctx, queued, first))
         if call.plan.own_output:
             scratch.q.release(queued.index)
-        issue_pv(ctx, acc, state.p, after - 1)
+        release_item(ctx, scratch.k, queued, first)
+        issue_pv(ctx, acc, state.p, queued, after - 1)
         out = acc[...]
-        scratch.v.release(after - 1)
+        release_step(ctx, scratch.v, after - 1)
+        release_item(ctx, scratch.v, queued, first)
         return out, state.m, state.row_sum
 
     out, m, row_sum = pl.run_scoped(attend, plgpu.ACC((ROWS, call.value_dim), jnp.float32))
@@ -298,7 +339,7 @@ def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         # The next Q may come only when the TMA store has read the output from its place.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch.q.release(queued.index)
-    return after
+    return next_first(ctx, queued, first)
 
 
 def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
@@ -311,8 +352,11 @@ def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
         first, state = carry
         state = remaining_steps(ctx, acc, queued, first, state)
         ctx.scratch.q.release(queued.index)
-        after = first + ctx.decode(queued.item).steps.total
-        next_state = last_pv_beside_next_step(ctx, acc, queued, after, state.p)
+        release_item(ctx, ctx.scratch.k, queued, first)
+        after = next_first(ctx, queued, first)
+        last = first + (ctx.decode(queued.item).steps.total - 1)
+        next_state = last_pv_beside_next_step(ctx, acc, queued, last, after, state.p)
+        release_item(ctx, ctx.scratch.v, queued, first)
         assert ctx.scratch.out is not None
         store_item(ctx, queued.item, acc[...], state.m, state.row_sum, ctx.scratch.out)
         acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, ctx.call.value_dim), jnp.float32), tile_layout())
@@ -325,19 +369,21 @@ def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
 
 
 def last_pv_beside_next_step(
-    ctx: ForwardContext, acc: Ref, queued: QueuedItem, after: Scalar, p: jax.Array
+    ctx: ForwardContext, acc: Ref, queued: QueuedItem, last: Scalar, after: Scalar, p: jax.Array
 ) -> RowState:
     """PV of the last step of an item, beside QKᵀ and softmax of step 0 of the next item, whose state it returns.
 
     Behind the last item, S is of what the stages of Q and K still hold, and the state is thrown away.
 
     Args:
-      after: step 0 of the next item in the rings.
+      last: the last step of the item in the rings.
+      after: step 0 of the next item.
       p: P of the last step.
     """
     q_ring, k_ring, v_ring = ctx.scratch.q, ctx.scratch.k, ctx.scratch.v
     has_next = queued.next_item >= 0
-    next_index, step = queued.index + has_next.astype(jnp.int32), after - 1 + has_next.astype(jnp.int32)
+    next_index = queued.index + has_next.astype(jnp.int32)
+    step = after if ctx.call.resident_steps else last + has_next.astype(jnp.int32)
     next_item = lax.max(queued.next_item, jnp.int32(0))
 
     def qk_beside_pv(scores: Ref) -> RowState:
@@ -346,22 +392,22 @@ def last_pv_beside_next_step(
         @pl.when(has_next)
         def _() -> None:
             q_ring.load_from_shared(next_index)
-            k_ring.load_from_shared(step)
+            when(queued.frees, lambda: k_ring.load_from_shared(step))
 
         issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
-        issue_pv(ctx, acc, p, after - 1)
+        issue_pv(ctx, acc, p, queued, last)
         ctx.ping_pong_arrive()
         bits = draw_bits(ctx, next_item, jnp.int32(0))
         s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
         @pl.when(has_next)
         def _() -> None:
-            k_ring.release(step)
+            release_step(ctx, k_ring, step)
 
         bias, masked = ctx.read_bias(step, has_next), ctx.call.first_masked
         tile = softmax_tile(ctx, s, bits, next_item, jnp.int32(0), *initial_statistics(), masked, bias)
         plgpu.wgmma_wait(0)
-        v_ring.release(after - 1)
+        release_step(ctx, v_ring, last)
         return rounded_state(ctx, tile)
 
     return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.params.block_k), jnp.float32))
@@ -414,6 +460,19 @@ def masked_steps(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
     return most > 0, None if most > 1 else False
 
 
+def resident_steps(schedule: TileSchedule, params: HopperForwardParams, items_of_keys: int) -> int:
+    """``ForwardCall.resident_steps``: steps of items whose keys and values stay in the rings for the next item.
+
+    A stage more than they take lets the keys of the next head arrive before those of this one leave.
+    """
+    steps = schedule.extent.column_tiles
+    if not params.persistent or steps >= params.num_stages or items_of_keys == 1:
+        return 0
+    if 2 * steps > params.num_stages and steps * items_of_keys < STEPS_OF_RESIDENT_KEYS:
+        return 0
+    return steps if isinstance(schedule, BandSchedule) and schedule.has_same_steps else 0
+
+
 def heads_at_once(kv_length: int, dims: int, dtype: DTypeLike, group: int) -> int:
     """Query heads that are worked on at a time: ``group`` for each key head whose K and V fit the cache together.
 
@@ -451,9 +510,13 @@ def forward_kernel(
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
 
+    # Tiles of a bias are others for each item, and counted as steps of the rings.
+    resident = 0 if plan.stages_bias else resident_steps(schedule, params, group * q_tiles)
     queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, query.dtype, group)
     item_at, starts, order = None, None, None
-    if params.persistent:
+    if resident:
+        starts, order = even_lists(items, programs)
+    elif params.persistent:
         starts, order = program_lists(program_order(*queue), queue[0], programs)
     else:
         item_at = item_by_arithmetic(*queue)
@@ -472,6 +535,7 @@ def forward_kernel(
         softmax_after_pv=value_dim > 128
         and arrays.mask is not None
         and (options.dropout_prob > 0 or not options.plain),
+        resident_steps=resident,
     )
 
     def body(

@@ -23,11 +23,20 @@ from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueuedItem:
-    """A work item in the queue of a CTA: its index there, the item, and the one after it, −1 behind the last."""
+    """A work item in the queue of a CTA.
+
+    Attributes:
+      index: its index in the queue.
+      next_item: the item after it, −1 behind the last.
+      loads: whether its keys and values are loaded for it; else they are those of the item before, still in the rings.
+      frees: whether its keys and values leave the rings with it; else the item after it has the same, or there is none.
+    """
 
     index: Scalar
     item: Scalar
     next_item: jax.Array
+    loads: Condition = True
+    frees: Condition = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ class ForwardCall:
       first_masked, later_masked: `masked_steps`.
       guarded: whether a row may have no visible key so far, so that its m is −∞.
       softmax_after_pv: whether the softmax waits for the PV in flight, too.
+      resident_steps: steps of an item if all items of a key head have the same keys and values, and these stay in the
+        rings from its first item to its last; else 0.
     """
 
     options: ScoreOptions
@@ -84,6 +95,12 @@ class ForwardCall:
     later_masked: bool | None
     guarded: bool
     softmax_after_pv: bool
+    resident_steps: int = 0
+
+    @property
+    def items_of_keys(self) -> int:
+        """Items of a key head, which follow one another."""
+        return self.group * self.schedule.extent.row_tiles
 
     @property
     def params(self) -> HopperForwardParams:
@@ -166,7 +183,13 @@ def for_each_item[Carry](
         after = position + 1
         # Clamped to the last item, behind which the list of another program begins.
         next_item = jnp.where(after < end, order[lax.min(after, end - 1)], -1)
-        return next_item, body(QueuedItem(position - begin, item, next_item), carry)
+        queued = QueuedItem(position - begin, item, next_item)
+        if ctx.call.resident_steps:
+            count = jnp.int32(ctx.call.items_of_keys)
+            loads = (position == begin) | (lax.rem(item, count) == 0)
+            frees = (next_item > 0) & (lax.rem(next_item, count) == 0)
+            queued = dataclasses.replace(queued, loads=loads, frees=frees)
+        return next_item, body(queued, carry)
 
     first = order[begin]
     lax.fori_loop(begin, end, one_item, (first, start(first)))

@@ -12,6 +12,7 @@ import numpy as np
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
+from tilewright.kernels.flash_attention.hopper.dims import needs_panels
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
     HopperBackwardParams,
@@ -23,8 +24,24 @@ from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Ext
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
-from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, makespan
+from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, STEPS_OF_RESIDENT_KEYS, makespan
 from tilewright.kernels.masks import AndMask
+
+INDEPENDENT_OVERHEAD = 1.3
+"""`ITEM_OVERHEAD` of consumers that go from item to item on their own, all keys in one step (``ahead`` is False).
+
+At head_dim 64, 64 × 16 heads of 197 keys took 46 µs in one step of 208 and 54 in two of 128, 66 × 14 heads of 256 keys
+54 and 57.
+"""
+
+RESIDENT_OVERHEAD = 1.0
+"""`ITEM_OVERHEAD` where the keys stay in the rings for all queries of a head.
+
+32 × 12 heads of 512 at head_dim 64 took 69 µs, and with tiles of 192 queries 71.
+"""
+
+ONE_STEP = 256
+"""Most keys of a step, the N of wgmma. Up to head_dim 64 there are registers for them, if no step overlaps with it."""
 
 THIRD_CONSUMER = 1.2
 """Throughput of three consumer warpgroups relative to two, in steps of 128 keys at head_dim 64: measured 1.14 (causal)
@@ -66,11 +83,28 @@ def steps_of_rows(problem: AttentionProblem, block_q: int, block_k: int, *, tran
 
 
 def forward_time(problem: AttentionProblem, params: HopperForwardParams, num_sms: int) -> float:
-    """Time of the forward kernel in steps of two consumers, for comparisons of tiles at one head dim."""
+    """Time of the forward kernel in steps of 128 keys of two consumers, for comparisons of tiles at one head dim."""
     rows = steps_of_rows(problem, params.block_q, params.block_k)
     third = THIRD_CONSUMER_WITH_BIAS if has_bias_matrix(problem) else THIRD_CONSUMER
     speed = third if params.consumers == 3 else 1.0
-    return makespan(rows + ITEM_OVERHEAD, problem.batch * problem.heads, num_sms) * params.consumers / speed
+    overhead = ITEM_OVERHEAD if params.ahead else INDEPENDENT_OVERHEAD
+    if params.num_stages > 2:
+        overhead = RESIDENT_OVERHEAD
+    costs = rows * (params.block_k / 128) + overhead
+    return makespan(costs, problem.batch * problem.heads, num_sms) * params.consumers / speed
+
+
+def is_full(problem: AttentionProblem) -> bool:
+    """True if all rows of scores are as they leave the matmul, and all keys are visible."""
+    plain = problem.bias is None and not problem.dropout and problem.options.logits_soft_cap is None
+    return plain and problem.mask is None
+
+
+def even_block(problem: AttentionProblem, steps: int) -> int:
+    """Keys of a step if there are so many: whole tiles are cut by 64 keys, panels by 16."""
+    panels = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
+    unit = 16 if panels else 64
+    return -(-problem.kv_length // (steps * unit)) * unit
 
 
 def has_bias_matrix(problem: AttentionProblem) -> bool:
@@ -125,10 +159,27 @@ def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwa
         found = [*found[:-1], without_turns, found[-1]]
     if split_mask(problem.mask)[1] is not None:
         return found
+    if is_full(problem):
+        special = _few_steps(problem)
+        best = min([*special, *found], key=lambda params: forward_time(problem, params, num_sms))
+        if best in special:
+            return [best, *(params for params in [*special, *found] if params != best)]
     best = min(found, key=lambda params: forward_time(problem, params, num_sms))
     if best.block_q == 128 and problem.q_length <= 1024:
         best = without_turns
     return [best, *(params for params in found if params != best)]
+
+
+def _few_steps(problem: AttentionProblem) -> list[HopperForwardParams]:
+    """Configs up to head_dim 64 for few keys: all of them in one step, or in the rings for all queries of a head."""
+    found = []
+    if problem.kv_length <= ONE_STEP:
+        block_k = even_block(problem, 1)
+        found += [HopperForwardParams(128, block_k, 2, True, turns, ahead=False) for turns in (False, True)]
+    steps, items = -(-problem.kv_length // 128), -(-problem.q_length // 128) * (problem.heads // problem.kv_heads)
+    if 2 < steps <= 4 and steps * items >= STEPS_OF_RESIDENT_KEYS:
+        found.append(HopperForwardParams(128, even_block(problem, steps), steps + 1, True, True))
+    return found
 
 
 def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForwardParams]:

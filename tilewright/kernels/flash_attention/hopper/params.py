@@ -43,6 +43,8 @@ class HopperForwardParams:
       persistent: one CTA per SM, which goes on to its next tile of queries while the output of the last one is being
         stored; otherwise one CTA per tile.
       ping_pong: whether consumers take turns to issue MMAs, so that the softmax of one overlaps MMAs of another.
+      ahead: whether the first step of the next item is computed beside the last PV of an item, if it is persistent and
+        shared memory allows; otherwise the next queries are only loaded, and P need not stay in registers meanwhile.
     """
 
     block_q: int = 128
@@ -50,6 +52,7 @@ class HopperForwardParams:
     num_stages: int = 2
     persistent: bool = True
     ping_pong: bool = False
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if self.block_q not in (128, 192):

@@ -54,7 +54,8 @@ class ForwardPlan:
     """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones.
 
     Attributes:
-      panelled: whether tiles of query, key, value and output lie in panels.
+      panelled: whether tiles of query, key, value and output lie in panels. The last of them may be narrower, except
+        for values, whose columns are those of one MMA.
       bias_dtype: of a bias that may pass through shared memory (`BiasTiles`), or None.
     """
 
@@ -67,20 +68,22 @@ class ForwardPlan:
 
     @property
     def queries(self) -> RingPlan:
-        return self._queries(2 if self.ahead else 1)
+        return self._queries(self.query_stages)
 
     @property
     def keys(self) -> RingPlan:
-        params = self.params
-        tile = SharedTile((params.block_k, self.head_dim), self.dtype, panelled=self.panelled)
-        return RingPlan(tile, params.num_stages, params.consumers)
+        tile = self._tile(self.params.block_k, self.head_dim)
+        return RingPlan(tile, self.params.num_stages, self.params.consumers)
 
     @property
     def values(self) -> RingPlan:
         params = self.params
-        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes.
-        width = math.gcd(params.block_k, self.value_dim, 64)
-        tile = SharedTile((params.block_k, self.value_dim), self.dtype, 2 * width, self.panelled)
+        # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes, but not over panels.
+        width, columns = math.gcd(params.block_k, self.value_dim, 64), self.value_dim
+        if self.panelled:
+            width = 32 if columns == 96 else 64
+            columns = -(-columns // width) * width
+        tile = SharedTile((params.block_k, columns), self.dtype, 2 * width, self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
     def scratch(self) -> ForwardScratch[RingPlan, object]:
@@ -99,7 +102,7 @@ class ForwardPlan:
     @property
     def output(self) -> SharedTile:
         """Buffer of the output before its TMA store, if that does not reuse Q's."""
-        return SharedTile((self.params.block_q, self.value_dim), self.dtype, panelled=self.panelled)
+        return self._tile(self.params.block_q, self.value_dim)
 
     @property
     def stages_bias(self) -> bool:
@@ -110,7 +113,7 @@ class ForwardPlan:
     def bias(self) -> RingPlan | None:
         """The ring of the bias, with two stages for each consumer where they cost nothing else its memory."""
         stages = self._bias_stages
-        if stages and self._bytes(2 if self.ahead else 1, self.own_output, 2) <= SHARED_BYTES:
+        if stages and self._bytes(self.query_stages, self.own_output, 2) <= SHARED_BYTES:
             stages = 2
         return self._bias(stages)
 
@@ -125,11 +128,13 @@ class ForwardPlan:
 
     @property
     def ahead(self) -> bool:
-        """True if Q of the next item is loaded, and its first step computed, before the output of an item is stored.
+        """True if the first step of the next item is computed before the output of an item is stored."""
+        return self.params.ahead and self.query_stages == 2
 
-        It takes two stages of Q and a buffer for the output, which must fit.
-        """
-        return self.params.persistent and self._bytes(2, True, self._bias_stages) <= SHARED_BYTES
+    @property
+    def query_stages(self) -> int:
+        """Stages of Q: a second one, for the next item, where it fits beside a buffer for the output."""
+        return 2 if self.params.persistent and self._bytes(2, True, self._bias_stages) <= SHARED_BYTES else 1
 
     @property
     def own_output(self) -> bool:
@@ -139,16 +144,27 @@ class ForwardPlan:
     @property
     def shared_bytes(self) -> int:
         bias = self.bias
-        return self._bytes(2 if self.ahead else 1, self.own_output, 0) + (0 if bias is None else bias.shared_bytes)
+        return self._bytes(self.query_stages, self.own_output, 0) + (0 if bias is None else bias.shared_bytes)
 
     def _queries(self, stages: int) -> RingPlan:
-        tile = SharedTile((self.params.block_q, self.head_dim), self.dtype, panelled=self.panelled)
-        return RingPlan(tile, stages, self.params.consumers)
+        return RingPlan(self._tile(self.params.block_q, self.head_dim), stages, self.params.consumers)
+
+    def _tile(self, rows: int, columns: int) -> SharedTile:
+        swizzle = 128 if self.panelled and _has_narrow_panel(columns) else None
+        return SharedTile((rows, columns), self.dtype, swizzle, self.panelled)
 
     def _bytes(self, query_stages: int, own_output: bool, bias_stages: int) -> int:
         plans = self._queries(query_stages), self.keys, self.values, self._bias(bias_stages)
         rings = sum(plan.shared_bytes for plan in plans if plan is not None)
         return rings + FORWARD_RESERVED + (self.output.stack_bytes(1) if own_output else 0)
+
+
+def _has_narrow_panel(columns: int) -> bool:
+    """True if the last panel of so many columns is narrower than the others; 96 are three panels of 32 columns.
+
+    TMA loads these in 27 µs where panels of 64 take 33, and whatever is the widest swizzle serves the rest.
+    """
+    return columns % 64 in (16, 32) and columns != 96
 
 
 NARROW_DIM = 128

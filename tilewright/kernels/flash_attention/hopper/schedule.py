@@ -77,6 +77,15 @@ class BandSchedule:
     def may_mask(self) -> bool:
         return bool(np.any(self.counts()[0]))
 
+    @property
+    def has_same_steps(self) -> bool:
+        """True if every row of tiles has all tiles, in the same order."""
+        if self.extent.column_tiles == 1:
+            return True
+        band, extent = self.band, self.extent
+        is_full = band.lowest <= -extent.rows and band.highest >= extent.columns - 1
+        return is_full and not self.masked_rows and not self.staggered
+
     def steps(self, tables: TableRefs, batch: Scalar, head: Scalar, row_tile: Scalar) -> Steps:
         low, full_low, full_high, high = self._bounds(row_tile, lax)
         right = high - full_high
