@@ -1,6 +1,7 @@
 """The barriers of the attention kernels: every order that their products and copies rely on is there."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,13 @@ from tests.kernels.conftest import H100
 from tests.kernels.flash_attention.conformance import inputs_of
 from tests.kernels.hopper.schedule import check_schedules
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
+from tilewright.kernels.flash_attention.hopper.params import (
+    HopperBackwardParams,
+    HopperForwardParams,
+    WideBackwardParams,
+)
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Direction
@@ -79,7 +85,30 @@ def test_keys_that_stay_without_a_buffer_for_the_output(block_k: int) -> None:
 
 @pytest.mark.parametrize(("name", "params"), named("backward"))
 def test_backward(name: str, params: Any) -> None:
-    inputs = inputs_of(CASES[name])
+    check_backward(CASES[name], params)
+
+
+WIDE = [
+    ({"head_dim": 192, "value_dim": 128}, HopperBackwardParams(64, 2, True)),
+    ({"head_dim": 256}, WideBackwardParams()),
+    ({"head_dim": 192, "value_dim": 128}, WideBackwardParams(True, 3, 1, key_stages=3, value_stages=2)),
+    ({"head_dim": 256}, WideBackwardParams(False, 2, 2, 16, 1)),
+    ({"head_dim": 192}, WideBackwardParams(False, 2, 1, 32, 2)),
+    ({"head_dim": 192, "logits_soft_cap": 9.0, "bias": "hqk"}, WideBackwardParams()),
+    ({"head_dim": 256, "logits_soft_cap": 9.0, "kv_heads": 1}, WideBackwardParams(False, 2, 2, 16, 1)),
+]
+
+
+@pytest.mark.parametrize(("options", "params"), WIDE, ids=str)
+def test_wide_backward_of_several_items(options: dict[str, Any], params: Any) -> None:
+    """More items than multiprocessors, the shortest of one step: gradients leave while the next item is loaded."""
+    case = AttentionCase("", 1, 390, 390, causal=True, **_SIZES | options)
+    with mock.patch.object(backend, "num_sms", return_value=3):
+        check_backward(case, params)
+
+
+def check_backward(case: AttentionCase, params: Any) -> None:
+    inputs = inputs_of(case)
     query, value = inputs.query, inputs.value
     d_out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
     lse = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)

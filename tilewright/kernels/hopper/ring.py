@@ -86,28 +86,34 @@ class Ring:
 
     ``step`` counts loads over the whole life of a CTA, so a persistent kernel goes on counting from item to item, as
     the barriers' phases do. Every load must be consumed, and every consumer must release every step exactly once.
-    ``offset`` is the number of loads that went through the ring before step 0.
+    ``offset`` is the number of loads that went through the ring before step 0, which `after` gives to a work item.
     """
 
     plan: RingPlan
     smem: Ref
     full: Ref
     empty: Ref
-    offset: int = 0
+    offset: Scalar = 0
+
+    def after(self, loads: Scalar) -> "Ring":
+        """The ring whose step 0 comes after so many loads."""
+        return dataclasses.replace(self, offset=loads)
 
     def slot(self, step: Scalar) -> Scalar:
         """Index of the stage that holds ``step``."""
-        if isinstance(step, int):
-            return (step + self.offset) % self.plan.num_stages
+        position = step + self.offset
+        if isinstance(position, int):
+            return position % self.plan.num_stages
         # Not `%`: jnp's remainder takes further instructions to be right for negative operands.
-        return lax.rem(step + self.offset, jnp.asarray(self.plan.num_stages, step.dtype))
+        return lax.rem(position, jnp.asarray(self.plan.num_stages, position.dtype))
 
-    def _wait_released(self, step: Scalar) -> None:
+    def wait_released(self, step: Scalar) -> None:
+        """Producer: waits until the consumers have released a step; what fills the slot next must not wait again."""
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
     def _wait_empty(self, step: Scalar) -> None:
         # The first round fills slots that have never been in use.
-        when(step + self.offset >= self.plan.num_stages, functools.partial(self._wait_released, step))
+        when(step + self.offset >= self.plan.num_stages, functools.partial(self.wait_released, step))
 
     def load_from_dram(self, step: Scalar, *source_refs: Ref, layout: Any = None) -> jax.Array | None:
         """Producer: starts the load of a tile, from a sliced reference in global memory for each of its copies.
@@ -130,13 +136,18 @@ class Ring:
         return None
 
     def copy_to_shared(
-        self, step: Scalar, values: jax.Array | Sequence[jax.Array] | None = None, *, rows: pl.Slice | None = None
+        self,
+        step: Scalar,
+        values: jax.Array | Sequence[jax.Array] | None = None,
+        *,
+        rows: pl.Slice | None = None,
+        released: bool = False,
     ) -> None:
         """Producer: makes the tile visible to the consumers.
 
         With TMA it does nothing, for the copy's completion does that. With ``writers`` it waits until the slot is
         empty, stores ``values`` (converted) to ``rows`` of it (a ``pl.ds``, by default all), and arrives on ``full``.
-        Several ``values`` stand side by side.
+        Several ``values`` stand side by side. It does not wait if ``released``: after `wait_released`.
         """
         if not self.plan.writers:
             if values is not None:
@@ -144,7 +155,8 @@ class Ring:
             return
         if values is None:
             raise ValueError(f"{self.plan.writers=} warpgroups fill this ring from registers, got no values")
-        self._wait_empty(step)
+        if not released:
+            self._wait_empty(step)
         slot = self.slot(step)
         target = self.smem.at[slot] if rows is None else self.smem.at[slot, rows]
         if isinstance(values, jax.Array):
@@ -178,4 +190,4 @@ class Ring:
         """
         for behind in reversed(range(self.plan.num_stages)):
             step = last_step - behind
-            when(step + self.offset >= 0, functools.partial(self._wait_released, step))
+            when(step + self.offset >= 0, functools.partial(self.wait_released, step))

@@ -16,6 +16,9 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.types import Ref, Scalar
 
+type ItemLists[Items] = tuple[Items | None, Items]
+"""`program_lists`; or None and the item of each program, if it has one."""
+
 type WarpgroupRole = Callable[[Scalar, Scalar, Scalar], Scalar]
 """``first = role(item_index, item, first)``: the work of a warpgroup in an item.
 
@@ -138,10 +141,12 @@ def item_by_arithmetic(
     return item
 
 
-def over_items(lists: tuple[Ref, Ref], one: WarpgroupRole) -> None:
-    """Calls ``first = one(item_index, item, first)`` for the items of this program, see `WarpgroupRole`."""
+def over_items(lists: ItemLists[Ref], one: WarpgroupRole) -> Scalar:
+    """Calls ``first = one(item_index, item, first)`` for the items of this program; returns the last ``first``."""
     starts_ref, items_ref = lists
     program = lax.axis_index("program")
+    if starts_ref is None:  # without a loop, and what it keeps in registers
+        return one(0, items_ref[program], 0)
     start, end = starts_ref[program], starts_ref[program + 1]
 
     def one_item(item_index: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
@@ -149,18 +154,35 @@ def over_items(lists: tuple[Ref, Ref], one: WarpgroupRole) -> None:
         following = items_ref[item_index + 1]  # loaded one item ahead, so that its latency is hidden
         return one(item_index - start, item, first), following
 
-    lax.fori_loop(start, end, one_item, (jnp.int32(0), items_ref[start]))
+    steps, _ = lax.fori_loop(start, end, one_item, (jnp.int32(0), items_ref[start]))
+    return steps
 
 
 def run_warpgroup(
-    lists: tuple[Ref, Ref], role: WarpgroupRole, registers: int, action: Literal["increase", "decrease"]
+    lists: ItemLists[Ref],
+    role: WarpgroupRole,
+    registers: int,
+    action: Literal["increase", "decrease"],
+    finish: Callable[[Scalar], None] = lambda steps: None,
 ) -> None:
-    """Runs a warpgroup's role in every item of this program, and waits until TMA has read what it stores."""
+    """Runs a warpgroup's role in every item of this program, and waits until TMA has read what it stores.
+
+    Args:
+      finish: called at the end, with the steps of all items.
+    """
     plgpu.set_max_registers(registers, action=action)
-    over_items(lists, role)
+    steps = over_items(lists, role)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    finish(steps)
 
 
-def operands_of(lists: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """``program_lists`` as arrays for ``over_items``, which reads one item behind the last."""
-    return jnp.asarray(lists[0]), jnp.asarray(np.append(lists[1], 0))
+def operands_of(lists: ItemLists[np.ndarray]) -> ItemLists[jax.Array]:
+    """``lists`` as arrays for ``over_items``, which of `program_lists` reads one item behind the last."""
+    starts, items = lists
+    return (None, jnp.asarray(items)) if starts is None else (jnp.asarray(starts), jnp.asarray(np.append(items, 0)))
+
+
+def programs_of(lists: ItemLists[np.ndarray]) -> int:
+    """The number of programs."""
+    starts, items = lists
+    return len(items) if starts is None else len(starts) - 1

@@ -41,6 +41,7 @@ from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, Backward
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import prepare_scores, staged_dtype
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import (
     Results,
@@ -111,6 +112,14 @@ def plan_of(
             f"a block has {SHARED_BYTES}"
         )
     return plan
+
+
+def are_listed(params: WideBackwardParams, mask: Mask | None) -> bool:
+    """True if CTAs of the kernel for dK and dV of wide heads have lists of work items.
+
+    dQ that is added up takes the registers for that; and lists do not know the steps that arrays mask.
+    """
+    return params.deterministic and split_mask(mask)[1] is None
 
 
 def bias_gradient_of(
@@ -211,6 +220,7 @@ class PallasGpuFlashAttention(
         assert isinstance(params, WideBackwardParams)
         assert isinstance(plan, WideBackwardPlan)
         blocks = by_keys(params.block_k) * group_parts(problem, plan, persistent).parts
+        blocks = min(blocks, persistent) if are_listed(params, problem.mask) else blocks
         key_value = Footprint(blocks, threads, plan.shared_bytes)
         if not params.deterministic:
             return [key_value]
@@ -320,7 +330,10 @@ class PallasGpuFlashAttention(
             counters_ref = None if conversion is None else jax.new_ref(counters)
             kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
         else:
-            kernel = functools.partial(wide_key_value_kernel, order=jnp.asarray(order))
+            lists = None, order
+            if are_listed(params, inputs.mask):
+                lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+            kernel = functools.partial(wide_key_value_kernel, lists=lists)
         found: KeyValueResults[Any] = kernel(
             call, schedule, tables, dq_accumulator=accumulator, d_bias=bias_ref, bias_gradient=bias_gradient
         )

@@ -1,15 +1,16 @@
-"""The backward pass on Hopper where a head dim is beyond 128: dK and dV of 64 keys per CTA, in two warpgroups.
+"""The backward pass on Hopper where a head dim is beyond 128: dK and dV of 64 keys per work item, in two warpgroups.
 
-At head_dim 256 an accumulator of 64 rows takes 128 registers of a thread, so one warpgroup holds either dK or dV. A CTA
-(a Pallas program) has one tile of 64 keys of a key head, and three warpgroups: one computes S, P and dV, one dP, dS
-and dK, and one is the producer. P and dS go from one to the other through rings in shared memory. Each of the first two
-computes a part of the columns of dQ and adds it in global memory by TMA reductions; or (``deterministic``)
-``wide_query_kernel`` computes dQ. A step is a Q iteration: a tile of 64 queries of one of the heads with these keys.
+At head_dim 256 an accumulator of 64 rows takes 128 registers of a thread, so one warpgroup holds either dK or dV. A
+work item is a tile of 64 keys of a key head. A CTA (a Pallas program) is persistent, unless it adds up dQ, and has
+three warpgroups: one computes S, P and dV, one dP, dS and dK, and one is the producer. P and dS go from one to the
+other through rings in shared memory. Each of the first two computes a part of the columns of dQ and adds it in global
+memory by TMA reductions; or (``deterministic``) ``wide_query_kernel`` computes dQ. A step is a Q iteration: a tile of
+64 queries of one of the heads with these keys.
 
 ======  ===============================================  ==========================  ===================================
 symbol  meaning                                          shape                       where it lives
 ======  ===============================================  ==========================  ===================================
-K, V    keys and values of the CTA                       [64, ·_dim]                 shared, ``k``, ``v``
+K, V    keys and values of an item                       [64, ·_dim]                 shared, ``k``, ``v``
 Q, dO   queries and gradient of the output, of a step    [64, ·_dim]                 shared, ``q``, ``d_out``
 lse     log-sum-exp of the rows; −lse starts S           [64] float32                shared, ``minus_lse``
 delta   rowsum(dO ∘ O) − d_lse; −delta starts dP         [64] float32                shared, ``minus_delta``
@@ -36,14 +37,19 @@ Step i with two stages of dO; time runs to the right, and what stands below each
 P(i+1) is computed beside the MMA for dV(i), dS(i+1) beside that for dK(i). With one stage of dO the dK warpgroup does
 one step after another, and the dV warpgroup releases dO before it computes P. With a bias or a soft cap −lse is added
 behind them instead; with dropout, −delta behind its scale.
+
+dV and dK leave through the stages of dO and Q of an item's last step. Their warpgroups release these in the next item,
+beside its first MMA, when TMA has read them; the producer loads K, V and the first Q and dO of that item before.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
@@ -69,7 +75,8 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.panels import mma, store_tile
-from tilewright.kernels.hopper.ring import Ring
+from tilewright.kernels.hopper.ring import Ring, when
+from tilewright.kernels.hopper.schedule import ItemLists, operands_of, programs_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import column_layout, opaque_zero, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -82,7 +89,7 @@ def wide_key_value_kernel(
     schedule: TileSchedule,
     tables: Tables | tuple[()],
     *,
-    order: jax.Array,
+    lists: ItemLists[np.ndarray],
     dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: BiasGradient | None = None,
@@ -90,7 +97,7 @@ def wide_key_value_kernel(
     """Computes dK and dV, and adds to ``dq_accumulator``.
 
     Args:
-      order: ``program_order`` over tiles of keys.
+      lists: over tiles of keys.
       dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
       d_bias: a reference to zeros, the array of ``bias_gradient``; None if the steps store all of it.
     """
@@ -109,7 +116,7 @@ def wide_key_value_kernel(
         call.statistics,
         dq_accumulator,
         d_bias,
-        order,
+        operands_of(lists),
         tables,
         transposed(call.arrays, plan.stages_bias),
     )
@@ -126,20 +133,29 @@ def wide_key_value_kernel(
         operands: WideKeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: WideKeyValueScratch[Ring, Ref]
     ) -> None:
         ctx = WideContext(plan, options, schedule, kv_heads, call.parts, operands, results, scratch)
-        for warpgroup, role in ((DV_WARPGROUP, compute_dv), (DK_WARPGROUP, compute_dk), (PRODUCER, load_tiles)):
-            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(role, ctx))
+        run, registers = functools.partial(run_warpgroup, operands.item_lists), REGISTERS[CONSUMERS]
+
+        def consume(role: Callable[..., Scalar], output: Ring) -> None:
+            work = functools.partial(role, ctx)
+            run(work, registers.consumer, "increase", lambda steps: release_last_stage(output.after(steps)))
+
+        warpgroup, load = lax.axis_index("warpgroup"), functools.partial(load_item, ctx)
+        pl.when(warpgroup == DV_WARPGROUP)(functools.partial(consume, compute_dv, scratch.d_out))
+        pl.when(warpgroup == DK_WARPGROUP)(functools.partial(consume, compute_dk, scratch.q))
+        pl.when(warpgroup == PRODUCER)(functools.partial(run, load, registers.producer, "decrease"))
 
     scratch = plan.scratch(has_separate_ds_factor(options))
-    num_ctas = batch * kv_heads * call.parts.parts * schedule.extent.row_tiles
-    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+    return run_kernel(body, operands, results, scratch, num_ctas=programs_of(lists), warpgroups=CONSUMERS + 1)
 
 
-def load_tiles(ctx: WideContext) -> None:
-    """Role of the producer: loads K and V of the CTA, and Q, dO and the statistics of its steps."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
-    item = ctx.decode(ctx.current_item())
-    b, iterations, refs, rings = item.batch, item.iterations, ctx.operands, ctx.scratch
-    kv_head, kv_rows = ctx.parts.key_head(item.key_part), pl.ds(item.kv_start, BLOCK)
+# Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.
+
+
+def load_item(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
+    """Role of the producer: loads K and V of a work item, and Q, dO and the statistics of its steps."""
+    ctx, work = ctx.in_item(item_index, first), ctx.decode(item)
+    b, iterations, refs, rings = work.batch, work.iterations, ctx.operands, ctx.scratch
+    kv_head, kv_rows = ctx.parts.key_head(work.key_part), pl.ds(work.kv_start, BLOCK)
     rings.k.load_from_dram(0, refs.key.at[b, kv_rows, kv_head])
 
     def load_step(step: Scalar, iteration: QueryIteration) -> QueryIteration:
@@ -155,11 +171,13 @@ def load_tiles(ctx: WideContext) -> None:
         rings.minus_delta.load_from_dram(step, refs.statistics.at[b, head, MINUS_DELTA, rows])
         rings.d_out.load_from_dram(step, refs.d_out.at[b, rows, head])
         if ctx.bias_tiles is not None:
-            coord = TileCoord(b, head, iterations.q_start(iteration), item.kv_start, WIDE_TILE, 0)
+            coord = TileCoord(b, head, iterations.q_start(iteration), work.kv_start, WIDE_TILE, 0)
             ctx.bias_tiles.load(step, 0, refs.arrays.bias, coord)
         return iterations.after(iteration)
 
-    lax.fori_loop(0, iterations.total, load_step, iterations.first)
+    steps = iterations.total
+    lax.fori_loop(0, steps, load_step, iterations.first)
+    return first + steps
 
 
 # Shared by both consumers.
@@ -198,27 +216,32 @@ def add_to_dq(
 
 
 def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -> None:
-    """Stores dK or dV: by TMA through the stage of a step that is no longer needed, parts of sums from registers."""
+    """Stores dK or dV: by TMA through the stage of the item's last step, parts of sums from registers."""
     if target.dtype == jnp.float32:
         store_unoptimised(target, gradient)
-        plgpu.wait_smem_to_gmem(
-            0
-        )  # the last reductions of dQ and of a bias read shared memory, which ends with the CTA
         return
     stage = ring.smem.at[ring.slot(step)]
     stage[...] = gradient.astype(stage.dtype)
     plgpu.commit_smem()
     store_tile(stage, target)
-    plgpu.wait_smem_to_gmem(0)
+
+
+def release_last_stage(ring: Ring) -> None:
+    """Releases the stage from which `store_gradient` of the item before stores, when TMA has read it."""
+
+    def release() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        ring.release(-1)
+
+    when(ring.offset > 0, release)  # unless there is no item before
 
 
 # The dV warpgroup.
 
 
-def compute_dv(ctx: WideContext) -> None:
+def compute_dv(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
     """Role of the dV warpgroup: S, P, dV and the first columns of dQ."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
-    item, options = ctx.current_item(), ctx.options
+    ctx, options = ctx.in_item(item_index, first), ctx.options
     iterations = ctx.decode(item).iterations
     steps = iterations.total
     warpgroup = DvWarpgroup(ctx, item)
@@ -228,9 +251,10 @@ def compute_dv(ctx: WideContext) -> None:
         # P lacks the dropout's factor: it is applied to the sum once, not to every tile.
         dv = dv * (1 / (1 - options.dropout_prob))
     # Once the dK warpgroup has released the last P, its last MMA with dO is over, and the stage of dO is free.
-    ctx.scratch.p.drain(steps - 1)
+    ctx.scratch.p.wait_released(steps - 1)
     b, key_part, kv_start, _ = ctx.decode(item_in_step(item, steps))
     store_gradient(ctx.scratch.d_out, steps - 1, dv, ctx.results.d_value.at[b, pl.ds(kv_start, BLOCK), key_part])
+    return first + steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,17 +267,29 @@ class DvWarpgroup:
     ctx: WideContext
     item: Scalar
 
+    @property
+    def hands_over_early(self) -> bool:
+        """True if P goes to the dK warpgroup while the MMA for dV is in flight, whose operand is then elsewhere."""
+        return self.ctx.p_in_registers or self.ctx.scratch.p_dv is not None
+
     def accumulate(self, iterations: QueryIterations, steps: Scalar, dv: Ref) -> jax.Array:
-        """Sums dV over all steps; returns it without the scale of dropout."""
-        self.ctx.scratch.k.load_from_shared(0)
+        """Sums dV over all steps; returns it without the scale of dropout, and leaves it the last stage of dO."""
+        k_ring, fuses_dq = self.ctx.scratch.k, self.ctx.plan.fuses_dq
+        k_ring.load_from_shared(0)
         first = pl.run_scoped(functools.partial(self.first_p, iterations), self.ctx.s_accumulator)
-        p = self.store_p_to_smem(jnp.int32(0), first)
+        # `compute_dv` has waited for the stage of P in the item before.
+        if self.hands_over_early:
+            self.hand_over_p(jnp.int32(0), first.ds, released=True)
+        p = self.operand_of_dv(jnp.int32(0), first, released=True)
         one = functools.partial(self.one_step, dv)
         last, p = lax.fori_loop(0, steps - 1, one, (iterations.first, p))
+        if not fuses_dq:
+            k_ring.release(0)  # the last S is complete
         self.issue_dv(steps - 1, p, dv)
         self.add_own_dq(steps - 1, last)
         plgpu.wgmma_wait(0)
-        self.ctx.scratch.d_out.release(steps - 1)
+        if fuses_dq:
+            k_ring.release(0)
         return dv[...]
 
     def one_step(
@@ -263,12 +299,13 @@ class DvWarpgroup:
         iteration, p = carry
         following = self.ctx.decode(item_in_step(self.item, step)).iterations.after(iteration)
         next_p = pl.run_scoped(functools.partial(self.overlapped, step, following, p, dv), self.ctx.s_accumulator)
+        if self.hands_over_early:
+            # While the MMA for dV is in flight: the dK warpgroup waits for P.
+            self.hand_over_p(step + 1, next_p.ds)
         plgpu.wgmma_wait(0)
         if self.ctx.overlaps_next_step:
             self.ctx.scratch.d_out.release(step)
-        # Not before that wait: ptxas serialises wgmma where a later one's operand in registers is made while one is in
-        # flight (C7513).
-        p = self.store_p_to_smem(step + 1, next_p)
+        p = self.operand_of_dv(step + 1, next_p)
         self.add_own_dq(step, iteration)
         return following, p
 
@@ -293,7 +330,9 @@ class DvWarpgroup:
         """P of the first step, with no other MMA in flight."""
         self.issue_s(jnp.int32(0), s)
         bits = self.draw_bits(jnp.int32(0), iterations.first)
-        return self.compute_p(jnp.int32(0), iterations.first, s[...], bits)
+        s_tile = s[...]
+        release_last_stage(self.ctx.scratch.d_out)
+        return self.compute_p(jnp.int32(0), iterations.first, s_tile, bits)
 
     def draw_bits(self, step: Scalar, iteration: QueryIteration) -> jax.Array | None:
         """The dropout's bits of a step, drawn while an MMA is in flight; None without dropout."""
@@ -325,17 +364,33 @@ class DvWarpgroup:
         # Registers that are an operand must not be written while an MMA is in flight: `one_step` says why.
         return ProbabilityTiles(p.dv if ctx.p_in_registers else p.dv.astype(dtype), p.ds.astype(dtype))
 
-    def store_p_to_smem(self, step: Scalar, p: ProbabilityTiles) -> jax.Array:
-        """Stores P to shared memory, for the dK warpgroup; returns what the loop carries to dV."""
-        # The ring waits for the dK warpgroup alone. This warpgroup's own MMA for dV reads the stage and the buffer,
-        # too; it is over, since `one_step` has waited for it.
-        p_dv, p_ring, buffer = p.dv.astype(self.ctx.plan.dtype), self.ctx.scratch.p, self.ctx.scratch.p_dv
-        if buffer is not None:
-            buffer[0] = p_dv
-        p_ring.copy_to_shared(step, p_dv if buffer is None else p.ds)
+    def hand_over_p(self, step: Scalar, p: jax.Array, released: bool = False) -> None:
+        """Stores P to shared memory, for the dK warpgroup.
+
+        Args:
+          released: whether the ring's stage is known to be.
+        """
+        self.ctx.scratch.p.copy_to_shared(step, p, released=released)
         # Behind the async-proxy fence of that store: threads have read −lse, and TMA writes the stage next.
         self.ctx.scratch.minus_lse.release(step)
-        return p_dv if self.ctx.p_in_registers else jnp.int32(0)
+
+    def operand_of_dv(self, step: Scalar, p: ProbabilityTiles, released: bool = False) -> jax.Array:
+        """Operand A of dV, for the loop to carry; a 0 if it is in shared memory, where it is stored here for both.
+
+        No MMA may be in flight: ptxas serialises wgmma where a later one's operand in registers is made while one is
+        in flight (C7513), and in shared memory the one for dV reads what is written here.
+        """
+        dtype, buffer = self.ctx.plan.dtype, self.ctx.scratch.p_dv
+        if self.ctx.p_in_registers:
+            # Opaque: else the compiler takes the registers from which P was handed over, before the wait.
+            return lax.optimization_barrier(p.dv).astype(dtype)
+        if buffer is None:
+            # The ring waits for the dK warpgroup alone; this one's MMA for dV has read the stage.
+            self.hand_over_p(step, p.dv.astype(dtype), released)
+        else:
+            buffer[0] = p.dv.astype(dtype)
+            plgpu.commit_smem()
+        return jnp.int32(0)
 
     def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> None:
         """Issues the MMA dV += P·dO."""
@@ -365,10 +420,9 @@ class DvWarpgroup:
 # The dK warpgroup.
 
 
-def compute_dk(ctx: WideContext) -> None:
+def compute_dk(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:
     """Role of the dK warpgroup: dP, dS, dK and the rest of dQ's columns."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
-    item = ctx.current_item()
+    ctx = ctx.in_item(item_index, first)
     iterations = ctx.decode(item).iterations
     steps = iterations.total
     accumulate = functools.partial(DkWarpgroup(ctx, item).accumulate, iterations, steps)
@@ -377,6 +431,7 @@ def compute_dk(ctx: WideContext) -> None:
     # The last S was computed before the last dS: nothing reads the stage of Q any more.
     clear_skipped(ctx, item_in_step(item, steps))
     store_gradient(ctx.scratch.q, steps - 1, dk, ctx.results.d_key.at[b, pl.ds(kv_start, BLOCK), key_part])
+    return first + steps
 
 
 def clear_skipped(ctx: WideContext, item: Scalar) -> None:
@@ -428,22 +483,33 @@ class DkWarpgroup:
         return None if self.ctx.plan.bias_gradient is None else self.after(step, iteration)
 
     def accumulate(self, iterations: QueryIterations, steps: Scalar, dk: Ref) -> jax.Array:
-        """Sums dK over all steps; returns it without the scale."""
-        # A CTA has one item: K and V are loaded once and never released.
-        self.ctx.scratch.v.load_from_shared(0)
+        """Sums dK over all steps; returns it without the scale, and leaves it the last stage of Q."""
+        k_ring, v_ring = self.ctx.scratch.k, self.ctx.scratch.v
+        v_ring.load_from_shared(0)
         if self.fuses_dq:
-            self.ctx.scratch.k.load_from_shared(0)
-        if not self.ctx.overlaps_next_step:
-            alone = functools.partial(self.one_step, dk)
+            k_ring.load_from_shared(0)
+        if self.ctx.overlaps_next_step:
+            first = functools.partial(self.first_ds, iterations)
+            ds = self.store_ds_to_smem(jnp.int32(0), pl.run_scoped(first, self.ctx.s_accumulator), iterations.first)
+            one_ahead = functools.partial(self.one_step_ahead, dk)
+            last, ds = lax.fori_loop(0, steps - 1, one_ahead, (iterations.first, ds))
+            v_ring.release(0)  # the last dP is complete
+            self.dq_and_dk(steps - 1, last, ds, dk)
+        else:
+            release_last_stage(self.ctx.scratch.q)
+            alone = functools.partial(self.one_step, steps, dk)
             lax.fori_loop(0, steps, alone, (iterations.first, jnp.int32(0)))
-            return dk[...]
-        first = functools.partial(self.ds_alone, jnp.int32(0), iterations.first)
-        ds = self.store_ds_to_smem(jnp.int32(0), pl.run_scoped(first, self.ctx.s_accumulator), iterations.first)
-        one_ahead = functools.partial(self.one_step_ahead, dk)
-        last, ds = lax.fori_loop(0, steps - 1, one_ahead, (iterations.first, ds))
-        self.dq_and_dk(steps - 1, last, ds, dk)
-        self.ctx.scratch.q.release(steps - 1)
+            v_ring.release(0)
+        if self.fuses_dq:
+            k_ring.release(0)
         return dk[...]
+
+    def first_ds(self, iterations: QueryIterations, dp: Ref) -> jax.Array:
+        """dS of the first step, with no other MMA in flight."""
+        self.issue_dp(jnp.int32(0), dp)
+        dp_tile = dp[...]
+        release_last_stage(self.ctx.scratch.q)
+        return self.compute_ds(jnp.int32(0), iterations.first, dp_tile)
 
     def one_step_ahead(
         self, dk: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
@@ -471,13 +537,13 @@ class DkWarpgroup:
         return self.compute_ds(step + 1, following, dp_tile)
 
     def one_step(
-        self, dk: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
+        self, steps: Scalar, dk: Ref, step: Scalar, carry: tuple[QueryIteration, jax.Array]
     ) -> tuple[QueryIteration, jax.Array]:
-        """dP, then dQ and dK of one step."""
+        """dP, then dQ and dK of one step; the last one leaves its stage of Q to dK."""
         iteration, _ = carry
         ds = pl.run_scoped(functools.partial(self.ds_alone, step, iteration), self.ctx.s_accumulator)
         self.dq_and_dk(step, iteration, self.store_ds_to_smem(step, ds, iteration), dk)
-        self.ctx.scratch.q.release(step)
+        pl.when(step < steps - 1)(functools.partial(self.ctx.scratch.q.release, step))
         return self.after(step, iteration), jnp.int32(0)
 
     def dq_and_dk(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref) -> None:

@@ -3,9 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
@@ -19,7 +17,7 @@ from tilewright.kernels.flash_attention.hopper.wide_scores import (
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
-from tilewright.kernels.hopper.schedule import decode_tile_index
+from tilewright.kernels.hopper.schedule import ItemLists, decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -31,7 +29,7 @@ class WideKeyValueOperands[Operand](NamedTuple):
       statistics: as in ``BackwardCall``, complete.
       dq_accumulator: None if deterministic.
       d_bias: the array of a `BiasGradient`; None without one, and where it is a result.
-      item_order: the work item of each CTA.
+      item_lists: over tiles of keys.
       tables: of the tile schedule.
       arrays: for tiles ``[keys, queries]``.
     """
@@ -43,7 +41,7 @@ class WideKeyValueOperands[Operand](NamedTuple):
     statistics: Operand
     dq_accumulator: Operand | None
     d_bias: Operand | None
-    item_order: Operand
+    item_lists: ItemLists[Operand]
     tables: tuple[Operand, ...]
     arrays: ScoreArrays
 
@@ -108,9 +106,18 @@ class WideContext:
         """The type of the accumulator of S or dP."""
         return plgpu.ACC(WIDE_TILE, jnp.float32)
 
-    def current_item(self) -> jax.Array:
-        """The work item of the CTA."""
-        return self.operands.item_order[lax.axis_index("program")]
+    def in_item(self, item_index: Scalar, first: Scalar) -> "WideContext":
+        """The context in which the rings' step 0 is that of an item, as each role has it.
+
+        Args:
+          item_index: items of the CTA before this one.
+          first: their steps.
+        """
+        s = self.scratch
+        of_item = {"k": s.k.after(item_index), "v": s.v.after(item_index)}
+        of_steps = {name: getattr(s, name).after(first) for name in ("q", "d_out", "minus_lse", "minus_delta", "p")}
+        ds, bias = (None if ring is None else ring.after(first) for ring in (s.ds, s.bias))
+        return dataclasses.replace(self, scratch=s._replace(**of_item, **of_steps, ds=ds, bias=bias))
 
     def decode(self, item: Scalar) -> WideItem:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""

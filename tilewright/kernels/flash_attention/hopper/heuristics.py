@@ -124,9 +124,12 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
     if of_arrays is not None and widest > 128:
         # As many keys as leave the registers that masks and the generator take.
         plain = problem.bias is None and problem.options.logits_soft_cap is None
+        single = not isinstance(of_arrays, AndMask)
         block_k = 64 if plain else 32
         if problem.dropout:
-            block_k = 64 if plain and not isinstance(of_arrays, AndMask) else 32
+            block_k = 64 if plain and single else 32
+        elif widest <= 192:
+            block_k = 96 if single else 64
         return [HopperForwardParams(128, block_k, 2, False, False)]
     found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
     if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
@@ -184,7 +187,11 @@ def _few_steps(problem: AttentionProblem) -> list[HopperForwardParams]:
 
 def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForwardParams]:
     """Tiles of 128 queries, beyond head_dim 64."""
-    if widest > 128:
+    if 128 < widest <= 192:
+        # 128 keys do not fit beside 192 columns of queries and the output.
+        found = _params([(128, 96, True, True), (128, 96, True, False), (128, 64, False, False)])
+        return found if problem.mask is not None else [found[1], found[0], found[2]]
+    if widest > 192:
         found = _params([(128, 80, False, False), (128, 64, False, False)])
         return found if problem.mask is not None else found[::-1]
     found = _params(
@@ -257,6 +264,7 @@ def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
     heavy = problem.dropout or problem.options.logits_soft_cap is not None
     found: list[BackwardParams] = [
         *([] if heavy else [HopperBackwardParams(64, 2, True)]),
+        WideBackwardParams(value_stages=2),
         WideBackwardParams(),
         WideBackwardParams(False, 2, 2, 16, 1),
         WideBackwardParams(False, 2, 1, 32, 2),

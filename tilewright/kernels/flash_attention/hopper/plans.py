@@ -456,7 +456,7 @@ class WideKeyValueScratch[R, M](NamedTuple):
     """Shared memory of the kernel for dK and dV of wide heads: plans and types or, in the kernel, what they bind.
 
     Attributes:
-      k, v: the tiles of the CTA.
+      k, v: tiles of a work item.
       q, d_out, minus_lse, minus_delta: tiles of a step.
       p: from the dV to the dK warpgroup, P or, where dS needs another factor, that.
       ds: from the dK warpgroup to both MMAs for dQ; None if deterministic.
@@ -556,7 +556,8 @@ class WideBackwardPlan:
     def _key_value_rings(self, staged: bool) -> WideKeyValueScratch[RingPlan, object]:
         params, row_tile = self.params, SharedTile((BLOCK,), jnp.float32)
         return WideKeyValueScratch(
-            k=RingPlan(self.qk_tile, 1, 1),
+            # Both warpgroups read K where both compute columns of dQ.
+            k=RingPlan(self.qk_tile, 1, 1 + self.fuses_dq),
             v=RingPlan(self.v_tile, 1, 1),
             # 1 consumer, although both warpgroups read Q: the dK warpgroup releases it after dS, which needs P, so S
             # has read Q.
