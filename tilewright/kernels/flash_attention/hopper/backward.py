@@ -482,10 +482,10 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
         return
     dv_buffer = scratch.d_bias if ctx.plan.memory.shares_d_bias else scratch.dv
     assert dv_buffer is not None
-    dk_buffer, in_flight = dv_buffer, (0, 0)
+    dk_buffer, in_flight = dv_buffer, [0, 0]
     if scratch.dk is not None:
         # With a buffer for each, the store before is of the other one, which TMA may still read.
-        dk_buffer, in_flight = scratch.dk, tuple(each.copies for each in reversed(ctx.plan.output_tiles))
+        dk_buffer, in_flight = scratch.dk, [each.copies for each in reversed(ctx.plan.output_tiles)]
     gradients = (dv_buffer, dv, results.d_value), (dk_buffer, dk * ctx.options.scale, results.d_key)
     pieces = [range(0, gradient.shape[1], buffer.shape[-1]) for buffer, gradient, _ in gradients]
     for begins in itertools.zip_longest(*pieces):

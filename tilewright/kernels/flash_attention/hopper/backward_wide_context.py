@@ -1,7 +1,7 @@
 """Operands and context of the roles of the kernel for dK and dV of wide heads on Hopper."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -114,10 +114,10 @@ class WideContext:
           first: their steps.
         """
         s = self.scratch
-        of_item = {"k": s.k.after(item_index), "v": s.v.after(item_index)}
-        of_steps = {name: getattr(s, name).after(first) for name in ("q", "d_out", "minus_lse", "minus_delta", "p")}
+        of_steps: dict[str, Any] = {name: getattr(s, name).after(first) for name in ("q", "d_out", "minus_lse", "minus_delta", "p")}
         ds, bias = (None if ring is None else ring.after(first) for ring in (s.ds, s.bias))
-        return dataclasses.replace(self, scratch=s._replace(**of_item, **of_steps, ds=ds, bias=bias))
+        rings = s._replace(k=s.k.after(item_index), v=s.v.after(item_index), ds=ds, bias=bias)
+        return dataclasses.replace(self, scratch=rings._replace(**of_steps))
 
     def decode(self, item: Scalar) -> WideItem:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
