@@ -31,8 +31,10 @@ from tilewright.kernels.softmax import accumulation_dtype
 def attention_backward(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None, tiling: Tiling
 ) -> dict[str, Array | None]:
-    """Gradients by argument name; None for a bias or sinks that are absent, and for a constant bias."""
-    caller_inputs = inputs
+    """Gradients by argument name; None for a bias or sinks that are absent, and for a constant bias.
+
+    Inside ``shard_map`` those of the device's part: who calls sums them over the devices that share an argument.
+    """
     axes = varying_axes((inputs, d_out))
     inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
@@ -47,22 +49,13 @@ def attention_backward(
     batch, q_length, heads, _ = inputs.query.shape
     if bias is not None:
         d_bias = d_bias[tuple(slice(0, size) for size in bias.shape)].astype(bias.dtype)
-    gradients = {
+    return {
         "query": jnp.moveaxis(d_query, 3, 1).reshape(batch, q_length, heads, -1),
         "key": jnp.moveaxis(d_key, 2, 1),
         "value": jnp.moveaxis(d_value, 2, 1),
         "bias": d_bias,
         "softmax_aux": sinks_gradient(inputs, delta, exponent),
     }
-    return {name: _summed_as(getattr(caller_inputs, name), gradient) for name, gradient in gradients.items()}
-
-
-def _summed_as(argument: jax.Array | None, gradient: jax.Array | None) -> Any:
-    """Inside ``shard_map``, the sum over the devices that share an argument."""
-    if argument is None or gradient is None:
-        return None
-    shared = tuple(sorted(varying_axes(gradient) - varying_axes(argument)))
-    return lax.psum(gradient, shared) if shared else gradient
 
 
 def _step(
