@@ -164,6 +164,7 @@ class PallasGpuFlashAttention(
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
+        reasons += problem.position_bias_reasons
         return reasons
 
     def heuristic(
