@@ -58,12 +58,12 @@ from tilewright.kernels.flash_attention.hopper.backward_context import (
     over_query_steps,
 )
 from tilewright.kernels.flash_attention.hopper.backward_dq import accumulate_dq_of_item
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
+from tilewright.kernels.flash_attention.hopper.plans import AnyBiasGradient, BackwardPlan, KeyValueScratch
+from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
@@ -89,7 +89,7 @@ def key_value_kernel(
     lists: tuple[np.ndarray, np.ndarray],
     dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
-    bias_gradient: BiasGradient | None = None,
+    bias_gradient: AnyBiasGradient | None = None,
     conversion: OverlappedConversion | None = None,
     counters: jax.Ref | None = None,
 ) -> KeyValueResults[jax.Array]:
@@ -212,7 +212,7 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
     s = None
     # An item has one step at least (``Steps.total``), so its first S is always wanted.
     if ctx.overlaps_next_s:
-        s = pl.run_scoped(functools.partial(compute_s, tile, first), plgpu.ACC(ctx.s_shape, jnp.float32))
+        s = pl.run_scoped(functools.partial(compute_s, tile, first, None), plgpu.ACC(ctx.s_shape, jnp.float32))
 
     def one(step: QueryStep, s: jax.Array | None) -> jax.Array | None:
         return consume_step(tile, step, s, dk, dv)
@@ -254,7 +254,8 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
     q, d_out = rings.q.get_mma_tile(step.index), rings.d_out.get_mma_tile(step.index)
     tiles = StepTiles(tile, step, coord, zero, q, d_out)
     if s is None:
-        s = pl.run_scoped(functools.partial(compute_s, tile, step.index), plgpu.ACC(ctx.s_shape, jnp.float32))
+        compute = functools.partial(compute_s, tile, step.index, coord)
+        s = pl.run_scoped(compute, plgpu.ACC(ctx.s_shape, jnp.float32))
     p = softmax_tile(tiles, s)
     # Waited for as late as that: neither S nor P needs dO.
     rings.d_out.load_from_shared(step.index)
@@ -284,10 +285,18 @@ def wait_queries(ctx: KeyValueContext, step: Scalar) -> None:
     ctx.scratch.q.load_from_shared(step)
 
 
-def initialize_s(ctx: KeyValueContext, step: Scalar, s: Ref) -> None:
-    """Starts the accumulator from −lse, so that its subtraction costs nothing."""
+def initialize_s(ctx: KeyValueContext, step: Scalar, coord: TileCoord | None, s: Ref) -> None:
+    """Starts the accumulator from −lse and a bias of positions, so that adding them costs nothing.
+
+    Args:
+      coord: of S; None if it is computed beside dK, which it is only without such a bias.
+    """
+    start = None if coord is None else initial_scores(ctx.options, ctx.operands.arrays, lambda: coord)
     if ctx.options.plain:
-        s[...] = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
+        minus_lse = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
+        start = minus_lse if start is None else start + minus_lse
+    if start is not None:
+        s[...] = start
 
 
 def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
@@ -296,10 +305,10 @@ def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
     mma(s, k, tile.ctx.scratch.q.get_mma_tile(step, transposed=True))
 
 
-def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
+def compute_s(tile: KeyTile, step: Scalar, coord: TileCoord | None, s: Ref) -> jax.Array:
     """Computes S of a step, with no other MMA in flight."""
     wait_queries(tile.ctx, step)
-    initialize_s(tile.ctx, step, s)
+    initialize_s(tile.ctx, step, coord, s)
     issue_s(tile, step, s)
     return plgpu.wgmma_accumulator_load(s, wait_n=0)
 
@@ -383,7 +392,8 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     if ctx.bias_gradient is not None:
         d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
         assert d_bias is not None
-        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
+        # Behind an opaque zero: else the compiler keeps the distances of a bias of positions from the start of S.
+        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin + tiles.zero)
         ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
     return ds.astype(ctx.plan.dtype)
 
@@ -394,7 +404,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     if next_s is not None:
         # Behind the last step of an item nothing is loaded: S is then computed from a stale tile, and not used.
         pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
-        initialize_s(ctx, step.index + 1, next_s)
+        initialize_s(ctx, step.index + 1, None, next_s)
     for sub_tile, ds_tile in enumerate(ds):
         mma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
     if next_s is not None:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
+from tilewright.kernels.flash_attention.hopper.plans import AnyBiasGradient, BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper.ring import Ring
@@ -84,7 +83,7 @@ class KeyValueContext:
         return self.plan.params.block_k
 
     @property
-    def bias_gradient(self) -> BiasGradient | None:
+    def bias_gradient(self) -> AnyBiasGradient | None:
         return self.plan.bias_gradient
 
     @property
@@ -94,8 +93,9 @@ class KeyValueContext:
 
     @property
     def overlaps_next_s(self) -> bool:
-        """True if S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
-        return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
+        """True if S of the next step is computed beside dK: where no bias, soft cap or dropout takes the registers."""
+        light = self.options.plain and self.options.positions is None and not self.options.dropout_prob
+        return self.plan.overlaps_next_s and light
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Batch element, part of a key head (`GroupParts`) and tile of keys of a work item."""

@@ -50,6 +50,7 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 )
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
+from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
@@ -343,7 +344,10 @@ class DqWarpgroup:
 
     def issue_s(self, step: Scalar, s: Ref) -> None:
         """Issues the MMA S = QKᵀ."""
-        rings = self.ctx.rings
+        ctx, rings = self.ctx, self.ctx.rings
+        start = initial_scores(ctx.options, ctx.operands.arrays, functools.partial(self.coord, step))
+        if start is not None:
+            s[...] = start
         rings.k.load_from_shared(step)
         q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
         mma(s, q, rings.k.get_mma_tile(step, transposed=True))
@@ -362,10 +366,14 @@ class DqWarpgroup:
     def compute_p(self, s: jax.Array, step: Scalar, masked: Condition) -> jax.Array:
         """Computes P from S, as a factor of dS."""
         ctx = self.ctx
-        b, h, q_start, steps = ctx.decode(item_in_step(self.item, step))
-        coord = TileCoord(b, h, q_start + ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
-        minus_lse = self.load_minus_lse(step)
+        coord, minus_lse = self.coord(step), self.load_minus_lse(step)
         return softmax_tile(s, minus_lse, ctx.options, ctx.operands.arrays, coord, masked, ctx.plan.dtype).ds
+
+    def coord(self, step: Scalar) -> TileCoord:
+        """Coordinates of S of a step."""
+        ctx = self.ctx
+        b, h, q_start, steps = ctx.decode(item_in_step(self.item, step))
+        return TileCoord(b, h, q_start + ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
 
     def load_minus_lse(self, step: Scalar) -> jax.Array:
         """−lse in base 2, as a tile."""

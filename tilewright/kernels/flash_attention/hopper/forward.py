@@ -51,6 +51,7 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     for_each_item,
 )
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
+from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreArrays,
@@ -137,6 +138,21 @@ def run_consumer(ctx: ForwardContext) -> None:
             plgpu.barrier_wait(ctx.scratch.turns.at[0])
 
 
+def tile_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
+    """Coordinates of this consumer's tile of S in a step of an item."""
+    work, block_k = ctx.decode(item), ctx.call.params.block_k
+    kv_start = work.steps.tile(step) * block_k
+    return TileCoord(work.batch, work.head, ctx.q_start(work), kv_start, (ROWS, block_k), q_axis=0)
+
+
+def initialize_s(ctx: ForwardContext, item: Scalar, step: Scalar, scores: Ref) -> None:
+    """Starts S from a bias of positions, if there is one."""
+    coord = functools.partial(tile_coord, ctx, item, step)
+    start = initial_scores(ctx.call.options, ctx.operands.arrays, coord)
+    if start is not None:
+        scores[...] = start
+
+
 def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> None:
     """Issues S = QKᵀ of a step of the rings, whose K must have arrived."""
     mma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
@@ -164,16 +180,12 @@ def softmax_tile(
       masked: whether the step needs the mask, None if that is known on the device only.
     """
     call, options, arrays = ctx.call, ctx.call.options, ctx.operands.arrays
-    block_k = call.params.block_k
-    work = ctx.decode(item)
-    coord = TileCoord(
-        work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0
-    )
+    coord = tile_coord(ctx, item, step)
     logits = scores
     if not options.plain:
         logits, _ = biased_and_capped(scores, options, arrays, coord)
     # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
-    needs_mask = step < work.steps.masked if masked is None else masked
+    needs_mask = step < ctx.decode(item).steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
     tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
     p = tile.p
@@ -190,6 +202,7 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     tile_shape = ROWS, ctx.call.params.block_k
 
     def qk_alone(scores: Ref) -> jax.Array:
+        initialize_s(ctx, queued.item, jnp.int32(0), scores)
         ctx.ping_pong_wait()
         q_ring.load_from_shared(queued.index)
         k_ring.load_from_shared(step)
@@ -218,6 +231,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
         step = first + item_step
 
         def qk_beside_pv(scores: Ref) -> RowState:
+            initialize_s(ctx, queued.item, item_step, scores)
             ctx.ping_pong_wait()
             k_ring.load_from_shared(step)
             issue_qk(ctx, q_tile, step, scores)
@@ -305,6 +319,7 @@ def last_pv_beside_next_step(
     next_item = lax.max(queued.next_item, jnp.int32(0))
 
     def qk_beside_pv(scores: Ref) -> RowState:
+        initialize_s(ctx, next_item, jnp.int32(0), scores)
         ctx.ping_pong_wait()
 
         @pl.when(has_next)
@@ -429,7 +444,7 @@ def forward_kernel(
         group,
         item_at,
         *masked_steps(schedule),
-        guarded=schedule.may_mask or options.has_bias,  # a bias of −∞ masks, too
+        guarded=schedule.may_mask or options.may_hold_minus_infinity,  # a bias of −∞ masks, too
         # Evaluating the mask needs the registers that hold P, which the PV in flight still reads: wait for it first.
         softmax_after_pv=value_dim > 128
         and arrays.mask is not None

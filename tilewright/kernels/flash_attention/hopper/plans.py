@@ -17,11 +17,15 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
+from tilewright.kernels.flash_attention.hopper.position_bias import PositionGradient
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYTES, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS
+
+type AnyBiasGradient = BiasGradient | PositionGradient
+"""The gradient of a bias that is an array, or of the values of one of positions."""
 
 FORWARD_RESERVED = 2048
 """Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""
@@ -173,7 +177,7 @@ class BackwardPlan:
     head_dim: int
     value_dim: int
     dtype: DTypeLike
-    bias_gradient: BiasGradient | None = None
+    bias_gradient: AnyBiasGradient | None = None
     panelled: bool = False
     partial_gradients: bool = False
 
@@ -402,7 +406,7 @@ class WideBackwardPlan:
     head_dim: int
     value_dim: int
     dtype: DTypeLike
-    bias_gradient: BiasGradient | None = None
+    bias_gradient: AnyBiasGradient | None = None
     panelled: bool = False
 
     @property

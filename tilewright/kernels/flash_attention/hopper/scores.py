@@ -6,6 +6,7 @@ the layout of the wgmma accumulator, and only where the options ask for it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float  # noqa: F401
 from tilewright.kernels.dropout import keep_threshold, threefry2x32
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
+from tilewright.kernels.flash_attention.position_bias import Kind, PositionBias
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
@@ -45,6 +47,8 @@ class ScoreArrays:
       mask: the part of the mask that is no static band, with int32 vectors and int8 matrices.
       bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``.
       dropout_keys: ``[batch, heads, 2]`` uint32, of Threefry.
+      position_values: float32 values of a bias of positions over the softmax scale: ``[heads, 1]`` negated slopes, or
+        ``[heads | 1, padded differences]``.
 
     Vectors and matrices are padded to whole tiles.
     """
@@ -52,9 +56,36 @@ class ScoreArrays:
     mask: Mask | None
     bias: jax.Array | Ref | None
     dropout_keys: jax.Array | Ref | None
+    position_values: jax.Array | Ref | None = None
 
 
-jax.tree_util.register_dataclass(ScoreArrays, data_fields=["mask", "bias", "dropout_keys"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    ScoreArrays, data_fields=["mask", "bias", "dropout_keys", "position_values"], meta_fields=[]
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PositionOptions:
+    """The static side of a bias of positions.
+
+    Attributes:
+      offset: of a query's position to its index.
+      side: 1 if all visible keys are at positions up to the query's, −1 if from there on, 0 if neither is known.
+      last_query: the padded queries less 1, which is the entry of relative values for the difference 0.
+    """
+
+    kind: Kind
+    offset: int
+    side: int
+    last_query: int
+
+    @classmethod
+    def of(cls, bias: PositionBias | None, band: Band, q_padded: int) -> "PositionOptions | None":
+        """The options of a call's bias; None without one."""
+        if bias is None:
+            return None
+        side = 1 if band.highest <= bias.offset else -1 if band.lowest >= bias.offset else 0
+        return cls(bias.kind, bias.offset, side, q_padded - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,10 +105,18 @@ class ScoreOptions:
     has_bias: bool
     dropout_prob: float
     bound_keys: bool
+    positions: PositionOptions | None = None
+
+    @property
+    def may_hold_minus_infinity(self) -> bool:
+        """True if logits may be −∞ without a mask: a bias may hold it, but no product of slope and distance is."""
+        return self.has_bias or (self.positions is not None and self.positions.kind == "relative")
 
     @property
     def plain(self) -> bool:
         """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
+
+        S may start from a bias of positions (`position_bias.initial_scores`).
 
         A masked logit is −∞, which times a scale that is not positive is no longer masked. Whatever else is done to
         logits must make it False.
@@ -103,6 +142,7 @@ def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tu
         inputs.bias is not None,
         inputs.options.dropout_prob,
         kv_padded != kv_length,
+        PositionOptions.of(inputs.position_bias, band, q_padded),
     )
     if rest is not None:
         rest = jax.tree.map(
@@ -113,7 +153,14 @@ def prepare_scores(inputs: AttentionInputs, q_padded: int, kv_padded: int) -> tu
         sizes = zip(bias.shape[2:], (q_padded, kv_padded), strict=True)
         widths = [(0, 0), (0, 0), *((0, 0 if size == 1 else padded - size) for size, padded in sizes)]
         bias = jnp.pad(bias, widths) if any(width != (0, 0) for width in widths) else bias
-    return options, ScoreArrays(rest, bias, dropout_keys(inputs))
+    values: Any = None
+    if inputs.position_bias is not None:
+        values = inputs.position_bias.values.astype(jnp.float32) * (1 / options.scale)
+        if inputs.position_bias.kind == "alibi":
+            values = -values
+        else:
+            values = jnp.pad(values, [(0, 0), (q_padded - q_length, kv_padded - kv_length)])
+    return options, ScoreArrays(rest, bias, dropout_keys(inputs), values)
 
 
 def transposed(arrays: ScoreArrays) -> ScoreArrays:
@@ -145,6 +192,10 @@ class TileCoord:
         # the same two rows in all of its elements.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
+
+    def along(self, axis: int) -> jax.Array:
+        """Indices along an axis of the tile, in its shape."""
+        return self._positions(axis, 0)
 
     def between(self, lowest: int, highest: int) -> jax.Array:
         """Mask of ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
