@@ -14,7 +14,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.hopper import position_bias
+from tilewright.kernels.flash_attention.hopper import bias_gradient, scores
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref
@@ -25,8 +25,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield shared, "panel_scratch", _scratch
     yield shared, "panel_references", lambda refs: (tuple(refs), tuple(refs))
     yield panels, "mma_of_panels", _mma
-    yield position_bias, "load_toeplitz_tile", _toeplitz_tile
-    yield position_bias, "add_along_diagonals", _add_along_diagonals
+    yield scores, "load_toeplitz_tile", _toeplitz_tile
+    yield bias_gradient, "add_along_diagonals", _add_along_diagonals
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
+from tilewright.kernels.flash_attention.hopper.bias_gradient import PositionGradient
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
@@ -134,7 +135,7 @@ def test_constant_values_get_no_gradient(kind: str) -> None:
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"]
-    with mock.patch.object(backend.position_bias.PositionGradient, "store", side_effect=AssertionError):
+    with mock.patch.object(PositionGradient, "store", side_effect=AssertionError):
         gradients = jax.jit(lambda i, r, d: BACKEND.backward(i, r, d, ADDED))(inputs, results, (d_out, d_lse))
     assert gradients.pop("position_bias") is None
     wanted = ({k: v for k, v in each.gradients.items() if k != "position_bias"} for each in (exact, low))

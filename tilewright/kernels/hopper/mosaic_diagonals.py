@@ -120,9 +120,9 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
             sums[key] = arith.addf(sums[key], element) if key in sums else element
 
     def moved(parts: dict[int, Any], steps: int, lanes: int) -> dict[int, Any]:
-        """Of the lane ``lanes`` further, the sums of diagonals that are those of this lane, ``steps`` groups below.
+        """Takes, from the lane ``steps`` groups and ``lanes`` members further, its sums of this lane's diagonals.
 
-        Beyond the last group the lane is one of the first, and the sums are those 8 diagonals above.
+        Behind the last group follows the first, whose diagonals are 8 lower: it sends the sums of those 8 above.
         """
         source = arith.andi(_linear(4 * steps + lanes, (4, thread.group), (1, thread.member)), constant(31))
         wraps = arith.cmpi(arith.CmpIPredicate.ult, thread.group, constant(steps))

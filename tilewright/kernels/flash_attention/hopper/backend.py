@@ -10,12 +10,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from tilewright.kernels.flash_attention.hopper import position_bias
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import (
+    AnyBiasGradient,
+    BiasGradient,
+    position_gradient_of,
+)
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
@@ -38,13 +41,12 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.hopper.plans import (
-    AnyBiasGradient,
     BackwardPlan,
     ForwardPlan,
     WideBackwardPlan,
 )
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
-from tilewright.kernels.flash_attention.hopper.scores import PositionOptions, prepare_scores
+from tilewright.kernels.flash_attention.hopper.scores import PositionOptions, position_bias_reasons, prepare_scores
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -171,7 +173,7 @@ class PallasGpuFlashAttention(
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        reasons += position_bias.reasons(problem.position_bias, problem.options.softmax_scale)
+        reasons += position_bias_reasons(problem.position_bias, problem.options.softmax_scale)
         return reasons
 
     def heuristic(
@@ -281,7 +283,7 @@ class PallasGpuFlashAttention(
         if inputs.position_bias is not None:
             band, bias = split_mask(inputs.mask)[0], inputs.differentiated_position_bias
             positions = PositionOptions.of(bias, band, 0)
-            bias_gradient = position_bias.position_gradient_of(bias, positions, scores, params.deterministic)
+            bias_gradient = position_gradient_of(bias, positions, scores, params.deterministic)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled)
         query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))

@@ -58,16 +58,17 @@ from tilewright.kernels.flash_attention.hopper.backward_context import (
     over_query_steps,
 )
 from tilewright.kernels.flash_attention.hopper.backward_dq import accumulate_dq_of_item
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import AnyBiasGradient, BackwardPlan, KeyValueScratch
-from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     biased_and_capped,
+    initial_scores,
     kept,
     transposed,
     visible,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
-from tilewright.kernels.flash_attention.hopper.plans import AnyBiasGradient, BackwardPlan, KeyValueScratch
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
 from tilewright.kernels.hopper.ring import Ring

@@ -48,12 +48,12 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 )
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import QueryPlan, QueryScratch
-from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
+    initial_scores,
     kept,
     masked_logits,
 )

@@ -50,9 +50,8 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 )
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
-from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord, initial_scores
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel

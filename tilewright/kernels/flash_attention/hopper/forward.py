@@ -51,13 +51,13 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     for_each_item,
 )
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
-from tilewright.kernels.flash_attention.hopper.position_bias import initial_scores
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Tables, TileSchedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreArrays,
     ScoreOptions,
     TileCoord,
     biased_and_capped,
+    initial_scores,
     kept,
     masked_logits,
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient, position_gradient_of
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
@@ -19,7 +19,6 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
-from tilewright.kernels.flash_attention.hopper.position_bias import position_gradient_of
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Extent
 from tilewright.kernels.flash_attention.hopper.scores import PositionOptions
 from tilewright.kernels.flash_attention.masking import split_mask

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
@@ -17,15 +17,11 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.position_bias import PositionGradient
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYTES, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS
-
-type AnyBiasGradient = BiasGradient | PositionGradient
-"""The gradient of a bias that is an array, or of the values of one of positions."""
 
 FORWARD_RESERVED = 2048
 """Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""

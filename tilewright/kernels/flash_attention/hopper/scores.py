@@ -6,6 +6,8 @@ the layout of the wgmma accumulator, and only where the options ask for it.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_k
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.flash_attention.position_bias import Kind, PositionBias
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.diagonals import load_toeplitz_tile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
@@ -116,7 +119,7 @@ class ScoreOptions:
     def plain(self) -> bool:
         """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
 
-        S may start from a bias of positions (`position_bias.initial_scores`).
+        S may start from a bias of positions (`initial_scores`).
 
         A masked logit is −∞, which times a scale that is not positive is no longer masked. Whatever else is done to
         logits must make it False.
@@ -244,6 +247,69 @@ class TileCoord:
         part = ref.at[batch, head, slices[0], 0] if axis == 0 else ref.at[batch, head, 0, slices[1]]
         values = plgpu.load(part, layout=tile_layout().reduce(1 - axis), optimized=False)
         return spread(values, self.shape, axis)
+
+
+def position_bias_reasons(bias: PositionBias | None, scale: float) -> list[str]:
+    """Reasons why the kernels cannot add a bias; empty if they can."""
+    if bias is None:
+        return []
+    found = []
+    if bias.q_positions is not None:
+        found.append("counts the positions of a bias by index, got positions that are an array")
+    if not math.isfinite(1 / scale if scale else math.inf):
+        found.append(f"starts from a bias over the scale, got {scale=}")
+    return found
+
+
+def initial_scores(options: ScoreOptions, arrays: ScoreArrays, tile_coord: Callable[[], TileCoord]) -> jax.Array | None:
+    """Starts S of a tile from a bias of positions over the softmax scale, float32; None without such a bias.
+
+    So all that follows S, such as the exponent that has the scale in it, is as without one. A thread loads those of
+    relative values that its elements have, a half of a tile at most.
+
+    Args:
+      tile_coord: coordinates of the tile, which are computed only if they are needed.
+    """
+    positions, values = options.positions, arrays.position_values
+    if positions is None:
+        return None
+    assert values is not None
+    coord = tile_coord()
+    if positions.kind == "alibi":
+        # The slopes come negated.
+        return scaled_distances(coord, positions, values[coord.head, 0])
+    q_size, kv_size = coord.shape[coord.q_axis], coord.shape[1 - coord.q_axis]
+    # Of the tile's first key and last query.
+    first = coord.kv_start - coord.q_start - (q_size - 1) + positions.last_query
+    row = coord.head if values.shape[0] > 1 else 0
+    diagonals: Any = values.at[row, pl.ds(first, q_size + kv_size - 1)]
+    return load_toeplitz_tile(diagonals, coord.shape[1], ascending=coord.q_axis == 0)
+
+
+def scaled_distances(coord: TileCoord, positions: PositionOptions, factor: jax.Array | None) -> jax.Array:
+    """``factor`` · |i − j| of a tile, or the distances themselves: exact below 2²⁴.
+
+    Where the mask leaves each query only keys on one side of it, they are differences, without an absolute value.
+    """
+    # As in `TileCoord.between` a thread's columns are an offset of its own plus constants, which alone differ between
+    # its elements, and become operands of instructions.
+    along = coord.along(1)
+    offset, constants = along & LANE_COLUMNS, (along & ~LANE_COLUMNS).astype(jnp.float32)
+    if coord.q_axis == 0:
+        start = coord.rows() - (coord.kv_start - positions.offset + offset)
+        constants = -constants
+    else:
+        start = (coord.q_start + positions.offset + offset) - coord.columns()
+    own = start.astype(jnp.float32)
+    if positions.side == 0:
+        distances = jnp.abs(own + constants)
+        return distances if factor is None else distances * factor
+    if factor is None:
+        distances = own + constants
+        return distances if positions.side > 0 else -distances
+    factor = factor * positions.side
+    # Relative to the tile, so that rounding is that of a product of slope and distance.
+    return own * factor + constants * factor
 
 
 def biased_and_capped(
