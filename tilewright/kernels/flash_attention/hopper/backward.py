@@ -393,8 +393,10 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     if ctx.bias_gradient is not None:
         d_bias, staging = ctx.operands.d_bias, ctx.scratch.d_bias
         assert d_bias is not None
-        # Behind an opaque zero: else the compiler keeps the distances of a bias of positions from the start of S.
-        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin + tiles.zero)
+        sub_tile = dataclasses.replace(tiles.coord, q_start=tiles.coord.q_start + begin)
+        if ctx.options.positions is not None:
+            # Behind an opaque zero: else the compiler keeps the distances from the start of S until here.
+            sub_tile = dataclasses.replace(sub_tile, q_start=sub_tile.q_start + tiles.zero)
         ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
     return ds.astype(ctx.plan.dtype)
 

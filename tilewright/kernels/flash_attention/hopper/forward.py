@@ -48,6 +48,7 @@ from tilewright.kernels.flash_attention.hopper.forward_context import (
     ForwardContext,
     ForwardOperands,
     QueuedItem,
+    WorkItem,
     for_each_item,
 )
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
@@ -138,17 +139,17 @@ def run_consumer(ctx: ForwardContext) -> None:
             plgpu.barrier_wait(ctx.scratch.turns.at[0])
 
 
-def tile_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
+def tile_coord(ctx: ForwardContext, work: WorkItem, step: Scalar) -> TileCoord:
     """Coordinates of this consumer's tile of S in a step of an item."""
-    work, block_k = ctx.decode(item), ctx.call.params.block_k
-    kv_start = work.steps.tile(step) * block_k
-    return TileCoord(work.batch, work.head, ctx.q_start(work), kv_start, (ROWS, block_k), q_axis=0)
+    block_k = ctx.call.params.block_k
+    q_start = ctx.q_start(work)
+    return TileCoord(work.batch, work.head, q_start, work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0)
 
 
 def initialize_s(ctx: ForwardContext, item: Scalar, step: Scalar, scores: Ref) -> None:
     """Starts S from a bias of positions, if there is one."""
-    coord = functools.partial(tile_coord, ctx, item, step)
-    start = initial_scores(ctx.call.options, ctx.operands.arrays, coord)
+    options, arrays = ctx.call.options, ctx.operands.arrays
+    start = initial_scores(options, arrays, lambda: tile_coord(ctx, ctx.decode(item), step))
     if start is not None:
         scores[...] = start
 
@@ -180,12 +181,13 @@ def softmax_tile(
       masked: whether the step needs the mask, None if that is known on the device only.
     """
     call, options, arrays = ctx.call, ctx.call.options, ctx.operands.arrays
-    coord = tile_coord(ctx, item, step)
+    work = ctx.decode(item)
+    coord = tile_coord(ctx, work, step)
     logits = scores
     if not options.plain:
         logits, _ = biased_and_capped(scores, options, arrays, coord)
     # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
-    needs_mask = step < ctx.decode(item).steps.masked if masked is None else masked
+    needs_mask = step < work.steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
     tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
     p = tile.p
