@@ -38,6 +38,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "softmax_scale=-0.5", "bias=hqk", "bias=bhqk causal=False", "mask=bhqk", "sinks=1", "segments=True",
         "lengths=True", "packed=True batch=1", "dropout_prob=0.1", "head_dim=128 value_dim=64", "head_dim=96",
         "head_dim=256", "q_length=1 kv_length=2048", "kv_length=512 causal_alignment=bottom_right",
+        "position_bias=alibi", "position_bias=relative causal=False",
     ),
     "decode_attention": (*_SERVING[:-2], "paged=True"),
     "page_attention": _SERVING[:-2],

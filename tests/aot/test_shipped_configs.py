@@ -35,6 +35,10 @@ def case(name: str, **options: Any) -> AttentionCase:
 SCORE_OPTIONS: dict[str, dict[str, Any]] = {
     "soft_cap": {"causal": True, "logits_soft_cap": 30.0},
     "bias": {"bias": "bhqk"},
+    "alibi": {"position_bias": "alibi", "bias_dtype": "float32"},
+    "alibi_causal": {"position_bias": "alibi", "bias_dtype": "float32", "causal": True},
+    "relative_bias": {"position_bias": "relative", "bias_dtype": "float32"},
+    "relative_bias_masks": {"position_bias": "relative", "segments": True, "logits_soft_cap": 30.0, "causal": True},
     "mask": {"mask": "bhqk"},
     "segments": {"segments": True, "causal": True},
     "dropout": {"dropout_prob": 0.1},

@@ -1,7 +1,8 @@
-"""What is below Pallas where kernels are interpreted, or followed in their jaxprs: tiles of panels, and dropout's bits.
+"""What is below Pallas where kernels are interpreted, or followed in their jaxprs: tiles of panels, bits, diagonals.
 
 Memory has no layout there: an MMA over panels is one for each, and a wait that leaves one group in flight leaves the
-last of them. Nor is there a thread: the bits of a tile are its mask, which the definition gives element by element.
+last of them. Nor is there a thread: the bits of a tile are its mask, which the definition gives element by element, and
+diagonals are loaded and added up by index.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.dropout import LANES, keep_elements
-from tilewright.kernels.flash_attention.hopper import dropout
+from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.panels import PanelRef
@@ -29,6 +30,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield panels, "mma_of_panels", _mma
     yield dropout, "bits_of_tile", _bits
     yield dropout, "select_by_bits", _select
+    yield scores, "load_toeplitz_tile", _toeplitz_tile
+    yield bias_gradient, "add_along_diagonals", _add_along_diagonals
 
 
 @contextlib.contextmanager
@@ -67,3 +70,19 @@ def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -
         else:
             panel = panel if width == panel.shape[-1] else panel.at[:, pl.ds(0, width)]
             plgpu.wgmma(accumulator.at[:, columns], a.T if transpose_a else a, panel)
+
+
+def _toeplitz_tile(values: Ref, columns: int, *, ascending: bool) -> jax.Array:
+    row, column = jnp.arange(64)[:, None], jnp.arange(columns)[None, :]
+    return values[...][column - row + 63 if ascending else row - column + columns - 1]
+
+
+def _add_along_diagonals(tile: jax.Array, target: Ref, row_stride: int) -> None:
+    """Not atomic: nothing else may add to the rows of a warpgroup."""
+    del row_stride
+    rows = target.shape[0]
+    row, column = jnp.arange(64)[:, None], jnp.arange(64)[None, :]
+    # By a sum over all elements for each diagonal: the interpreter's equations have no scatter.
+    on = (row - column + 63)[None] == jnp.arange(127)[:, None, None]
+    sums = jnp.sum(jnp.where(on, tile[None], 0.0).reshape(127, rows, -1), axis=2)
+    target[...] = target[...] + sums.T

@@ -1,20 +1,16 @@
 """A kernel with several implementations: its config names the one that runs, and its params."""
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cases import OpCases
@@ -23,6 +19,7 @@ from tilewright.kernels.measured import measured_result
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
+from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation, Kernel, errors_naming
 from tilewright.ops.types import Device, Direction
@@ -120,18 +117,6 @@ def one_line(error: Exception) -> str:
     """An exception's type and message in one line."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def without_x64(*operands: object) -> AbstractContextManager[None]:
-    """A context without ``jax_enable_x64``, unless an operand has a 64-bit dtype.
-
-    With x64, indices become int64, which GPU kernels cannot lower and which are slower elsewhere. In this context an
-    implementation is the same program whether x64 is enabled or not.
-    """
-    dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
-    # Only numbers count: PRNG keys have extended dtypes, which are no numbers.
-    has_64_bits = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
-    return contextlib.nullcontext() if has_64_bits else jax.enable_x64(False)
 
 
 class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
@@ -551,6 +536,10 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
         """
         return inputs
 
+    def argument_gradients(self, inputs: Inputs, gradients: dict[str, Any]) -> dict[str, Any]:
+        """The gradients by argument, from those by field of the inputs: by default these have the same names."""
+        return gradients
+
     def backward(
         self,
         residuals: Results,
@@ -566,7 +555,8 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
             result_cotangents = self.cotangents(inputs, residuals, cotangents, **kwargs)
             backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
             gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, result_cotangents)
-        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        return self.argument_gradients(inputs, found)
 
 
 class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Results], abc.ABC):

@@ -25,7 +25,7 @@ from tilewright.ops.tuning.numerics import violations as check_policy
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
-GRADIENTS = ("query", "key", "value", "bias", "softmax_aux")
+GRADIENTS = ("query", "key", "value", "bias", "softmax_aux", "position_bias")
 
 FACTORS: dict[str, Sequence[Any]] = {
     "lengths": [(33, 33), (48, 80), (40, 17), (1, 37), (29, 0), (64, 64)],
@@ -134,6 +134,34 @@ def as_case(index: int, row: Mapping[str, Any]) -> ConformanceCase:
 CASES = [as_case(index, row) for index, row in enumerate(pairwise(FACTORS))]
 
 
+def _position_bias(kind: str, **options: Any) -> AttentionCase:
+    sizes: dict[str, Any] = {"batch": 2, "q_length": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    options = {"dtype": "bfloat16", "bias_dtype": "float32"} | options
+    return AttentionCase("", **sizes | options, position_bias=kind)
+
+
+POSITION_BIASES = {
+    "alibi": _position_bias("alibi", causal=True, kv_length=70, causal_alignment="bottom_right"),
+    "alibi, two sides": _position_bias("alibi", kv_length=56),
+    "alibi, later keys": _position_bias("alibi", sliding_window=(0, None)),
+    "alibi, mask, dropout": _position_bias("alibi", mask="bk", dropout_prob=0.3, sliding_window=9, bias_dtype=None),
+    "alibi, negative scale": _position_bias("alibi", softmax_scale=-0.3, causal=True),
+    "alibi, cap, sinks": _position_bias("alibi", logits_soft_cap=3.0, sinks=2, q_length=70, kv_length=33),
+    "alibi, packed": _position_bias("alibi", batch=1, packed=True, causal=True),
+    "alibi, packed, other keys": _position_bias("alibi", batch=1, packed=True, kv_length=56),
+    "alibi, lengths": _position_bias("alibi", lengths=True, causal_alignment="bottom_right", dtype="float16"),
+    "relative": _position_bias("relative", kv_length=70),
+    "relative, causal": _position_bias("relative", q_length=70, causal=True, dtype="float16"),
+    "relative of all heads": _position_bias("relative of all heads", kv_length=56, bias_dtype=None),
+    "relative, cap": _position_bias("relative", logits_soft_cap=3.0, sinks=1, q_length=33, kv_length=70),
+    "relative, mask, dropout": _position_bias("relative", mask="hqk", dropout_prob=0.3, softmax_scale=-0.3),
+    "relative, packed": _position_bias("relative", batch=1, packed=True),
+    "relative, packed, other keys": _position_bias("relative", batch=1, packed=True, kv_length=56),
+    "relative, lengths": _position_bias("relative", lengths=True, causal_alignment="bottom_right"),
+}
+"""Calls with a bias of positions, which some backends decline."""
+
+
 def properties(conformance_case: ConformanceCase) -> list[tuple[str, Any]]:
     """What of a case a covering array has to have, each once."""
     fields = {field.name: getattr(conformance_case.case, field.name) for field in dataclasses.fields(AttentionCase)}
@@ -207,6 +235,7 @@ def check_kinds(gradients: Mapping[str, Any], inputs: AttentionInputs) -> None:
     """Every gradient has the shape and the dtype of what it is the gradient of."""
     for name in GRADIENTS:
         array = getattr(inputs, name)
+        array = array.values if name == "position_bias" and array is not None else array
         if array is not None:
             assert gradients[name].dtype == array.dtype, name
             assert gradients[name].shape == array.shape, name
@@ -304,6 +333,13 @@ class Conformance(abc.ABC):
     def test_pairwise(self, conformance_case: ConformanceCase):
         args, kwargs = conformance_case.prepared(seed=0)
         self.run_and_check(args, kwargs, conformance_case.case.tolerance_factor)
+
+    @pytest.mark.parametrize("name", sampled(POSITION_BIASES, test=["alibi", "relative, cap"], quick=["alibi"]))
+    def test_position_bias(self, name: str):
+        case = POSITION_BIASES[name]
+        arrays, kwargs = case.arguments()
+        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
+        self.run_and_check(args, kwargs, case.tolerance_factor)
 
     @pytest.mark.slow
     def test_without_d_lse(self):

@@ -24,6 +24,11 @@ CASES = {
     "causal, lse is not wanted": AttentionCase("", 3, 48, causal=True, sliding_window=9, **SIZES),
     "bias of every head": AttentionCase("", 2, 40, bias="bhqk", logits_soft_cap=5.0, **SIZES),
     "bias shared by the batch": AttentionCase("", 2, 40, bias="hqk", sinks=2, **SIZES),
+    "alibi": AttentionCase("", 2, 40, 56, position_bias="alibi", causal=True, **SIZES),
+    "relative bias, lengths": AttentionCase(
+        "", 3, 40, 56, position_bias="relative", lengths=True, causal_alignment="bottom_right", **SIZES
+    ),
+    "relative bias, one element": AttentionCase("", 1, 40, position_bias="relative", **SIZES),
     "one element": AttentionCase("", 1, 40, bias="qk", sinks=1, **SIZES),
     "dropout": AttentionCase("", 2, 40, dropout_prob=0.3, **SIZES),
     "values of their own size": AttentionCase("", 2, 40, value_dim=24, dtype="bfloat16", **SIZES),

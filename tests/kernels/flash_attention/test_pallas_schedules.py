@@ -34,6 +34,9 @@ CASES = {
     "sinks, bias and soft cap": AttentionCase(
         "", 1, 390, 390, head_dim=128, sinks=1, bias="hqk", logits_soft_cap=9.0, **_SIZES
     ),
+    "alibi": AttentionCase("", 1, 520, 520, head_dim=128, kv_heads=1, position_bias="alibi", causal=True, **_SIZES),
+    "relative bias": AttentionCase("", 1, 390, 390, head_dim=64, position_bias="relative", **_SIZES),
+    "relative bias, d256": AttentionCase("", 1, 390, 390, head_dim=256, position_bias="relative", **_SIZES),
     "d192, d128": AttentionCase("", 1, 390, 390, head_dim=192, value_dim=128, causal=True, **_SIZES),
     "packed": AttentionCase("", 1, 650, 650, head_dim=64, packed=True, causal=True, **_SIZES),
     "d256": AttentionCase("", 1, 390, 390, head_dim=256, causal=True, **_SIZES),

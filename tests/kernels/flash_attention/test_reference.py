@@ -62,10 +62,15 @@ def loops(case: AttentionCase, arrays: tuple[Any, ...], options: dict[str, Any])
     batch, heads, q_length, kv_length = case.score_shape
     group = heads // key.shape[2]
     scale = case.softmax_scale or 1 / math.sqrt(case.head_dim)
-    bias = np.broadcast_to(np.asarray(options.get("bias", 0.0), np.float64), case.score_shape)
+    if case.position_bias is None:
+        bias = np.broadcast_to(np.asarray(options.get("bias", 0.0), np.float64), case.score_shape)
+    else:
+        bias = bias_of_positions(case, options)
     allowed = np.broadcast_to(np.asarray(options.get("mask", True)), case.score_shape)
     sinks = np.asarray(options.get("softmax_aux", np.zeros((heads, 0))), np.float64)
-    options = {name: option if isinstance(option, int) else np.asarray(option) for name, option in options.items()}
+    options = {name: np.asarray(option) for name, option in options.items() if name != "bias"} | {
+        name: option for name, option in options.items() if isinstance(option, int)
+    }
     kept = np.ones(case.score_shape, bool)
     drop = drawn_probability(case.dropout_prob)
     if drop:
@@ -93,6 +98,39 @@ def loops(case: AttentionCase, arrays: tuple[Any, ...], options: dict[str, Any])
 
 def sees(case: AttentionCase, options: dict[str, Any], b: int, i: int, j: int) -> bool:
     """Whether query ``i`` sees key ``j`` as far as everything but the explicit mask goes."""
+    difference = difference_of(case, options, b, i, j)
+    if difference is None:
+        return False
+    if case.segments and options["q_segment_ids"][b, i] != options["kv_segment_ids"][b, j]:
+        return False
+    if case.causal and difference > 0:
+        return False
+    if case.sliding_window is None:
+        return True
+    window = case.sliding_window
+    left, right = (window, window) if isinstance(window, int) else window
+    return (left is None or -difference <= left) and (right is None or difference <= right)
+
+
+def bias_of_positions(case: AttentionCase, options: dict[str, Any]) -> np.ndarray:
+    """A bias of positions as an array, pair by pair; 0 where a query or a key is outside of its sequence."""
+    batch, _, q_length, kv_length = case.score_shape
+    bias, given = np.zeros(case.score_shape), options["bias"]
+    zero = q_length - 1 if case.causal_alignment == "top_left" else kv_length - 1
+    options = {name: np.asarray(option) for name, option in options.items() if name.startswith(("cum_", "q", "key"))}
+    for b, i, j in np.ndindex(batch, q_length, kv_length):
+        difference = difference_of(case, options, b, i, j)
+        if difference is None:
+            continue
+        if case.position_bias == "alibi":
+            bias[b, :, i, j] = -np.asarray(given.slopes, np.float64) * abs(difference)
+        else:
+            bias[b, :, i, j] = np.asarray(given.values, np.float64)[:, difference + zero]
+    return bias
+
+
+def difference_of(case: AttentionCase, options: dict[str, Any], b: int, i: int, j: int) -> int | None:
+    """The position of key ``j`` less that of query ``i``, None if they are not inside of one sequence."""
     _, _, q_length, kv_length = case.score_shape
     q_start, kv_start, q_end, kv_end = 0, 0, q_length, kv_length
     if case.lengths:
@@ -101,21 +139,12 @@ def sees(case: AttentionCase, options: dict[str, Any], b: int, i: int, j: int) -
         bounds = list(zip(options["cum_seqlens_q"].tolist(), options["cum_seqlens_k"].tolist(), strict=True))
         own = [(low, high) for low, high in itertools.pairwise(bounds) if low[0] <= i < high[0]]
         if not own:
-            return False
+            return None
         ((q_start, kv_start), (q_end, kv_end)) = own[0]
     if not (q_start <= i < q_end and kv_start <= j < kv_end):
-        return False
-    if case.segments and options["q_segment_ids"][b, i] != options["kv_segment_ids"][b, j]:
-        return False
+        return None
     bottom_right = case.causal_alignment == "bottom_right"
-    difference = (j - kv_end) - (i - q_end) if bottom_right else (j - kv_start) - (i - q_start)
-    if case.causal and difference > 0:
-        return False
-    if case.sliding_window is None:
-        return True
-    window = case.sliding_window
-    left, right = (window, window) if isinstance(window, int) else window
-    return (left is None or -difference <= left) and (right is None or difference <= right)
+    return (j - kv_end) - (i - q_end) if bottom_right else (j - kv_start) - (i - q_start)
 
 
 LOOP_CASES = [case for case in CASES if not case.mask_object]

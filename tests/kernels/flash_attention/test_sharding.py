@@ -195,3 +195,22 @@ def test_inside_shard_map() -> None:
     assert not COLLECTIVE.findall(compiled.as_text())
     for got, want in zip(jax.jit(mapped)(query, key, value, cotangent), expected, strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=2e-5)
+
+
+def test_gradients_of_what_devices_share_inside_shard_map() -> None:
+    """Of a bias, of sinks and of whole keys: the sum over the devices, once."""
+    query, key, value, cotangent = operands()
+    shared = (jnp.sin(jnp.arange(LENGTH * LENGTH)).reshape(LENGTH, LENGTH), jnp.linspace(-1, 1, 2), key[:1], value[:1])
+
+    def loss(shared: Any, query: Any, cotangent: Any) -> Any:
+        bias, sinks, key, value = shared
+        key, value = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (key, value))
+        heads = query.shape[2] // 2
+        out = flash_attention(query, key, value, bias, softmax_aux=jnp.repeat(sinks, heads), causal=True)
+        return jnp.sum(out * cotangent)
+
+    expected = jax.grad(loss)(shared, query[:, :, :4], cotangent[:, :, :4])
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P())
+    got = jax.jit(split)(shared, query[:, :, :4], cotangent[:, :, :4])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), got, expected)

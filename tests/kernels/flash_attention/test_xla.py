@@ -318,7 +318,7 @@ class _Frozen(dict):  # type: ignore[type-arg]
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_in_shard_map():
-    """Arguments that devices share, here sinks and bias along the batch, get the sum of the devices' gradients."""
+    """Of arguments that devices share, here sinks and bias along the batch, each has its part of the gradient."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     inputs = draw_inputs((4, 33, 47, 4, 2), mask=CausalMask(), sinks=1, bias=(1, 4, 33, 1))
     d = cotangents(inputs)
@@ -327,9 +327,12 @@ def test_in_shard_map():
     specs = dataclasses.replace(specs, softmax_aux=PartitionSpec("model"), bias=PartitionSpec(None, "model"))
     results = dict.fromkeys(("out", "query", "key", "value"), rows)
     results |= {"lse": lse, "softmax_aux": PartitionSpec("model"), "bias": PartitionSpec(None, "model")}
-    run = jax.shard_map(
-        functools.partial(both, tiling=SMALL), mesh=mesh, in_specs=(specs, rows, lse), out_specs=results, check_vma=True
-    )
+
+    def part(*operands: Any) -> Any:
+        found = both(*operands, tiling=SMALL)
+        return found | {name: jax.lax.psum(found[name], "data") for name in ("softmax_aux", "bias")}
+
+    run = jax.shard_map(part, mesh=mesh, in_specs=(specs, rows, lse), out_specs=results, check_vma=True)
     check(jax.jit(run)(inputs, *d), brute_force(inputs, *d))
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 
@@ -22,6 +23,8 @@ class AttentionCase(Case):
     Attributes:
       bias, mask: the dimensions of "bhqk" that the array has, such as "hqk"; None for no array.
       bias_dtype: the bias's dtype, the query's if ``None``.
+      position_bias: a bias that is computed from positions, in the place of ``bias``; "relative of all heads" has one
+        row of values for all of them.
       sinks: extra logits per head.
       segments, lengths: True if the batch has segment ids, or per-element lengths.
       packed: True if the row holds several sequences laid end to end, with a rest that belongs to none.
@@ -41,6 +44,7 @@ class AttentionCase(Case):
     softmax_scale: float | None = None
     bias: str | None = None
     bias_dtype: str | None = None
+    position_bias: Literal["alibi", "relative", "relative of all heads"] | None = None
     mask: str | None = None
     sinks: int = 0
     segments: bool = False
@@ -54,6 +58,8 @@ class AttentionCase(Case):
             raise ValueError(
                 f"{self.packed=} wants one row of its own, got {self.batch=}, {self.segments=}, {self.lengths=}"
             )
+        if self.position_bias is not None and self.bias is not None:
+            raise ValueError(f"a call has one bias, got {self.bias=}, {self.position_bias=}")
         if not set(self.bias or "") | set(self.mask or "") <= set("bhqk"):
             raise ValueError(f"an array has dimensions of 'bhqk', such as 'hqk', got {self.bias=}, {self.mask=}")
 
@@ -85,6 +91,8 @@ class AttentionCase(Case):
                 kwargs[field] = getattr(self, field)
         if self.bias is not None:
             kwargs["bias"] = normal(random, self._partial_shape(self.bias), self.bias_dtype or self.dtype)
+        if self.position_bias is not None:
+            kwargs["bias"] = self._position_bias(random)
         if self.mask is not None:
             kwargs["mask"] = jnp.asarray(random.random(self._partial_shape(self.mask)) < 0.9)
         if self.sinks:
@@ -105,6 +113,15 @@ class AttentionCase(Case):
 
     def _partial_shape(self, dimensions: str) -> tuple[int, ...]:
         return tuple(size if name in dimensions else 1 for name, size in zip("bhqk", self.score_shape, strict=True))
+
+    def _position_bias(self, random: np.random.Generator) -> AlibiBias | RelativeBias:
+        """Slopes of both signs, such that a bias goes to about 8; normal values."""
+        dtype, (_, heads, q_length, kv_length) = self.bias_dtype or self.dtype, self.score_shape
+        if self.position_bias == "alibi":
+            slopes = random.standard_normal(heads) * 8 / max(q_length, kv_length, 1)
+            return AlibiBias(jnp.asarray(slopes, jnp.dtype(dtype)))
+        rows = heads if self.position_bias == "relative" else 1
+        return RelativeBias(normal(random, (rows, max(q_length + kv_length - 1, 0)), dtype))
 
     def _segment_ids(self, random: np.random.Generator) -> tuple[jax.Array, jax.Array]:
         cuts = np.sort(random.random((self.batch, MAX_SEQUENCES - 1, 1)), axis=1)
@@ -224,6 +241,8 @@ CASES = OpCases(
             "`mask`, an array": {"mask": "bqk"},
             "`bias`": {"bias": "hqk", "bias_dtype": "float32"},
             "`bias` of the query's dtype": {"bias": "hqk"},
+            "`AlibiBias`": {"position_bias": "alibi", "bias_dtype": "float32", "causal": True},
+            "`RelativeBias`": {"position_bias": "relative", "bias_dtype": "float32"},
             "`logits_soft_cap`": {"logits_soft_cap": 30.0},
             "`softmax_aux` (sinks)": {"sinks": 1},
             "segment ids": {"segments": True},

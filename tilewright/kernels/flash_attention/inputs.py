@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
 
 from tilewright.kernels.dropout import head_keys
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import Mask
 
 
@@ -32,10 +33,11 @@ class AttentionInputs:
     """A call after ``prepare``; shapes and dtypes hold without further checks.
 
     Causality, window, segments, lengths, packed lengths and an explicit mask are all folded into ``mask`` (``None``:
-    every position is visible). ``bias`` has rank 4, each dimension full or 1. If these arrays are a device's part of a
+    every position is visible). ``bias`` has rank 4, each dimension full or 1; a bias that is computed from positions is
+    ``position_bias`` instead, which a backend that does not serve it declines. If these arrays are a device's part of a
     call, ``dropout_origin`` holds the indices of the first batch element and query head in the whole call, from which
-    the dropout generator counts. ``bias_is_constant`` says to a backward pass that nobody uses the gradient of the
-    bias, which is as large as the scores.
+    the dropout generator counts. ``bias_is_constant`` says to a backward pass that nobody uses the gradient of either
+    bias, the first of which is as large as the scores.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
@@ -48,11 +50,17 @@ class AttentionInputs:
     options: AttentionOptions
     dropout_origin: UInt32[Array, "2"] | None = None
     bias_is_constant: bool = False
+    position_bias: PositionBias | None = None
 
     @property
     def differentiated_bias(self) -> jax.Array | None:
         """The bias if its gradient is wanted."""
         return None if self.bias_is_constant else self.bias
+
+    @property
+    def differentiated_position_bias(self) -> PositionBias | None:
+        """The bias of positions if its gradient is wanted: that of its values, by the name "position_bias"."""
+        return None if self.bias_is_constant else self.position_bias
 
     @property
     def is_empty(self) -> bool:
@@ -62,9 +70,11 @@ class AttentionInputs:
 
 jax.tree_util.register_dataclass(
     AttentionInputs,
-    data_fields=["query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin"],
+    data_fields=[
+        "query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin", "position_bias",
+    ],
     meta_fields=["options", "bias_is_constant"],
-)
+)  # fmt: skip
 
 
 def dropout_keys(inputs: AttentionInputs) -> UInt32[Array, "batch heads 2"] | None:

@@ -92,8 +92,13 @@ def call_mask(
     segment_ids: Pair,
     lengths: Pair,
     cum_seqlens: Pair,
-) -> Mask | None:
-    """The conjunction of everything that a call masks; None if every key is visible."""
+    has_position_bias: bool = False,
+) -> tuple[Mask | None, Positions]:
+    """The conjunction of everything that a call masks, None if every key is visible; and the queries' positions.
+
+    Args:
+      has_position_bias: whether a bias counts positions, as a band does.
+    """
     left, right = arguments.window(sliding_window, causal) if sliding_window is not None else (None, None)
     banded = causal or left is not None or right is not None
     parts: list[Mask] = []
@@ -112,7 +117,7 @@ def call_mask(
     if any(array is not None for array in lengths):
         length_mask = _lengths(shape, lengths)
         parts.append(length_mask)
-        if banded and bottom_right:
+        if (banded or has_position_bias) and bottom_right:
             positions = _aligned_ends(shape, length_mask)
     if sliding_window is not None and banded:
         parts.append(WindowMask(left, right, positions.offset, positions.q_positions))
@@ -120,7 +125,7 @@ def call_mask(
         parts.append(CausalMask(positions.offset, positions.q_positions))
     if mask is not None:
         parts.append(_explicit(shape, mask))
-    return functools.reduce(operator.and_, parts) if parts else None
+    return functools.reduce(operator.and_, parts) if parts else None, positions
 
 
 def _is_given(q_name: str, kv_name: str, pair: Pair) -> bool:

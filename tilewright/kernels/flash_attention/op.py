@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from tilewright.kernels import arguments
 from tilewright.kernels.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.dropout import drawn_probability
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
@@ -25,7 +26,12 @@ from tilewright.kernels.flash_attention.arguments import (
 )
 from tilewright.kernels.flash_attention.cases import CASES
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
-from tilewright.kernels.flash_attention.partitioning import attention_partitioning, with_positions
+from tilewright.kernels.flash_attention.partitioning import (
+    attention_partitioning,
+    with_bias_positions,
+    with_positions,
+)
+from tilewright.kernels.flash_attention.position_bias import PositionBias, is_position_bias, position_bias
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
@@ -94,7 +100,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike,
-        bias: ArrayLike | None = None,
+        bias: ArrayLike | AlibiBias | RelativeBias | None = None,
         mask: ArrayLike | Mask | None = None,
         *,
         causal: bool = False,
@@ -126,22 +132,28 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
         queries, scale = arguments.scaled(queries, softmax_scale)
         prob, seed = dropout(dropout_prob, dropout_seed)
-        combined = masking.call_mask(
+        bottom_right = alignment(causal_alignment)
+        combined, positions = masking.call_mask(
             shape,
             mask=mask,
             causal=arguments.flag("causal", causal),
             sliding_window=sliding_window,
-            bottom_right=alignment(causal_alignment),
+            bottom_right=bottom_right,
             segment_ids=(q_segment_ids, kv_segment_ids),
             lengths=(query_seq_lengths, key_value_seq_lengths),
             cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
+            has_position_bias=is_position_bias(bias),
         )
         combined = with_positions(combined, queries)
-        bias = None if bias is None else bias_array(bias, shape.sizes)
+        added: Any = None
+        if isinstance(bias, AlibiBias | RelativeBias):
+            added = with_bias_positions(position_bias(bias, shape, positions, bottom_right), queries)
+        elif bias is not None:
+            added = bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
-        bias, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (bias, combined, sinks))
+        added, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (added, combined, sinks))
         # All of it is in the call's key: a new option is added only where it is given, or tables and locks are missed.
-        return (queries, keys, values, bias, combined, sinks), {
+        return (queries, keys, values, added, combined, sinks), {
             "dropout_seed": seed,
             "softmax_scale": scale,
             "logits_soft_cap": arguments.soft_cap(logits_soft_cap),
@@ -157,7 +169,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        bias: jax.Array | None,
+        bias: jax.Array | PositionBias | None,
         mask: Mask | None,
         softmax_aux: jax.Array | None,
         *,
@@ -171,7 +183,11 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         """The prepared arguments in the form that backends take."""
         # Rounded here, not in `prepare`: the number as given is in keys of tables and locks.
         options = AttentionOptions(softmax_scale, logits_soft_cap, drawn_probability(dropout_prob), precision)
-        return AttentionInputs(query, key, value, bias, mask, softmax_aux, dropout_seed, options)
+        of_positions = bias if isinstance(bias, PositionBias) else None
+        array: Any = None if of_positions is not None else bias
+        return AttentionInputs(
+            query, key, value, array, mask, softmax_aux, dropout_seed, options, position_bias=of_positions
+        )
 
     def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
         """The sizes of prepared arguments, abstract or concrete."""
@@ -204,6 +220,13 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         """The inputs, with a bias as a constant where nobody uses its gradient."""
         return dataclasses.replace(inputs, bias_is_constant="bias" not in wanted)
 
+    def argument_gradients(self, inputs: AttentionInputs, gradients: dict[str, Any]) -> dict[str, Any]:
+        """The gradients with that of a bias of positions in the structure of the argument ``bias``."""
+        values = gradients.pop("position_bias", None)
+        if inputs.position_bias is None or values is None:
+            return gradients
+        return gradients | {"bias": dataclasses.replace(inputs.position_bias, values=values, q_positions=None)}
+
     def reference(self, *args: Any, **kwargs: Any) -> Output | Results:
         """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""
         inputs = self.inputs(*args, **kwargs)
@@ -229,7 +252,11 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         kwargs = dict(invocation.abstract_kwargs)
         draw = sampling.sampler(key, query.shape[1], keys.shape[1])
         kwargs["dropout_seed"] = draw.seed(kwargs["dropout_seed"])
-        floats = [draw.normal(struct) for struct in (query, keys, value, bias, softmax_aux)]
+        if isinstance(bias, PositionBias):
+            bias = draw.position_bias(bias)
+        else:
+            bias = draw.normal(bias)
+        floats = [*(draw.normal(struct) for struct in (query, keys, value)), bias, draw.normal(softmax_aux)]
         return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
 
     def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
@@ -250,8 +277,10 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         columns = problem.batch * problem.kv_length * problem.kv_heads
         keys_and_values = columns * (problem.head_dim + problem.value_dim) * item
         lse = 4 * rows
-        bias = 0 if problem.bias is None else problem.bias.size * problem.bias.dtype.itemsize
-        masks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.mask))
+        bias, masks = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+            for arrays in ((problem.bias, problem.position_bias), problem.mask)
+        )
         if inv.direction == "forward":
             return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
         # Reads all of these and d_out, and writes the gradients.
@@ -283,7 +312,9 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       key: ``[batch, kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``, and consecutive query heads
         share a key head (GQA, arXiv 2305.13245).
       value: ``[batch, kv_length, kv_heads, value_dim]``.
-      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``.
+      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``. Or a
+        ``kernels.biases.AlibiBias`` or ``RelativeBias``, which is computed from positions, in memory linear in the
+        lengths.
       mask: True where a query attends to a key, broadcastable to the same shape; or a ``kernels.masks.Mask``.
         All ways to mask combine: a key is visible where each of them says so.
       causal: query ``i`` sees the keys up to ``i``, as the alignment counts them.
@@ -335,13 +366,19 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
     groups = problem.groups
     heads = slice(kv_head * groups, (kv_head + 1) * groups)
 
-    def of(array: jax.Array, axes: Mapping[int, slice]) -> Any:
+    def of(array: jax.Array | None, axes: Mapping[int, slice]) -> Any:
         """Slices the axes that are not broadcast."""
         if array is None:
             return None
         return array[tuple(axes.get(i, slice(None)) if n > 1 else slice(None) for i, n in enumerate(array.shape))]
 
     batch_slice = slice(element, element + 1)
+
+    def of_bias(bias: Any) -> Any:
+        if not isinstance(bias, PositionBias):
+            return of(bias, {0: batch_slice, 1: heads})
+        positions = of(bias.q_positions, {0: batch_slice})
+        return dataclasses.replace(bias, values=of(bias.values, {0: heads}), q_positions=positions)
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value, bias, mask, sinks = args
@@ -350,7 +387,7 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
             of(query, {0: batch_slice, 2: heads}),
             of(key, keys),
             of(value, keys),
-            of(bias, {0: batch_slice, 1: heads}),
+            of_bias(bias),
         )
         mask_part = None if mask is None else mask.take(element, 1, heads.start, groups)
         return (*parts, mask_part, of(sinks, {0: heads})), kwargs
@@ -366,6 +403,8 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
     # An argument that other parts read as well has a gradient which is a sum over all of them.
     single_part = problem.batch == 1 and problem.kv_heads == 1
     bias_unshared = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
+    if problem.position_bias is not None:
+        bias_unshared = problem.batch == 1 and problem.position_bias.values.shape[0] == problem.heads
     shared = [
         position for position, is_sole in ((3, single_part or bias_unshared), (5, problem.batch == 1)) if not is_sole
     ]

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
 from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
 
@@ -68,6 +69,11 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     if inputs.bias is not None:
         bias = split.scores(inputs.bias.shape)
         gradients["bias"] = GradientParts(bias, split.missing(bias), typed_spec(inputs.bias))
+    position_bias: Any = None
+    if inputs.position_bias is not None:
+        position_bias = _position_bias_specs(inputs.position_bias, split, inputs.query.shape[0])
+        spec, typed = position_bias.values, typed_spec(inputs.position_bias.values)
+        gradients["position_bias"] = GradientParts(spec, split.missing(spec), typed)
     if inputs.softmax_aux is not None:
         gradients["softmax_aux"] = GradientParts(sinks, split.missing(sinks), typed_spec(inputs.softmax_aux))
 
@@ -99,6 +105,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             dropout_seed=None if inputs.dropout_seed is None else replicated,
             options=inputs.options,
             bias_is_constant=inputs.bias_is_constant,
+            position_bias=position_bias,
         ),
         results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),
         gradients=gradients,
@@ -116,6 +123,13 @@ def with_positions(mask: Mask | None, query: jax.Array | jax.ShapeDtypeStruct) -
     if mask is None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
         return mask
     return _with_positions(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
+
+
+def with_bias_positions(bias: PositionBias, query: jax.Array | jax.ShapeDtypeStruct) -> PositionBias:
+    """Gives a bias explicit query positions where `with_positions` gives them to a mask."""
+    if bias.q_positions is not None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
+        return bias
+    return dataclasses.replace(bias, q_positions=jnp.arange(query.shape[1], dtype=jnp.int32)[None])
 
 
 def _with_positions(mask: Mask, positions: jax.Array) -> Mask:
@@ -217,6 +231,16 @@ def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
     if split.rows is not None:
         raise ValueError(f"a query that is split by its length cannot have a mask of type {type(mask).__name__}")
     return jax.tree.map(lambda leaf: _leaf_spec(leaf.shape, batch, split), mask)
+
+
+def _position_bias_specs(bias: PositionBias, split: Split, batch: int) -> Any:
+    """The specs of a bias's arrays, in its own structure; of one for all heads every device has the whole."""
+    values: Any = PartitionSpec(split.heads if bias.values.shape[0] > 1 else None, None)
+    positions: Any = None
+    if bias.q_positions is not None:
+        by_batch = split.batch if bias.q_positions.shape[0] == batch > 1 else None
+        positions = PartitionSpec(by_batch, split.rows)
+    return dataclasses.replace(bias, values=values, q_positions=positions)
 
 
 def _leaf_spec(shape: tuple[int, ...], batch: int, split: Split) -> PartitionSpec:

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import Mask
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """Sizes of one call; ``bias`` and the leaves of ``mask`` are ``jax.ShapeDtypeStruct``.
+    """Sizes of one call; ``bias`` and the leaves of ``mask`` and ``position_bias`` are ``jax.ShapeDtypeStruct``.
 
     ``sinks`` is the number of extra logits per head; ``lse_wanted`` is True if the caller reads (and may differentiate)
     the log-sum-exp.
@@ -30,6 +31,7 @@ class AttentionProblem:
     sinks: int
     lse_wanted: bool
     options: AttentionOptions
+    position_bias: PositionBias | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, lse_wanted: bool = False) -> "AttentionProblem":
@@ -54,6 +56,7 @@ class AttentionProblem:
             sinks=0 if inputs.softmax_aux is None else inputs.softmax_aux.shape[1],
             lse_wanted=lse_wanted,
             options=inputs.options,
+            position_bias=jax.tree.map(abstract, inputs.position_bias),
         )
 
     @property
@@ -65,6 +68,11 @@ class AttentionProblem:
     def groups(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def position_bias_reasons(self) -> list[str]:
+        """The reason why a backend that adds arrays alone cannot serve the call; empty without such a bias."""
+        return [] if self.position_bias is None else ["adds a bias that is an array alone, got one of positions"]
 
     @property
     def dropout(self) -> bool:

@@ -1,5 +1,6 @@
 """The oracle: attention written out in ``jax.numpy``, one score matrix (or block of rows) at a time."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 
@@ -54,20 +56,31 @@ def reference_gradients(
     d_out: Array,
     d_lse: Array | None = None,
     compute_dtype: DTypeLike | None = None,
-    argnames: Sequence[str] = ("query", "key", "value", "bias", "softmax_aux"),
+    argnames: Sequence[str] = ("query", "key", "value", "bias", "softmax_aux", "position_bias"),
 ) -> dict[str, Array]:
-    """Gradients of the named inputs that are not None, unrounded (in ``compute_dtype``), by JAX's own derivative."""
+    """Gradients of the named inputs that are not None, unrounded (in ``compute_dtype``), by JAX's own derivative.
+
+    That of ``position_bias`` is the gradient of its values.
+    """
     names = [name for name in argnames if getattr(inputs, name) is not None]
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
-    values: dict[str, Any] = {name: getattr(inputs, name).astype(dtype) for name in names}
+    values: dict[str, Any] = {name: _differentiable(getattr(inputs, name)).astype(dtype) for name in names}
 
     def results(values):
         # A float32 copy of the inputs, so that the gradients come back unrounded.
+        if inputs.position_bias is not None and "position_bias" in values:
+            bias = dataclasses.replace(inputs.position_bias, values=values["position_bias"])
+            values = values | {"position_bias": bias}
         return attention_reference(_replace(inputs, **values), dtype)
 
     (_, lse), vjp = jax.vjp(results, values)
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
     return vjp((d_out.astype(dtype), d_lse))[0]
+
+
+def _differentiable(part: Array | PositionBias) -> Array:
+    """The array of an input that has a gradient."""
+    return part.values if isinstance(part, PositionBias) else part
 
 
 def _replace(inputs: AttentionInputs, **changes: Any) -> AttentionInputs:
@@ -90,6 +103,10 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
         bias = inputs.bias
         rows = bias if bias.shape[2] == 1 else lax.dynamic_slice_in_dim(bias, start, size, 2)
         scores = scores + rows.astype(dtype)
+    if inputs.position_bias is not None:
+        # Differences are exact in the dtype of the logits alone.
+        position_bias = dataclasses.replace(inputs.position_bias, values=inputs.position_bias.values.astype(dtype))
+        scores = scores + position_bias.tile(start, size, 0, kv_length, kv_length)
     if options.logits_soft_cap is not None:
         scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
     if inputs.mask is not None:

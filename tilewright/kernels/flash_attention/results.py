@@ -31,6 +31,7 @@ def empty_backward(
         "value": jnp.zeros_like(inputs.value),
         "bias": None if inputs.bias is None else jnp.zeros_like(inputs.bias),
         "softmax_aux": sinks_gradient(inputs, delta, exponent),
+        "position_bias": None if inputs.position_bias is None else jnp.zeros_like(inputs.position_bias.values),
     }
 
 

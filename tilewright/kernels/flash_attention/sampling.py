@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import (
     AndMask,
     CausalMask,
@@ -39,6 +40,16 @@ class Sampler:
             return None
         with jax.ensure_compile_time_eval():
             return jax.random.normal(self._key(), struct.shape, jnp.float32).astype(struct.dtype)
+
+    def position_bias(self, bias: PositionBias) -> PositionBias:
+        """``bias`` with slopes in (0, 1), most of them small, or normal values, and valid positions."""
+        values = self.normal(bias.values)
+        assert values is not None
+        if bias.kind == "alibi":
+            with jax.ensure_compile_time_eval():
+                values = jnp.exp2(-4.0 * jnp.abs(values.astype(jnp.float32))).astype(values.dtype)
+        positions = _count(bias.q_positions, self.kv_length - self.q_length)
+        return dataclasses.replace(bias, values=values, q_positions=positions)
 
     def seed(self, struct: Shaped | None) -> np.ndarray | None:
         return None if struct is None else self.generator.integers(0, 1 << 32, struct.shape).astype(struct.dtype)

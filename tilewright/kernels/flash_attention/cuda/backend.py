@@ -79,6 +79,7 @@ class CudaFlashAttention(
             reasons.append(f"computes in float32, float16 or bfloat16, got {problem.dtype=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
+        reasons += problem.position_bias_reasons
         widest = max(problem.head_dim, problem.value_dim) + VECTOR_BYTES
         if problem.heads * widest >= INT32_LIMIT or max(problem.q_length, problem.kv_length) >= 1 << 29:
             reasons.append(f"rows and lengths must be counted by 32 bits, got {problem.score_shape=}, {widest=}")

@@ -137,7 +137,7 @@ class CudnnFlashAttention(
     def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability < (8, 0):
             return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.name} ({device.capability=})"]
-        reasons, options = _version_reasons(device.capability), problem.options
+        reasons, options = _version_reasons(device.capability) + problem.position_bias_reasons, problem.options
         if problem.dtype not in MIN_LOGIT:
             reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
         if options.logits_soft_cap is not None:

@@ -55,7 +55,7 @@ class Fa4FlashAttention(
         reasons, options = cute.package_reasons(), problem.options
         if problem.dtype not in DTYPES:
             reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
-        if problem.bias is not None:
+        if problem.bias is not None or problem.position_bias is not None:
             reasons.append("adds no bias")
         if problem.sinks:
             reasons.append("has no sinks as it is called here")

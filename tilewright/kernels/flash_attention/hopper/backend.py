@@ -14,7 +14,11 @@ from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import (
+    AnyBiasGradient,
+    BiasGradient,
+    position_gradient_of,
+)
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import (
     ConvertedRows,
@@ -39,7 +43,12 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, BackwardPlan, ForwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
-from tilewright.kernels.flash_attention.hopper.scores import prepare_scores, staged_dtype
+from tilewright.kernels.flash_attention.hopper.scores import (
+    PositionOptions,
+    position_bias_reasons,
+    prepare_scores,
+    staged_dtype,
+)
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
@@ -82,7 +91,7 @@ def plan_of(
     head_dim: int,
     value_dim: int,
     dtype: DTypeLike,
-    bias_gradient: BiasGradient | None = None,
+    bias_gradient: AnyBiasGradient | None = None,
     panelled: bool = False,
     bias_dtype: DTypeLike | None = None,
 ) -> Plan:
@@ -163,6 +172,7 @@ class PallasGpuFlashAttention(
             reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
+        reasons += position_bias_reasons(problem.position_bias, problem.options.softmax_scale)
         return reasons
 
     def heuristic(
@@ -269,7 +279,12 @@ class PallasGpuFlashAttention(
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         dims = padded_dim(head_dim), padded_dim(value_dim)
-        bias_gradient = bias_gradient_of(inputs.differentiated_bias, (batch, heads, q_length, kv_length), params)
+        scores = batch, heads, q_length, kv_length
+        bias_gradient: AnyBiasGradient | None = bias_gradient_of(inputs.differentiated_bias, scores, params)
+        if inputs.position_bias is not None:
+            band, bias = split_mask(inputs.mask)[0], inputs.differentiated_position_bias
+            positions = PositionOptions.of(bias, band, 0)
+            bias_gradient = position_gradient_of(bias, positions, scores, params.deterministic)
         panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
         bias_dtype = staged_dtype(inputs.bias, "backward")
         plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled, bias_dtype)
@@ -348,12 +363,14 @@ class PallasGpuFlashAttention(
                 tile=SharedTile((ROWS, dims[0]), query.dtype, panelled=panelled),
             )  # fmt: skip
         d_bias: Any = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
+        d_bias = None if bias_gradient is None else bias_gradient.result(d_bias)
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[..., :head_dim],
             "key": group.total(found.d_key, key.dtype)[:, :kv_length, :, :head_dim],
             "value": group.total(found.d_value, value.dtype)[:, :kv_length, :, :value_dim],
-            "bias": None if bias_gradient is None else bias_gradient.result(d_bias),
+            "bias": d_bias if inputs.position_bias is None else None,
+            "position_bias": d_bias if inputs.position_bias is not None else None,
             "softmax_aux": sinks_gradient(inputs, delta, exponent),
         }
 

@@ -59,7 +59,7 @@ from tilewright.kernels.flash_attention.hopper.backward_context import (
     over_query_steps,
 )
 from tilewright.kernels.flash_attention.hopper.backward_dq import accumulate_dq_of_item
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
@@ -70,6 +70,7 @@ from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSched
 from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     biased_and_capped,
+    initial_scores,
     transposed,
     visible,
 )
@@ -90,7 +91,7 @@ def key_value_kernel(
     lists: tuple[np.ndarray, np.ndarray],
     dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
-    bias_gradient: BiasGradient | None = None,
+    bias_gradient: AnyBiasGradient | None = None,
     conversion: OverlappedConversion | None = None,
     counters: jax.Ref | None = None,
 ) -> KeyValueResults[jax.Array]:
@@ -302,10 +303,18 @@ def wait_queries(ctx: KeyValueContext, step: Scalar) -> None:
     ctx.scratch.q.load_from_shared(step)
 
 
-def initialize_s(ctx: KeyValueContext, step: Scalar, s: Ref) -> None:
-    """Starts the accumulator from −lse, so that its subtraction costs nothing."""
+def initialize_s(ctx: KeyValueContext, step: Scalar, coord: TileCoord | None, s: Ref) -> None:
+    """Starts the accumulator from −lse and a bias of positions, so that adding them costs nothing.
+
+    Args:
+      coord: of S; None if it is computed beside dK, which it is only without such a bias.
+    """
+    start = None if coord is None else initial_scores(ctx.options, ctx.operands.arrays, lambda: coord)
     if ctx.options.plain:
-        s[...] = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
+        minus_lse = load_statistic(ctx, step, MINUS_LSE, 0, ctx.block_q)
+        start = minus_lse if start is None else start + minus_lse
+    if start is not None:
+        s[...] = start
 
 
 def issue_s(tile: KeyTile, step: Scalar, s: Ref) -> None:
@@ -325,7 +334,7 @@ def compute_s_and_bits(
     """Computes S of a step, and beside it the dropout's bits of its tile ``coord``, if there is any."""
     ctx = tile.ctx
     wait_queries(ctx, step)
-    initialize_s(ctx, step, s)
+    initialize_s(ctx, step, coord, s)
     issue_s(tile, step, s)
     bits = None if coord is None else draw_kept(ctx.options, ctx.operands.arrays, coord)
     return plgpu.wgmma_accumulator_load(s, wait_n=0), bits
@@ -409,9 +418,12 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     # Before dS is rounded below: the rounded registers are the operand of dK (see ``rounded`` in `softmax_tile`).
     plgpu.wgmma_wait(0)
     if ctx.bias_gradient is not None:
-        d_bias, staging = ctx.d_bias, ctx.scratch.d_bias
+        d_bias, staging, bias_tile = ctx.d_bias, ctx.scratch.d_bias, sub_tile
         assert d_bias is not None
-        ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, sub_tile)
+        if ctx.options.positions is not None:
+            # Behind an opaque zero: else the compiler keeps the distances from the start of S until here.
+            bias_tile = dataclasses.replace(sub_tile, q_start=sub_tile.q_start + tiles.zero)
+        ctx.bias_gradient.store(d_bias, None if staging is None else staging.at[ctx.warpgroup], ds, bias_tile)
     ds = ds.astype(ctx.plan.dtype)
     if p.bits is not None:
         ds, p_dv = lax.optimization_barrier((ds, zero_dropped(p.dv, p.bits, sub_tile, begin)))
@@ -425,7 +437,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
     if next_s is not None:
         # Behind the last step of an item nothing is loaded: S is then computed from a stale tile, and not used.
         pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
-        initialize_s(ctx, step.index + 1, next_s)
+        initialize_s(ctx, step.index + 1, None, next_s)
     for sub_tile, ds_tile in enumerate(ds):
         mma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
     if next_s is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
@@ -85,7 +85,7 @@ class KeyValueContext:
         return self.plan.params.block_k
 
     @property
-    def bias_gradient(self) -> BiasGradient | None:
+    def bias_gradient(self) -> AnyBiasGradient | None:
         return self.plan.bias_gradient
 
     @property
@@ -105,8 +105,9 @@ class KeyValueContext:
 
     @property
     def overlaps_next_s(self) -> bool:
-        """True if S of the next step is computed beside dK: where bias, soft cap and dropout leave it the registers."""
-        return self.plan.overlaps_next_s and self.options.plain and not self.options.dropout_prob
+        """True if S of the next step is computed beside dK: where no bias, soft cap or dropout takes the registers."""
+        light = self.options.plain and self.options.positions is None and not self.options.dropout_prob
+        return self.plan.overlaps_next_s and light
 
     def decode(self, item: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Batch element, part of a key head (`GroupParts`) and tile of keys of a work item."""

@@ -56,6 +56,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     bias_ring,
     biased_and_capped,
+    initial_scores,
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -350,6 +351,9 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     ctx, options, rings = tile.ctx, tile.ctx.options, tile.ctx.scratch
     # Indexed by an opaque zero: else the compiler hoists wgmma's descriptors for Q and dO out of the loop, and spills.
     q, d_out = rings.q.smem.at[step.zero, tile.own_rows], rings.d_out.smem.at[step.zero, tile.own_rows]
+    start = initial_scores(options, ctx.operands.arrays, lambda: step.coord)
+    if start is not None:
+        s[...] = start
     rings.k.load_from_shared(step.k_step)
     mma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
     rings.v.load_from_shared(step.v_step)

@@ -53,15 +53,19 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
+from tilewright.kernels.flash_attention.hopper.plans import (
+    WIDE_TILE,
+    WideBackwardPlan,
+    WideKeyValueScratch,
+)
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import TileCoord, transposed
+from tilewright.kernels.flash_attention.hopper.scores import TileCoord, initial_scores, transposed
 from tilewright.kernels.flash_attention.hopper.wide_scores import (
     ProbabilityTiles,
     QueryIteration,
@@ -92,7 +96,7 @@ def wide_key_value_kernel(
     lists: ItemLists[np.ndarray],
     dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
-    bias_gradient: BiasGradient | None = None,
+    bias_gradient: AnyBiasGradient | None = None,
 ) -> KeyValueResults[jax.Array]:
     """Computes dK and dV, and adds to ``dq_accumulator``.
 
@@ -312,14 +316,14 @@ class DvWarpgroup:
     def overlapped(self, step: Scalar, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref) -> ProbabilityTiles:
         """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
-            self.issue_s(step + 1, s)
+            self.issue_s(step + 1, following, s)
             self.issue_dv(step, p, dv)
             bits = self.draw_bits(step + 1, following)
             s_tile = plgpu.wgmma_accumulator_load(s, wait_n=1)
         else:
             # dV first: its stage of dO is the only one, and the producer waits for it.
             self.issue_dv(step, p, dv)
-            self.issue_s(step + 1, s)
+            self.issue_s(step + 1, following, s)
             bits = self.draw_bits(step + 1, following)
             plgpu.wgmma_wait(1)
             self.ctx.scratch.d_out.release(step)
@@ -328,7 +332,7 @@ class DvWarpgroup:
 
     def first_p(self, iterations: QueryIterations, s: Ref) -> ProbabilityTiles:
         """P of the first step, with no other MMA in flight."""
-        self.issue_s(jnp.int32(0), s)
+        self.issue_s(jnp.int32(0), iterations.first, s)
         bits = self.draw_bits(jnp.int32(0), iterations.first)
         s_tile = s[...]
         release_last_stage(self.ctx.scratch.d_out)
@@ -339,11 +343,19 @@ class DvWarpgroup:
         item = self.ctx.decode(item_in_step(self.item, step))
         return draw_kept(self.ctx.options, self.ctx.operands.arrays, item.coord(iteration))
 
-    def issue_s(self, step: Scalar, s: Ref) -> None:
-        """Issues the MMA S = KQᵀ − lse."""
-        rings = self.ctx.scratch
-        if self.ctx.options.plain:
-            s[...] = load_statistic(rings.minus_lse, step)
+    def issue_s(self, step: Scalar, iteration: QueryIteration, s: Ref) -> None:
+        """Issues the MMA S = KQᵀ − lse, with a bias of positions."""
+        rings, options = self.ctx.scratch, self.ctx.options
+
+        def coord() -> TileCoord:
+            return self.ctx.decode(item_in_step(self.item, step)).coord(iteration)
+
+        start = initial_scores(options, self.ctx.operands.arrays, coord)
+        if options.plain:
+            minus_lse = load_statistic(rings.minus_lse, step)
+            start = minus_lse if start is None else start + minus_lse
+        if start is not None:
+            s[...] = start
         rings.q.load_from_shared(step)
         k = rings.k.smem.at[opaque_zero(step + self.item)]
         mma(s, k, rings.q.get_mma_tile(step, transposed=True))

@@ -114,7 +114,8 @@ class WideContext:
           first: their steps.
         """
         s = self.scratch
-        of_steps: dict[str, Any] = {name: getattr(s, name).after(first) for name in ("q", "d_out", "minus_lse", "minus_delta", "p")}
+        names = "q", "d_out", "minus_lse", "minus_delta", "p"
+        of_steps: dict[str, Any] = {name: getattr(s, name).after(first) for name in names}
         ds, bias = (None if ring is None else ring.after(first) for ring in (s.ds, s.bias))
         rings = s._replace(k=s.k.after(item_index), v=s.v.after(item_index), ds=ds, bias=bias)
         return dataclasses.replace(self, scratch=rings._replace(**of_steps))

@@ -52,7 +52,7 @@ from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreOptions, TileCoord, initial_scores
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -353,7 +353,10 @@ class DqWarpgroup:
 
     def issue_s(self, step: Scalar, s: Ref) -> None:
         """Issues the MMA S = QKᵀ."""
-        rings = self.ctx.rings
+        ctx, rings = self.ctx, self.ctx.rings
+        start = initial_scores(ctx.options, ctx.operands.arrays, functools.partial(self.coord, step))
+        if start is not None:
+            s[...] = start
         rings.k.load_from_shared(step)
         q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
         mma(s, q, rings.k.get_mma_tile(step, transposed=True))

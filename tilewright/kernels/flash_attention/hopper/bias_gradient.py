@@ -1,4 +1,4 @@
-"""The gradient of an additive bias on Hopper: dS itself, stored tile by tile by the kernels for dK and dV.
+"""The gradient of an additive bias on Hopper: dS itself, or sums of it, from each tile of the kernels for dK and dV.
 
 A tile of dS is transposed on its way through shared memory, and TMA stores it to an array ``[queries, keys]``: the
 gradient, if nothing shares the bias. A bias that batch elements or heads share gets the sum of their dS, by TMA
@@ -6,6 +6,7 @@ reductions (``added``) or, if deterministic, by an XLA sum over an array that ke
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,12 +16,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import PositionOptions, TileCoord, scaled_distances
+from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.diagonals import add_along_diagonals
 from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.panels import PanelRef, store_tile
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
-from tilewright.kernels.hopper.tiles import ROWS, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 BIAS_TILE = 128
@@ -28,6 +31,9 @@ BIAS_TILE = 128
 
 CACHED_SUMS = 16 << 20
 """Bytes of sums over the batch that are added to at a time, so that they stay in the L2 cache."""
+
+DIAGONALS = 2 * ROWS - 1
+"""Diagonals of a tile of dS, which has 64 keys and queries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,3 +226,120 @@ class BiasGradient:
             axis for axis, (stored, size) in enumerate(zip(array.shape, self.bias_shape, strict=True)) if stored != size
         )
         return array.sum(axis=broadcast, keepdims=True).astype(self.bias_dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PositionGradient:
+    """The array in global memory to which the kernels for dK and dV add the gradient of the values of a bias.
+
+    It takes the place of a `BiasGradient` in these kernels. ALiBi: for each batch element, head and key the sum of
+    dS · |i − j| over the queries, which one warpgroup adds up in the order of its steps. Relative values: the sums of
+    dS along diagonals, in ``rows`` rows for each batch element and head: one for each of a CTA's consumers, or if
+    ``deterministic`` one for each 16 keys, to which one warp alone adds.
+
+    Attributes:
+      positions: of the kernels' scores; its ``last_query`` is not used.
+      values_shape: ``[heads | 1, 1 or number of differences]``.
+      values_dtype: of the gradient.
+      scores: batch, heads, q_length and kv_length of the call.
+    """
+
+    positions: PositionOptions
+    values_shape: tuple[int, int]
+    values_dtype: DTypeLike
+    scores: tuple[int, int, int, int]
+    deterministic: bool
+
+    added = False
+    """No tile passes through shared memory."""
+
+    @property
+    def padded_lengths(self) -> tuple[int, int]:
+        q_padded, kv_padded = (-(-length // BIAS_TILE) * BIAS_TILE for length in self.scores[2:])
+        return q_padded, kv_padded
+
+    @property
+    def rows(self) -> int:
+        """Rows of sums along diagonals."""
+        return self.padded_lengths[1] // 16 if self.deterministic else 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        q_padded, kv_padded = self.padded_lengths
+        if self.positions.kind == "alibi":
+            return (*self.scores[:2], kv_padded)
+        return (*self.scores[:2], self.rows, q_padded + kv_padded)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return jnp.float32
+
+    @property
+    def bytes(self) -> int:
+        """Size of the array."""
+        return 4 * int(np.prod(self.shape))
+
+    def staging(self, warpgroups: int) -> object:
+        """Scratch type of a buffer for tiles in shared memory: there is none."""
+        del warpgroups
+        return None
+
+    def staging_bytes(self, warpgroups: int) -> int:
+        del warpgroups
+        return 0
+
+    @property
+    def exact(self) -> bool:
+        """True if the array is the gradient itself: it holds sums."""
+        return False
+
+    def covered_by(self, schedule: TileSchedule) -> bool:
+        """True if the kernel stores all of the array: it adds to zeros."""
+        del schedule
+        return False
+
+    def reordered(self, order: np.ndarray, row_tiles: int, key_parts: int) -> np.ndarray:
+        """Work items in the order that suits the gradient: any does."""
+        del row_tiles, key_parts
+        return order
+
+    def store(self, ref: Ref, staging: Ref | None, ds: jax.Array, coord: TileCoord) -> None:
+        """Adds the sums of a float32 tile of dS, ``[64 keys, 64 queries]``."""
+        del staging
+        if self.positions.kind == "alibi":
+            coord = dataclasses.replace(coord, shape=(ROWS, ROWS))
+            sums = (ds * scaled_distances(coord, self.positions, None)).sum(axis=1)
+            target = ref.at[coord.batch, coord.head, pl.ds(coord.kv_start, ROWS)]
+            # No other warpgroup has these keys.
+            store_unoptimised(target, plgpu.load(target, layout=row_layout(), optimized=False) + sums)
+            return
+        tile = lax.div(coord.kv_start, jnp.int32(ROWS))
+        row, rows = (tile * (ROWS // 16), ROWS // 16) if self.deterministic else (lax.rem(tile, jnp.int32(2)), 1)
+        first = coord.kv_start - coord.q_start - (ROWS - 1) + self.padded_lengths[0] - 1
+        target = ref.at[coord.batch, coord.head, pl.ds(row, rows), pl.ds(first, DIAGONALS)]
+        add_along_diagonals(ds, target, self.shape[-1])
+
+    def result(self, array: jax.Array) -> jax.Array:
+        """Reduces the array to the gradient, in the shape and dtype of the values."""
+        if self.positions.kind == "alibi":
+            return -array.sum(axis=(0, 2))[:, None].astype(self.values_dtype)
+        sums = array.sum(axis=(0, 2))
+        if self.values_shape[0] == 1:
+            sums = sums.sum(axis=0, keepdims=True)
+        begin = self.padded_lengths[0] - self.scores[2]
+        return sums[:, begin : begin + self.values_shape[1]].astype(self.values_dtype)
+
+
+def position_gradient_of(
+    bias: PositionBias | None, positions: Any, scores: tuple[int, int, int, int], deterministic: bool
+) -> PositionGradient | None:
+    """The layout of the gradient of a bias's values; None without a bias."""
+    if bias is None:
+        return None
+    heads, differences = bias.values.shape
+    return PositionGradient(positions, (heads, differences), bias.values.dtype, scores, deterministic)
+
+
+type AnyBiasGradient = BiasGradient | PositionGradient
+"""The gradient of a bias that is an array, or of the values of one of positions."""

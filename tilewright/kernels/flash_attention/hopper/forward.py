@@ -59,6 +59,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
+    initial_scores,
     masked_logits,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -159,6 +160,14 @@ def run_consumer(ctx: ForwardContext) -> None:
             plgpu.barrier_wait(ctx.scratch.turns.at[0])
 
 
+def initialize_s(ctx: ForwardContext, item: Scalar, step: Scalar, scores: Ref) -> None:
+    """Starts S from a bias of positions, if there is one."""
+    options, arrays = ctx.call.options, ctx.operands.arrays
+    start = initial_scores(options, arrays, lambda: score_coord(ctx, item, step))
+    if start is not None:
+        scores[...] = start
+
+
 def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> None:
     """Issues S = QKᵀ of a step of the rings, whose K must have arrived."""
     mma(scores, q_tile.at[ctx.my_rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
@@ -257,6 +266,7 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     tile_shape = ROWS, ctx.call.params.block_k
 
     def qk_alone(scores: Ref) -> tuple[jax.Array, jax.Array | None]:
+        initialize_s(ctx, queued.item, jnp.int32(0), scores)
         ctx.ping_pong_wait()
         q_ring.load_from_shared(queued.index)
         when(queued.loads, lambda: k_ring.load_from_shared(step))
@@ -287,6 +297,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
         step = first + item_step
 
         def qk_beside_pv(scores: Ref) -> RowState:
+            initialize_s(ctx, queued.item, item_step, scores)
             ctx.ping_pong_wait()
             when(queued.loads, lambda: k_ring.load_from_shared(step))
             issue_qk(ctx, q_tile, step, scores)
@@ -387,6 +398,7 @@ def last_pv_beside_next_step(
     next_item = lax.max(queued.next_item, jnp.int32(0))
 
     def qk_beside_pv(scores: Ref) -> RowState:
+        initialize_s(ctx, next_item, jnp.int32(0), scores)
         ctx.ping_pong_wait()
 
         @pl.when(has_next)
@@ -530,7 +542,7 @@ def forward_kernel(
         group,
         item_at,
         *masked_steps(schedule),
-        guarded=schedule.may_mask or options.has_bias,  # a bias of −∞ masks, too
+        guarded=schedule.may_mask or options.may_hold_minus_infinity,  # a bias of −∞ masks, too
         # Evaluating the mask needs the registers that hold P, which the PV in flight still reads: wait for it first.
         softmax_after_pv=value_dim > 128
         and arrays.mask is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient, position_gradient_of
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.dims import needs_panels
 from tilewright.kernels.flash_attention.hopper.params import (
@@ -21,6 +21,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Extent
+from tilewright.kernels.flash_attention.hopper.scores import PositionOptions
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
@@ -277,7 +278,14 @@ def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
 
 
 def adds_bias(problem: AttentionProblem) -> bool:
-    """True if the gradient of a shared bias, one per batch element and head, is too large to be kept unreduced."""
+    """True if the gradient of a shared bias, one per batch element and head, is too large to be kept unreduced.
+
+    Or that of relative values, a row for each 16 keys.
+    """
+    if problem.position_bias is not None:
+        positions = PositionOptions.of(problem.position_bias, split_mask(problem.mask)[0], 0)
+        of_values = position_gradient_of(problem.position_bias, positions, problem.score_shape, True)
+        return of_values is not None and of_values.bytes > UNREDUCED_BYTES
     if problem.bias is None:
         return False
     unreduced = BiasGradient(tuple(problem.bias.shape), problem.bias.dtype, problem.score_shape, True)

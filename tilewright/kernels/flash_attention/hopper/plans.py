@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
 from tilewright.kernels.flash_attention.hopper.d_query import MAX_OVERLAPPED_DIM, ROW, STRIP
 from tilewright.kernels.flash_attention.hopper.params import (
     BLOCK,
@@ -244,7 +244,7 @@ class BackwardPlan:
     head_dim: int
     value_dim: int
     dtype: DTypeLike
-    bias_gradient: BiasGradient | None = None
+    bias_gradient: AnyBiasGradient | None = None
     panelled: bool = False
     partial_gradients: bool = False
     bias_dtype: DTypeLike | None = None
@@ -505,7 +505,7 @@ class WideBackwardPlan:
     head_dim: int
     value_dim: int
     dtype: DTypeLike
-    bias_gradient: BiasGradient | None = None
+    bias_gradient: AnyBiasGradient | None = None
     panelled: bool = False
     bias_dtype: DTypeLike | None = None
 

@@ -11,6 +11,8 @@ come by ``ldmatrix``, also those of the transposed tile.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +24,9 @@ from jaxtyping import Array, Float  # noqa: F401
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
+from tilewright.kernels.flash_attention.position_bias import Kind, PositionBias
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.diagonals import load_toeplitz_tile
 from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.ring import Ring, RingPlan, when
@@ -57,6 +61,8 @@ class ScoreArrays:
       bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``. Of one that passes through shared memory only the rows are
         lengthened, as TMA wants it.
       dropout_keys: ``[batch, heads, 2]`` uint32, of the generator.
+      position_values: float32 values of a bias of positions over the softmax scale: ``[heads, 1]`` negated slopes, or
+        ``[heads | 1, padded differences]``.
 
     Vectors and other matrices are padded to whole tiles.
     """
@@ -64,9 +70,36 @@ class ScoreArrays:
     mask: Mask | None
     bias: jax.Array | Ref | None
     dropout_keys: jax.Array | Ref | None
+    position_values: jax.Array | Ref | None = None
 
 
-jax.tree_util.register_dataclass(ScoreArrays, data_fields=["mask", "bias", "dropout_keys"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    ScoreArrays, data_fields=["mask", "bias", "dropout_keys", "position_values"], meta_fields=[]
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PositionOptions:
+    """The static side of a bias of positions.
+
+    Attributes:
+      offset: of a query's position to its index.
+      side: 1 if all visible keys are at positions up to the query's, −1 if from there on, 0 if neither is known.
+      last_query: the padded queries less 1, which is the entry of relative values for the difference 0.
+    """
+
+    kind: Kind
+    offset: int
+    side: int
+    last_query: int
+
+    @classmethod
+    def of(cls, bias: PositionBias | None, band: Band, q_padded: int) -> "PositionOptions | None":
+        """The options of a call's bias; None without one."""
+        if bias is None:
+            return None
+        side = 1 if band.highest <= bias.offset else -1 if band.lowest >= bias.offset else 0
+        return cls(bias.kind, bias.offset, side, q_padded - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,10 +119,18 @@ class ScoreOptions:
     has_bias: bool
     dropout_prob: float
     bound_keys: bool
+    positions: PositionOptions | None = None
+
+    @property
+    def may_hold_minus_infinity(self) -> bool:
+        """True if logits may be −∞ without a mask: a bias may hold it, but no product of slope and distance is."""
+        return self.has_bias or (self.positions is not None and self.positions.kind == "relative")
 
     @property
     def plain(self) -> bool:
         """True if logits are ``scale · S`` and nothing else, so that the scale folds into the exponent.
+
+        S may start from a bias of positions (`initial_scores`).
 
         A masked logit is −∞, which times a scale that is not positive is no longer masked. Whatever else is done to
         logits must make it False.
@@ -121,6 +162,7 @@ def prepare_scores(
         inputs.bias is not None,
         inputs.options.dropout_prob,
         kv_padded != kv_length,
+        PositionOptions.of(inputs.position_bias, band, q_padded),
     )
     if rest is not None:
         rest = jax.tree.map(
@@ -134,7 +176,14 @@ def prepare_scores(
         sizes = zip(bias.shape[2:], (q_padded, kv_padded), strict=True)
         widths = [(0, 0), (0, 0), *((0, 0 if size == 1 else padded - size) for size, padded in sizes)]
         bias = jnp.pad(bias, widths) if any(width != (0, 0) for width in widths) else bias
-    return options, ScoreArrays(rest, bias, dropout_keys(inputs))
+    values: Any = None
+    if inputs.position_bias is not None:
+        values = inputs.position_bias.values.astype(jnp.float32) * (1 / options.scale)
+        if inputs.position_bias.kind == "alibi":
+            values = -values
+        else:
+            values = jnp.pad(values, [(0, 0), (q_padded - q_length, kv_padded - kv_length)])
+    return options, ScoreArrays(rest, bias, dropout_keys(inputs), values)
 
 
 def transposed(arrays: ScoreArrays, stages_bias: bool = False) -> ScoreArrays:
@@ -171,6 +220,10 @@ class TileCoord:
         # the same two rows in all of its elements.
         iota = plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=tile_layout().reduce(1 - axis))
         return spread(iota + start, self.shape, axis)
+
+    def along(self, axis: int) -> jax.Array:
+        """Indices along an axis of the tile, in its shape."""
+        return self._positions(axis, 0)
 
     def between(self, lowest: int, highest: int) -> jax.Array:
         """Mask of ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
@@ -283,6 +336,69 @@ class BiasTiles:
         plgpu.commit_smem()
         when(present, lambda: self.ring.release(index))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def position_bias_reasons(bias: PositionBias | None, scale: float) -> list[str]:
+    """Reasons why the kernels cannot add a bias; empty if they can."""
+    if bias is None:
+        return []
+    found = []
+    if bias.q_positions is not None:
+        found.append("counts the positions of a bias by index, got positions that are an array")
+    if not math.isfinite(1 / scale if scale else math.inf):
+        found.append(f"starts from a bias over the scale, got {scale=}")
+    return found
+
+
+def initial_scores(options: ScoreOptions, arrays: ScoreArrays, tile_coord: Callable[[], TileCoord]) -> jax.Array | None:
+    """Starts S of a tile from a bias of positions over the softmax scale, float32; None without such a bias.
+
+    So all that follows S, such as the exponent that has the scale in it, is as without one. A thread loads those of
+    relative values that its elements have, a half of a tile at most.
+
+    Args:
+      tile_coord: coordinates of the tile, which are computed only if they are needed.
+    """
+    positions, values = options.positions, arrays.position_values
+    if positions is None:
+        return None
+    assert values is not None
+    coord = tile_coord()
+    if positions.kind == "alibi":
+        # The slopes come negated.
+        return scaled_distances(coord, positions, values[coord.head, 0])
+    q_size, kv_size = coord.shape[coord.q_axis], coord.shape[1 - coord.q_axis]
+    # Of the tile's first key and last query.
+    first = coord.kv_start - coord.q_start - (q_size - 1) + positions.last_query
+    row = coord.head if values.shape[0] > 1 else 0
+    diagonals: Any = values.at[row, pl.ds(first, q_size + kv_size - 1)]
+    return load_toeplitz_tile(diagonals, coord.shape[1], ascending=coord.q_axis == 0)
+
+
+def scaled_distances(coord: TileCoord, positions: PositionOptions, factor: jax.Array | None) -> jax.Array:
+    """``factor`` · |i − j| of a tile, or the distances themselves: exact below 2²⁴.
+
+    Where the mask leaves each query only keys on one side of it, they are differences, without an absolute value.
+    """
+    # As in `TileCoord.between` a thread's columns are an offset of its own plus constants, which alone differ between
+    # its elements, and become operands of instructions.
+    along = coord.along(1)
+    offset, constants = along & LANE_COLUMNS, (along & ~LANE_COLUMNS).astype(jnp.float32)
+    if coord.q_axis == 0:
+        start = coord.rows() - (coord.kv_start - positions.offset + offset)
+        constants = -constants
+    else:
+        start = (coord.q_start + positions.offset + offset) - coord.columns()
+    own = start.astype(jnp.float32)
+    if positions.side == 0:
+        distances = jnp.abs(own + constants)
+        return distances if factor is None else distances * factor
+    if factor is None:
+        distances = own + constants
+        return distances if positions.side > 0 else -distances
+    factor = factor * positions.side
+    # Relative to the tile, so that rounding is that of a product of slope and distance.
+    return own * factor + constants * factor
 
 
 def biased_and_capped(

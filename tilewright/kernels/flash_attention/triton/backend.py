@@ -54,6 +54,7 @@ class TritonFlashAttention(
             reasons.append(f"head dims go to {MAX_HEAD_DIM}, got {problem.head_dim=}, {problem.value_dim=}")
         if problem.bias is not None and problem.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
+        reasons += problem.position_bias_reasons
         widest, longest = max(problem.head_dim, problem.value_dim), max(problem.q_length, problem.kv_length)
         if problem.heads * widest * longest >= INT32_LIMIT:
             reasons.append(f"elements of a sequence must be counted by 32 bits, got {problem.score_shape=}, {widest=}")

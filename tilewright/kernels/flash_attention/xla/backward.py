@@ -1,7 +1,7 @@
 """The backward pass in plain XLA: recomputes P from lse, over the tiles that are not fully masked."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,17 @@ from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
+from tilewright.kernels.flash_attention.xla.position_bias import (
+    add_position_bias,
+    padded_gradient,
+    unpadded_gradient,
+)
+from tilewright.kernels.flash_attention.xla.scores import Scores, pad_scores
 from tilewright.kernels.flash_attention.xla.tiles import (
-    Scores,
     TileRun,
     Tiling,
     is_unrolled,
     over_steps,
-    pad_scores,
     read,
     run_tiles,
     schedule,
@@ -28,22 +32,40 @@ from tilewright.kernels.sharding import vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype
 
 
+class BiasGradients(NamedTuple):
+    """The gradients of both kinds of bias, padded to whole tiles; None if not wanted.
+
+    Attributes:
+      array: ``[batch | 1, heads | 1, q_length | 1, kv_length | 1]``.
+      values: those of a bias of positions.
+    """
+
+    array: jax.Array | None
+    values: jax.Array | None
+
+
 def attention_backward(
     inputs: AttentionInputs, out: Array, lse: Array, d_out: Array, d_lse: Array | None, tiling: Tiling
 ) -> dict[str, Array | None]:
-    """Gradients by argument name; None for a bias or sinks that are absent, and for a constant bias."""
-    caller_inputs = inputs
+    """Gradients by name of the input; None for a bias or sinks that are absent, and for a constant bias.
+
+    Inside ``shard_map`` those of the device's part: who calls sums them over the devices that share an argument.
+    """
     axes = varying_axes((inputs, d_out))
     inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
     dtype = accumulation_dtype(inputs.query.dtype)
     bias = inputs.differentiated_bias
-    d_bias = None if bias is None else vary_over(axes, jnp.zeros(bias.shape, dtype))
+    d_bias = None if bias is None else pad_scores(vary_over(axes, jnp.zeros(bias.shape, dtype)), tiling)
+    position_bias, d_values = inputs.differentiated_position_bias, None
+    if position_bias is not None:
+        d_values = vary_over(axes, padded_gradient(position_bias, tiling, dtype))
 
-    def run_step(step, d_bias):
-        return _step(inputs, d_out, exponent, delta, tiling, step, d_bias)
+    def run_step(step, d_biases):
+        return _step(inputs, d_out, exponent, delta, tiling, step, d_biases)
 
-    d_bias, (d_query, d_key, d_value) = over_steps(tiling, run_step, pad_scores(d_bias, tiling))
+    d_biases = BiasGradients(d_bias, d_values)
+    (d_bias, d_values), (d_query, d_key, d_value) = over_steps(tiling, run_step, d_biases)
     batch, q_length, heads, _ = inputs.query.shape
     if bias is not None:
         d_bias = d_bias[tuple(slice(0, size) for size in bias.shape)].astype(bias.dtype)
@@ -54,15 +76,9 @@ def attention_backward(
         "bias": d_bias,
         "softmax_aux": sinks_gradient(inputs, delta, exponent),
     }
-    return {name: _summed_as(getattr(caller_inputs, name), gradient) for name, gradient in gradients.items()}
-
-
-def _summed_as(argument: jax.Array | None, gradient: jax.Array | None) -> Any:
-    """Inside ``shard_map``, the sum over the devices that share an argument."""
-    if argument is None or gradient is None:
-        return None
-    shared = tuple(sorted(varying_axes(gradient) - varying_axes(argument)))
-    return lax.psum(gradient, shared) if shared else gradient
+    if position_bias is not None:
+        gradients["position_bias"] = unpadded_gradient(d_values, position_bias, tiling)
+    return gradients
 
 
 def _step(
@@ -72,7 +88,7 @@ def _step(
     delta: Array,
     tiling: Tiling,
     step: Index,
-    d_bias: jax.Array | None,
+    d_biases: BiasGradients,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     scores = Scores.of(inputs, tiling, step)
     value = tiling.kv_tiles(tiling.take(inputs.value, step, batch_axis=0, head_axis=2))
@@ -83,15 +99,19 @@ def _step(
     runs = schedule(tiling, tiling.take_mask(inputs.mask, step))
 
     def body(row, column, masked, carry):
-        d_query, d_key, d_value, d_bias = carry
+        d_query, d_key, d_value, (d_bias, d_values) = carry
         terms = (read(d_out_tiles, row), read(value, column), read(exponent_tiles, row), read(delta_tiles, row))
         d_logits, *parts = _tile(scores, *terms, row, column, masked)
         if d_bias is not None:
             d_bias = _add_bias(d_bias, d_logits, tiling, step, row, column)
-        return _add(d_query, row, parts[0]), _add(d_key, column, parts[1]), _add(d_value, column, parts[2]), d_bias
+        if d_values is not None:
+            assert scores.position_bias is not None
+            d_values = add_position_bias(d_values, scores.position_bias, d_logits, step, row, column)
+        d_biases = BiasGradients(d_bias, d_values)
+        return _add(d_query, row, parts[0]), _add(d_key, column, parts[1]), _add(d_value, column, parts[2]), d_biases
 
-    carry = _accumulate(runs, body, tiling, scores, value, d_bias)
-    d_query, d_key, d_value, d_bias = carry
+    carry = _accumulate(runs, body, tiling, scores, value, d_biases)
+    d_query, d_key, d_value, d_biases = carry
     # dQ = scale · dS·K and dK = scale · dSᵀ·Q. The query of ``scores`` has the scale, or the rest of it is ``factor``.
     d_query = tiling.q_rows(d_query) * inputs.options.softmax_scale
     d_key = _kv_columns(tiling, d_key)
@@ -102,7 +122,7 @@ def _step(
         d_key.astype(inputs.key.dtype),
         _kv_columns(tiling, d_value).astype(inputs.value.dtype),
     )
-    return d_bias, gradients
+    return d_biases, gradients
 
 
 def _accumulate(
@@ -111,7 +131,7 @@ def _accumulate(
     tiling: Tiling,
     scores: Scores,
     value: jax.Array,
-    d_bias: jax.Array | None,
+    d_biases: BiasGradients,
 ) -> Any:
     """Accumulates the gradients as arrays of tiles; those of key and value are transposed within a tile."""
     grid = tiling.grid
@@ -125,14 +145,14 @@ def _accumulate(
     axes = varying_axes(scores.query)
     if not is_unrolled(runs):
         zeros = vary_over(axes, tuple(jnp.zeros((count, *shape), dtype) for count, shape in tiles))
-        return run_tiles(runs, body, (*zeros, d_bias))
-    *lists, d_bias = run_tiles(runs, body, (*([None] * count for count, _ in tiles), d_bias))
+        return run_tiles(runs, body, (*zeros, d_biases))
+    *lists, d_biases = run_tiles(runs, body, (*([None] * count for count, _ in tiles), d_biases))
     # None: no tile of that row or column is visible, so its gradient is 0.
     filled = [
         jnp.stack([vary_over(axes, jnp.zeros(shape, dtype)) if part is None else part for part in parts])
         for parts, (_, shape) in zip(lists, tiles, strict=True)
     ]
-    return (*filled, d_bias)
+    return (*filled, d_biases)
 
 
 def _tile(

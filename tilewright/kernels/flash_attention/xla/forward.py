@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.results import Results
+from tilewright.kernels.flash_attention.xla.scores import Scores
 from tilewright.kernels.flash_attention.xla.tiles import (
-    Scores,
     Tiling,
     is_unrolled,
     over_steps,

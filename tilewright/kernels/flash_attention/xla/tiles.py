@@ -1,8 +1,6 @@
 """The tiling of XLA attention: groups of heads, tiles of their scores, and the order of tiles."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
-from tilewright.kernels.dropout import head_keys, keep_mask_tile
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.masks import Index, Mask, TileClass, TileGrid, reduce_classes
-from tilewright.kernels.softmax import accumulation_dtype
 from tilewright.ops.kernel.arrays import is_symbolic
 
 UNROLLED_TILES = 4
@@ -85,14 +79,14 @@ class Tiling:
     def q_tiles(self, rows: jax.Array, fill: float = 0.0) -> Any:
         """``[b, q_length, heads, ...]`` to ``[q_tiles, b, kv_heads, group, block_q, ...]``."""
         batch, _, heads, *rest = rows.shape
-        padded = _pad(rows, 1, self.q_padding, fill)
+        padded = pad_axis(rows, 1, self.q_padding, fill)
         split = padded.reshape(batch, self.grid.q_tiles, self.grid.block_q, heads // self.group, self.group, *rest)
         return split.transpose(1, 0, 3, 4, 2, *range(5, split.ndim))
 
     def kv_tiles(self, columns: jax.Array) -> Any:
         """``[b, kv_length, kv_heads, d]`` to ``[kv_tiles, b, kv_heads, block_k, d]``."""
         batch, _, heads, depth = columns.shape
-        padded = _pad(columns, 1, self.kv_padding)
+        padded = pad_axis(columns, 1, self.kv_padding)
         split = padded.reshape(batch, self.grid.kv_tiles, self.grid.block_k, heads, depth)
         return split.transpose(1, 0, 3, 2, 4)
 
@@ -213,139 +207,8 @@ def write(store: Any, index: Index, entry: Any) -> Any:
     return lax.dynamic_update_index_in_dim(store, entry, index, 0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scores:
-    """The logits of one step's tiles, and their dropout.
-
-    ``query`` and ``key`` are tiled; ``factor`` is the part of the softmax scale that is not folded into ``query``.
-    """
-
-    tiling: Tiling
-    inputs: AttentionInputs
-    query: Any
-    key: Any
-    bias: Any
-    mask: Mask | None
-    factor: float
-    dropout_keys: Any
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs, tiling: Tiling, step: Index) -> "Scores":
-        take = functools.partial(tiling.take, step=step, batch_axis=0, head_axis=2)
-        options = inputs.options
-        folded = scale_is_folded(options.softmax_scale, inputs.query.dtype)
-        query = take(inputs.query)
-        mask = tiling.take_mask(inputs.mask, step)
-        if mask is not None:
-            # Tiles are cut at traced positions, and a dynamic slice beyond the end of an array would be shifted.
-            mask = mask.pad(tiling.grid.q_length + tiling.q_padding, tiling.grid.kv_length + tiling.kv_padding)
-        keys = None
-        if inputs.dropout_seed is not None and options.dropout_prob > 0.0:
-            batch_start, head_start = tiling.starts(step)
-            batch = batch_start + jnp.arange(tiling.batch_size)[:, None, None]
-            heads = head_start + jnp.arange(tiling.head_size)[:, None]
-            query_heads = heads * tiling.group + jnp.arange(tiling.group)
-            if inputs.dropout_origin is not None:
-                batch, query_heads = batch + inputs.dropout_origin[0], query_heads + inputs.dropout_origin[1]
-            keys = head_keys(inputs.dropout_seed, batch, query_heads)
-        return cls(
-            tiling=tiling,
-            inputs=inputs,
-            query=tiling.q_tiles(query * jnp.asarray(options.softmax_scale, query.dtype) if folded else query),
-            key=tiling.kv_tiles(take(inputs.key)),
-            bias=pad_scores(tiling.take(inputs.bias, step, batch_axis=0, head_axis=1), tiling),
-            mask=mask,
-            factor=1.0 if folded else options.softmax_scale,
-            dropout_keys=keys,
-        )
-
-    def logits(self, row: Index, column: Index, masked: bool) -> tuple[Any, float, Any]:
-        """``(x, factor, slope)``: the logits are ``factor · x``, −inf if masked; slope is the soft cap's derivative or
-        None.
-        """
-        options = self.inputs.options
-        x = jnp.einsum(
-            "bhgqd,bhkd->bhgqk",
-            read(self.query, row),
-            read(self.key, column),
-            precision=options.precision,
-            preferred_element_type=accumulation_dtype(self.query.dtype),
-        )
-        factor, slope = self.factor, None
-        # Bias and cap are of scaled logits; and a masked logit is −∞, which a factor that is not positive would change
-        # later.
-        if self.bias is not None or options.logits_soft_cap is not None or factor <= 0.0:
-            x, factor = x * factor if factor != 1.0 else x, 1.0
-        if self.bias is not None:
-            x = x + self._split_heads(score_tile(self.bias, self.tiling, row, column)).astype(x.dtype)
-        if options.logits_soft_cap is not None:
-            tanh = jnp.tanh(x / options.logits_soft_cap)
-            x, slope = tanh * options.logits_soft_cap, 1.0 - tanh * tanh
-        if masked:
-            x = jnp.where(self._visible(row, column), x, -jnp.inf)
-        return x, factor, slope
-
-    def keep(self, row: Index, column: Index) -> Any:
-        """Marks the elements that dropout keeps."""
-        grid = self.tiling.grid
-        block = (grid.block_q, grid.block_k)
-        prob = self.inputs.options.dropout_prob
-        starts = row * grid.block_q, column * grid.block_k
-        return keep_mask_tile(self.dropout_keys, *starts, block, prob, multiples=block)
-
-    def _visible(self, row: Index, column: Index) -> Any:
-        grid = self.tiling.grid
-        visible = jnp.ones((1, 1, 1, 1, 1), bool)
-        if self.mask is not None:
-            tile = self.mask.tile(row * grid.block_q, grid.block_q, column * grid.block_k, grid.block_k)
-            visible = self._split_heads(tile)
-        if self.tiling.is_ragged:
-            columns = column * grid.block_k + jnp.arange(grid.block_k, dtype=jnp.int32)
-            visible = visible & (columns < grid.kv_length)
-        return visible
-
-    def _split_heads(self, tile: jax.Array) -> Any:
-        batch, heads, *rest = tile.shape
-        if heads == 1:
-            return tile[:, :, None]
-        return tile.reshape(batch, heads // self.tiling.group, self.tiling.group, *rest)
-
-
-def scale_is_folded(scale: float, dtype: DTypeLike) -> bool:
-    """True if multiplying the query by the scale beforehand rounds no more than the matmul does."""
-    if jnp.dtype(dtype).itemsize >= 4:
-        return True
-    # ±0.5 is the mantissa of powers of two, which round nothing. In float16 they may leave the range of its exponents.
-    return jnp.dtype(dtype) == jnp.bfloat16 and abs(math.frexp(scale)[0]) == 0.5
-
-
-def pad_scores(array: jax.Array | None, tiling: Tiling) -> Any:
-    """A bias with its full dimensions padded to whole tiles."""
-    if array is None:
-        return None
-    for axis, padding in ((2, tiling.q_padding), (3, tiling.kv_padding)):
-        array = array if array.shape[axis] == 1 else _pad(array, axis, padding)
-    return array
-
-
-def score_tile(array: jax.Array, tiling: Tiling, row: Index, column: Index) -> Any:
-    """One tile of a padded ``[b, h, q|1, kv|1]`` array."""
-    for axis, start, size in _score_slices(array, tiling, row, column):
-        array = (
-            lax.slice_in_dim(array, start, start + size, axis=axis)
-            if isinstance(start, int)
-            else lax.dynamic_slice_in_dim(array, start, size, axis)
-        )
-    return array
-
-
-def _score_slices(array: jax.Array, tiling: Tiling, row: Index, column: Index) -> list[tuple[int, Index, int]]:
-    grid = tiling.grid
-    slices = [(2, row * grid.block_q, grid.block_q), (3, column * grid.block_k, grid.block_k)]
-    return [entry for entry in slices if array.shape[entry[0]] != 1]
-
-
-def _pad(array: jax.Array, axis: int, padding: int, fill: float = 0.0) -> Any:
+def pad_axis(array: jax.Array, axis: int, padding: int, fill: float = 0.0) -> Any:
+    """Appends ``fill`` to an axis."""
     if isinstance(padding, int) and padding == 0:
         return array
     widths = [(0, padding if k == axis else 0, 0) for k in range(array.ndim)]

@@ -1,0 +1,163 @@
+"""Tiles with one value on each diagonal, in Mosaic GPU's own terms, below Pallas: `diagonals` alone calls it.
+
+A thread of a warpgroup holds, of an accumulator ``[64, columns]``, the elements of rows 16 · warp + g + 8h and columns
+8k + 2t + e, where g = lane / 4, t = lane % 4, and h, e are 0 or 1. So the difference of column and row is a part of the
+thread's own, 2t − g − 16 · warp, and the constant 8 (k − h) + e: all elements of one k − h have the same value.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WARP_ROWS = 16
+"""Rows of the accumulator that a warp of the warpgroup holds."""
+
+
+class Thread(NamedTuple):
+    """The indices of a thread of a warpgroup, int32.
+
+    Attributes:
+      warp: in the warpgroup.
+      group, member: g and t.
+    """
+
+    warp: Any
+    group: Any
+    member: Any
+
+
+def _modules() -> tuple[Any, ...]:
+    """``ir``, ``mgpu``, ``utils`` and the dialects ``arith``, ``llvm`` and ``nvvm``."""
+    mgpu, dialects = "jax.experimental.mosaic.gpu", "jaxlib.mlir.dialects"
+    names = ("jaxlib.mlir.ir", mgpu, f"{mgpu}.utils", f"{dialects}.arith", f"{dialects}.llvm", f"{dialects}.nvvm")
+    return tuple(importlib.import_module(name) for name in names)
+
+
+def _thread() -> Thread:
+    ir, _, utils, arith, *_ = _modules()
+    i32 = ir.IntegerType.get_signless(32)
+    index = utils.thread_idx()
+
+    def bits(shift: int, mask: int) -> Any:
+        return arith.andi(arith.shrui(index, utils.c(shift, i32)), utils.c(mask, i32))
+
+    return Thread(bits(5, 3), bits(2, 7), bits(0, 3))
+
+
+def _linear(constant: int, *terms: tuple[int, Any]) -> Any:
+    """``constant + sum of factor · value``, int32."""
+    ir, _, utils, arith, *_ = _modules()
+    i32 = ir.IntegerType.get_signless(32)
+    total = utils.c(constant, i32)
+    for factor, value in terms:
+        total = arith.addi(total, arith.muli(value, utils.c(factor, i32)))
+    return total
+
+
+def _pointer(memref: Any, index: Any) -> Any:
+    """The pointer to an element behind the first of a memref of float32 in global memory."""
+    ir, _, utils, _, llvm, _ = _modules()
+    # Of the global address space, so that loads need not find out where a generic address is.
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(memref))
+    return utils.getelementptr(pointer, [index], ir.F32Type.get())
+
+
+def toeplitz_tile(values: Any, columns: int, ascending: bool) -> Any:
+    """A tile ``[64, columns]`` of float32 in the accumulator's layout, loaded from the memref of its diagonals.
+
+    Args:
+      values: ``[64 + columns - 1]`` in global memory. Element (r, c) is number c − r + 63, or r − c + columns − 1 if
+        not ``ascending``.
+    """
+    ir, mgpu, utils, _, llvm, _ = _modules()
+    f32, thread = ir.F32Type.get(), _thread()
+    sign = 1 if ascending else -1
+    origin = 63 if ascending else columns - 1
+    own = _linear(origin, (-sign * WARP_ROWS, thread.warp), (-sign, thread.group), (2 * sign, thread.member))
+    pointer = _pointer(values, own)
+    loaded: dict[int, Any] = {}
+
+    def load(offset: int) -> Any:
+        if offset not in loaded:
+            loaded[offset] = llvm.load(f32, utils.getelementptr(pointer, [offset], f32))
+        return loaded[offset]
+
+    layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), f32)
+    shape = layout.registers_shape((64, columns))
+    assert shape == (1, columns // 8, 1, 1, 2, 1, 1, 1, 1), shape
+    registers = np.empty(shape, dtype=object)
+    i32 = ir.IntegerType.get_signless(32)
+    for index in np.ndindex(shape):
+        k, h = index[1], index[4]
+        vector = llvm.mlir_undef(pair)
+        for e in range(2):
+            vector = llvm.insertelement(vector, load(sign * (8 * (k - h) + e)), utils.c(e, i32))
+        registers[index] = vector
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
+    """Adds the sums along the diagonals of a float32 tile ``[64, 64]`` to global memory, by reductions of each warp.
+
+    Args:
+      tile: in the accumulator's layout; element (r, c) belongs to number r − c + 63.
+      target: a memref of 127 float32 at least, of warp 0.
+      warp_stride: elements from the target of a warp to that of the next.
+    """
+    ir, _, utils, arith, llvm, nvvm = _modules()
+    f32, i32, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), _thread()
+    zero = utils.c(0.0, f32)
+
+    def constant(value: int) -> Any:
+        return utils.c(value, i32)
+
+    # The sums of the thread's own elements with one h − k, which is -7 to 1, and one e.
+    sums: dict[tuple[int, int], Any] = {}
+    for index in np.ndindex(tile.registers.shape):
+        for e in range(2):
+            element, key = llvm.extractelement(tile.registers[index], constant(e)), (index[4] - index[1], e)
+            sums[key] = arith.addf(sums[key], element) if key in sums else element
+
+    def moved(parts: dict[int, Any], steps: int, lanes: int) -> dict[int, Any]:
+        """Takes, from the lane ``steps`` groups and ``lanes`` members further, its sums of this lane's diagonals.
+
+        Behind the last group follows the first, whose diagonals are 8 lower: it sends the sums of those 8 above.
+        """
+        source = arith.andi(_linear(4 * steps + lanes, (4, thread.group), (1, thread.member)), constant(31))
+        wraps = arith.cmpi(arith.CmpIPredicate.ult, thread.group, constant(steps))
+        found = {}
+        for m in range(-8, 2):
+            here, above = parts.get(m, zero), parts.get(m + 1, zero)
+            sent = arith.bitcast(i32, arith.select(wraps, above, here))
+            taken = nvvm.shfl_sync(utils.c(0xFFFFFFFF, i32), sent, source, constant(31), nvvm.ShflKind.idx)
+            found[m] = arith.bitcast(f32, taken)
+        return found
+
+    def added(parts: dict[int, Any], others: dict[int, Any]) -> dict[int, Any]:
+        return {m: arith.addf(parts.get(m, zero), others[m]) for m in range(-8, 2)}
+
+    # An element is on diagonal 63 + 16 · warp + 8 (h − k) + g − 2t − e: e, then t, are made 0 by a move to the lane
+    # whose g is less by that much.
+    of_e = [{m: part for (m, e), part in sums.items() if e == which} for which in range(2)]
+    parts = added(of_e[0], moved(of_e[1], 1, 0))
+    parts = added(parts, moved(parts, 2, 1))
+    parts = added(parts, moved(parts, 4, 2))
+    own = _linear(63, (WARP_ROWS + warp_stride, thread.warp), (1, thread.group))
+    pointer, first = _pointer(target, own), arith.cmpi(arith.CmpIPredicate.eq, thread.member, constant(0))
+    predicate = arith.extui(i32, first)
+    for m, part in parts.items():
+        # Diagonal 63 + 8m + g of warp 0 begins at -1 for m = -8 and g = 0, where nothing is.
+        address = utils.getelementptr(pointer, [8 * m], f32)
+        inside = predicate
+        if m == -8:
+            inside = arith.andi(
+                predicate, arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ne, thread.group, constant(0)))
+            )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [address, part, inside],
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.relaxed.gpu.global.add.f32 [$0], $1; }",
+            "l,f,r",
+            has_side_effects=True,
+        )
