@@ -59,7 +59,7 @@ from tilewright.kernels.flash_attention.hopper.backward_context import (
     over_query_steps,
 )
 from tilewright.kernels.flash_attention.hopper.backward_dq import accumulate_dq_of_item
-from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient, BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, ConversionResults, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
@@ -464,7 +464,7 @@ def clear_skipped(ctx: KeyValueContext, item: Scalar, after: Scalar) -> None:
       after: the index of the step behind the item.
     """
     bias_gradient = ctx.bias_gradient
-    if bias_gradient is None or ctx.operands.d_bias is not None:
+    if not isinstance(bias_gradient, BiasGradient) or ctx.operands.d_bias is not None:
         return
     # Decoded anew, as if the item were another: kept over its steps, the values would be spilled.
     b, key_part, kv_tile = ctx.decode(item + opaque_zero(after + item))

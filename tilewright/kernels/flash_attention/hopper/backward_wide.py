@@ -53,7 +53,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
-from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient
+from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient, BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
@@ -449,7 +449,7 @@ def compute_dk(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar
 def clear_skipped(ctx: WideContext, item: Scalar) -> None:
     """Stores zeros where the gradient of a bias has tiles that are no steps, unless the array has been cleared."""
     bias_gradient, d_bias, staging = ctx.plan.bias_gradient, ctx.d_bias, ctx.scratch.d_bias
-    if bias_gradient is None or ctx.operands.d_bias is not None:
+    if not isinstance(bias_gradient, BiasGradient) or ctx.operands.d_bias is not None:
         return
     assert d_bias is not None
     assert staging is not None
