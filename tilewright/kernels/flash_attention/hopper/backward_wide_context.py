@@ -103,11 +103,18 @@ class WideContext:
           item_index: items of the CTA before this one.
           first: their steps.
         """
-        s = self.scratch
-        of_item = {"k": s.k.after(item_index), "v": s.v.after(item_index)}
-        of_steps = {name: getattr(s, name).after(first) for name in ("q", "d_out", "minus_lse", "minus_delta", "p")}
-        ds = None if s.ds is None else s.ds.after(first)
-        return dataclasses.replace(self, scratch=s._replace(**of_item, **of_steps, ds=ds))
+        rings = self.scratch
+        scratch = rings._replace(
+            k=rings.k.after(item_index),
+            v=rings.v.after(item_index),
+            q=rings.q.after(first),
+            d_out=rings.d_out.after(first),
+            minus_lse=rings.minus_lse.after(first),
+            minus_delta=rings.minus_delta.after(first),
+            p=rings.p.after(first),
+            ds=None if rings.ds is None else rings.ds.after(first),
+        )
+        return dataclasses.replace(self, scratch=scratch)
 
     def decode(self, item: Scalar) -> WideItem:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
