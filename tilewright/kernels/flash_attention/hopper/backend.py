@@ -62,7 +62,7 @@ from tilewright.kernels.flash_attention.results import (
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.hopper.limits import SHARED_BYTES, TMA_STRIDE_BYTES, WARPGROUP_THREADS
-from tilewright.kernels.hopper.schedule import ItemLists, program_lists, program_order
+from tilewright.kernels.hopper.schedule import program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
@@ -123,7 +123,7 @@ def plan_of(
     return plan
 
 
-def are_listed(params: WideBackwardParams, mask: Mask | None) -> bool:
+def are_listed(params: BackwardParams, mask: Mask | None) -> bool:
     """True if CTAs of the kernel for dK and dV of wide heads have lists of work items.
 
     dQ that is added up takes the registers for that; and lists do not know the steps that arrays mask.
@@ -345,11 +345,9 @@ class PallasGpuFlashAttention(
             counters_ref = None if conversion is None else jax.new_ref(counters)
             kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
         else:
-            assert isinstance(params, WideBackwardParams)
-            wide_lists: ItemLists[np.ndarray] = None, order
-            if are_listed(params, inputs.mask):
-                wide_lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
-            kernel = functools.partial(wide_key_value_kernel, lists=wide_lists)
+            listed = are_listed(params, inputs.mask)
+            wide_lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+            kernel = functools.partial(wide_key_value_kernel, lists=wide_lists if listed else (None, order))
         found: KeyValueResults[Any] = kernel(
             call, schedule, tables, dq_accumulator=accumulator, d_bias=bias_ref, bias_gradient=bias_gradient
         )

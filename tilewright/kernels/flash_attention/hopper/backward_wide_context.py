@@ -1,7 +1,7 @@
 """Operands and context of the roles of the kernel for dK and dV of wide heads on Hopper."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -113,12 +113,19 @@ class WideContext:
           item_index: items of the CTA before this one.
           first: their steps.
         """
-        s = self.scratch
-        names = "q", "d_out", "minus_lse", "minus_delta", "p"
-        of_steps: dict[str, Any] = {name: getattr(s, name).after(first) for name in names}
-        ds, bias = (None if ring is None else ring.after(first) for ring in (s.ds, s.bias))
-        rings = s._replace(k=s.k.after(item_index), v=s.v.after(item_index), ds=ds, bias=bias)
-        return dataclasses.replace(self, scratch=rings._replace(**of_steps))
+        rings = self.scratch
+        scratch = rings._replace(
+            k=rings.k.after(item_index),
+            v=rings.v.after(item_index),
+            q=rings.q.after(first),
+            d_out=rings.d_out.after(first),
+            minus_lse=rings.minus_lse.after(first),
+            minus_delta=rings.minus_delta.after(first),
+            p=rings.p.after(first),
+            ds=None if rings.ds is None else rings.ds.after(first),
+            bias=None if rings.bias is None else rings.bias.after(first),
+        )
+        return dataclasses.replace(self, scratch=scratch)
 
     def decode(self, item: Scalar) -> WideItem:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""

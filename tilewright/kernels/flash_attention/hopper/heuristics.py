@@ -130,7 +130,7 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
         if problem.dropout:
             block_k = 64 if plain and single else 32
         elif widest <= 192:
-            block_k = 96 if single else 64
+            block_k = 96 if single else 64 if problem.value_dim <= 128 else 48
         return [HopperForwardParams(128, block_k, 2, False, False)]
     found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
     if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
