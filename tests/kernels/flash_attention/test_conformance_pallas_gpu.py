@@ -96,14 +96,17 @@ def test_head_dims(head_dim: int, value_dim: int):
         [
             (100, {"kv_heads": 1}, HopperForwardParams(128, 128, 2, True, False)),
             (100, {"causal": True}, HopperForwardParams(128, 128, 2, True, True)),
-            (250, {}, HopperForwardParams(128, 128, 3, True, True)),
-            (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
+            (250, {}, HopperForwardParams(128, 128, 4, True, True)),
+            (197, {}, HopperForwardParams(128, 208, 2, True, False, False)),
+            (197, {"causal": True, "sinks": 1}, HopperForwardParams(128, 80, 2, True, True, False)),
+            (250, {"kv_heads": 1, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
             (130, {"head_dim": 160, "bias": "hqk"}, HopperForwardParams(128, 80, 2, True, False)),
             (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
         ],
         test=[
             (100, {"kv_heads": 1}, HopperForwardParams(128, 128, 2, True, False)),
-            (250, {"kv_heads": 2, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
+            (197, {}, HopperForwardParams(128, 208, 2, True, False, False)),
+            (250, {"kv_heads": 1, "head_dim": 72}, HopperForwardParams(128, 128, 3, True, False)),
             (60, {"head_dim": 256}, HopperForwardParams(128, 32, 3, True, False)),
         ],
     ),
@@ -211,6 +214,13 @@ def test_a_bias_of_minus_infinity_over_whole_tiles():
 def test_wide_heads():
     case = AttentionCase("", 1, 150, 200, heads=1, head_dim=256, value_dim=190, dtype="float16", bias="")
     run(case, HopperForwardParams(128, 64), WideBackwardParams())
+
+
+@pytest.mark.parametrize("ahead", sampled([False, True], test=[True]))
+def test_races_of_keys_that_stay(ahead: bool):
+    case = AttentionCase("", 2, 140, 40, heads=2, head_dim=64, dtype="bfloat16")
+    with mock.patch.object(backend, "num_sms", return_value=2), interpret_mosaic(detect_races=True):
+        run_forward(case, HopperForwardParams(128, 48, 2, True, False, ahead))
 
 
 @pytest.mark.parametrize("index", sampled([1, 3], test=[3]))

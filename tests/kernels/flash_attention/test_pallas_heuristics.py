@@ -68,6 +68,36 @@ def test_the_only_step_is_not_masked_by_three_consumers():
     assert first(long, "forward") == HopperForwardParams(192, 128, 2, True, True)
 
 
+@pytest.mark.parametrize(
+    ("of", "params"),
+    [
+        (problem(64, 197, 16, 64), HopperForwardParams(128, 208, 2, True, False, False)),
+        (problem(66, 256, 14, 64), HopperForwardParams(128, 256, 2, True, False, False)),
+        (problem(32, 1024, 20, 64, kv_length=77), HopperForwardParams(128, 80, 2, True, False, False)),
+        (problem(8, 4096, 16, 64, kv_length=120), HopperForwardParams(128, 128, 2, True, False, False)),
+        (problem(32, 512, 12, 64), HopperForwardParams(128, 128, 5, True, True)),
+        (problem(8, 4096, 16, 72, kv_length=120), HopperForwardParams(128, 128, 2, True, False)),
+        (problem(66, 256, 14, 80), HopperForwardParams(128, 128, 2, True, False)),
+        (problem(66, 256, 14, 160), HopperForwardParams(128, 128, 2, True, False)),
+        (problem(132, 64, 8, 160), HopperForwardParams(128, 64, 2, True, False)),
+        (problem(66, 256, 14, 256), HopperForwardParams(128, 64, 2, False, False)),
+    ],
+)
+def test_few_keys(of: AttentionProblem, params: HopperForwardParams):
+    """The fastest of sweeps on an H100, or within 2 % of it."""
+    assert first(of, "forward") == params
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"bias": jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)}, {"dropout_prob": 0.1}]
+)
+def test_scores_that_take_registers_are_not_in_one_step(options: dict[str, Any]):
+    if "dropout_prob" in options:
+        options = options | {"dropout_seed": jax.ShapeDtypeStruct((2,), jnp.uint32)}
+    found = BACKEND.candidates(problem(64, 256, 16, 64, **options), H100, "forward")
+    assert all(params.ahead and params.block_k <= 128 for params in found)
+
+
 @pytest.mark.parametrize("options", [{"heads": 71, "head_dim": 64}, {"heads": 48, "head_dim": 128}])
 def test_one_key_head_is_split_among_all_sms(options: dict[str, int]):
     of = problem(1, 2048, kv_heads=1, causal=True, **options)

@@ -72,12 +72,18 @@ def test_persistent_programs_of_several_items(ping_pong: bool) -> None:
     check_forward(case, HopperForwardParams(128, 128, 2, True, ping_pong), max_programs=3)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize(("kv_length", "stages"), [(100, 2), (128, 3), (230, 3), (256, 5)])
-def test_keys_that_stay(kv_length: int, stages: int, ping_pong: bool) -> None:
+def test_keys_that_stay(kv_length: int, stages: int, ping_pong: bool, ahead: bool) -> None:
     """Programs that begin and end within a key head."""
     case = AttentionCase("", 5, 640, kv_length, heads=20, kv_heads=4, head_dim=64, dtype="bfloat16")
-    check_forward(case, HopperForwardParams(128, 128, stages, True, ping_pong), max_programs=4)
+    check_forward(case, HopperForwardParams(128, 128, stages, True, ping_pong, ahead), max_programs=4)
+
+
+def test_consumers_that_go_on_alone() -> None:
+    case = AttentionCase("", 3, 640, 640, heads=20, kv_heads=4, head_dim=64, dtype="bfloat16", causal=True)
+    check_forward(case, HopperForwardParams(128, 128, 2, True, False, False), max_programs=3)
 
 
 @pytest.mark.parametrize("block_k", [64, 80])

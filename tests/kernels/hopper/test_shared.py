@@ -26,6 +26,23 @@ def test_every_head_dim_has_its_widest_swizzle(head_dim: int, swizzle: int):
     assert (type(swizzling), swizzling.swizzle) == (plgpu.SwizzleTransform, swizzle)
 
 
+@pytest.mark.parametrize(
+    ("columns", "swizzle", "panels"),
+    [(80, 128, (64, 16)), (160, 128, (64, 64, 32)), (96, None, (32, 32, 32)), (128, 128, (64, 64)), (48, 64, (32, 16))],
+)
+def test_the_last_panel_has_the_rest(columns: int, swizzle: int | None, panels: tuple[int, ...]):
+    tile = SharedTile((128, columns), jnp.bfloat16, swizzle, panelled=True)
+    assert (tile.panels, tile.copies) == (panels, len(panels))
+    assert tile.stack_bytes(2) == 2 * 128 * columns * 2
+    assert [swizzling.swizzle for _, swizzling in map(tile.panel_transforms, panels)] == [2 * width for width in panels]
+
+
+@pytest.mark.parametrize("columns", [72, 112])
+def test_a_last_panel_that_is_as_wide_as_no_swizzle_is_refused(columns: int):
+    with pytest.raises(ValueError, match="as wide as no swizzle"):
+        SharedTile((128, columns), jnp.bfloat16, 128, panelled=True)
+
+
 def stored_by_hardware(rows: int, columns: int, itemsize: int, width: int) -> np.ndarray:
     """Offset of each element: tiles of 8 × width bytes one after another, 16-byte vectors permuted by address bits."""
     row, column = np.mgrid[:rows, :columns]

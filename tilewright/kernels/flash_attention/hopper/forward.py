@@ -365,7 +365,7 @@ def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
         ctx.scratch.q.release(queued.index)
         release_item(ctx, ctx.scratch.k, queued, first)
         after = next_first(ctx, queued, first)
-        last = first + (ctx.decode(queued.item).steps.total - 1)
+        last = first + (ctx.call.resident_steps - 1) if ctx.call.resident_steps else after - 1
         next_state = last_pv_beside_next_step(ctx, acc, queued, last, after, state.p)
         release_item(ctx, ctx.scratch.v, queued, first)
         assert ctx.scratch.out is not None

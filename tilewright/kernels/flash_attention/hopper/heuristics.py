@@ -12,7 +12,7 @@ import numpy as np
 
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient, position_gradient_of
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
-from tilewright.kernels.flash_attention.hopper.dims import needs_panels
+from tilewright.kernels.flash_attention.hopper.dims import forward_dims, needs_panels
 from tilewright.kernels.flash_attention.hopper.params import (
     BackwardParams,
     HopperBackwardParams,
@@ -40,6 +40,9 @@ RESIDENT_OVERHEAD = 1.0
 
 32 × 12 heads of 512 at head_dim 64 took 69 µs, and with tiles of 192 queries 71.
 """
+
+PERSISTENT_DIM = 160
+"""Widest head dim beyond 128 from which one CTA for each item is faster: 256 keys at 256 took 203 µs so, and 214."""
 
 ONE_STEP = 256
 """Most keys of a step, the N of wgmma. Up to head_dim 64 there are registers for them, if no step overlaps with it."""
@@ -101,10 +104,19 @@ def is_full(problem: AttentionProblem) -> bool:
     return plain and problem.mask is None
 
 
+def has_panels(problem: AttentionProblem) -> bool:
+    """True if tiles lie in panels (`needs_panels`)."""
+    return needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
+
+
+def forward_dims_of(problem: AttentionProblem) -> tuple[int, int]:
+    """The head dims that the forward kernel computes with."""
+    return forward_dims(problem.head_dim, problem.value_dim, has_panels(problem))
+
+
 def even_block(problem: AttentionProblem, steps: int) -> int:
     """Keys of a step if there are so many: whole tiles are cut by 64 keys, panels by 16."""
-    panels = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
-    unit = 16 if panels else 64
+    unit = 16 if has_panels(problem) else 64
     return -(-problem.kv_length // (steps * unit)) * unit
 
 
@@ -165,6 +177,8 @@ def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwa
         return found
     if is_full(problem):
         special = _few_steps(problem)
+        if problem.kv_length <= ONE_STEP:
+            found = [params for params in found if params.consumers == 2]
         best = min([*special, *found], key=lambda params: forward_time(problem, params, num_sms))
         if best in special:
             return [best, *(params for params in [*special, *found] if params != best)]
@@ -194,6 +208,10 @@ def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForward
         return found if problem.mask is not None else [found[1], found[0], found[2]]
     if widest > 192:
         found = _params([(128, 80, False, False), (128, 64, False, False)])
+        if is_full(problem) and max(forward_dims_of(problem)) <= PERSISTENT_DIM:
+            # In as few steps as can be: 66 × 14 heads of 256 took 131 µs, and 144 not persistent in steps of 64 keys.
+            block_k = even_block(problem, -(-problem.kv_length // 128))
+            return [HopperForwardParams(128, block_k, 2, True, False), *found[::-1]]
         return found if problem.mask is not None else found[::-1]
     found = _params(
         [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
