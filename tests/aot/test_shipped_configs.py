@@ -42,6 +42,7 @@ SCORE_OPTIONS: dict[str, dict[str, Any]] = {
     "mask": {"mask": "bhqk"},
     "segments": {"segments": True, "causal": True},
     "dropout": {"dropout_prob": 0.1},
+    "dropout_causal": {"dropout_prob": 0.1, "causal": True},
     "dropout_segments": {"dropout_prob": 0.1, "segments": True},
     "dropout_masks": {"dropout_prob": 0.1, "segments": True, "mask": "bk", "causal": True},
     "everything": {
@@ -171,18 +172,12 @@ SPILLED_ADDRESSES = 48
 and reloads once or twice in a step, of some 600 instructions. Computing the next scores beside dK is worth it: 2 %."""
 
 SPILLED_BY_CALL = {
-    "one_kv_head": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, stored in halves of float32
-    "dropout_d256": 4,
-    "dropout_segments_d128": 8,
-    "dropout_segments_d256": 12,
-    "dropout_masks_d128": 32,
-    "dropout_masks_d256": 12,
-    "everything_d64": 96,
-    "everything_d128": 216,  # 156 while its query heads were not split
-    "everything_d256": 228,  # the gradient of the bias on its way through shared memory
+    "one_kv_head-backward": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, in halves of float32
+    "dropout_causal_d128-forward": 12,  # an address, reloaded three times; tiles of 96 keys do not spill, and are slower
+    "everything_d128-backward": 124,
+    "everything_d256-backward": 228,  # the gradient of the bias on its way through shared memory
 }
-"""Bytes that backward kernels spill, by call, the most of jax 0.11.2 and 0.12: to be mended. All but the first draw
-dropout's random bits: no other config serves these calls on the card, and the generator takes most of their time."""
+"""Bytes that kernels spill, by call and direction, the most of jax 0.11.2 and 0.12."""
 
 
 @pytest.mark.parametrize("compilation", list(compilations()), ids=lambda compilation: compilation.name)
@@ -193,8 +188,7 @@ def test_compiles_without_spills(compilation: Compilation) -> None:
     allowed = 0
     if isinstance(compilation.params, HopperBackwardParams) and not compilation.params.deterministic:
         allowed = SPILLED_ADDRESSES
-    name, _, rest = compilation.name.partition("-")
-    if rest.startswith("backward"):
-        allowed = max(allowed, SPILLED_BY_CALL.get(name, 0))
+    call, direction, _ = compilation.name.split("-", 2)
+    allowed = max(allowed, SPILLED_BY_CALL.get(f"{call}-{direction}", 0))
     faulty = [report for report in reports if report.serialised or report.spill_loads > allowed]
     assert [fault for report in faulty for fault in report.faults] == []

@@ -236,6 +236,9 @@ def narrow_backward_candidates(problem: AttentionProblem, widest: int) -> list[B
     block = 128 if widest <= 64 and not heavy else 64
     repeats = visible_keys(problem) < FUSED_KEYS_PER_DIM * widest and not adds
     forms = [repeats, not repeats]
+    bent = problem.bias is not None or problem.options.logits_soft_cap is not None
+    if problem.dropout and widest > 64 and bent and not adds:  # the one kernel would spill 300 bytes
+        forms = [True]
     return [HopperBackwardParams(block, 2, deterministic) for deterministic in forms]
 
 
@@ -292,6 +295,9 @@ def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
     # Beside the gradient of a bias at head_dim 256, none of the others that add up dQ fits.
     if problem.bias is not None and not problem.dropout:
         found.append(WideBackwardParams(False, 2, 1, 32, 1))
+    if problem.dropout and visible_keys(problem) >= 2048:
+        # Kernels of their own for dQ and for dK and dV draw random bits twice: at 4096 keys they take 15 % more time.
+        found = [found[2], *found[:2], *found[3:]]
     return sorted(found, key=lambda params: params.deterministic) if adds_bias(problem) else found
 
 
