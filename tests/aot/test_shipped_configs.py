@@ -140,7 +140,7 @@ and reloads once or twice in a step, of some 600 instructions. Computing the nex
 
 SPILLED_BY_CALL = {
     "one_kv_head-backward": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, in halves of float32
-    "dropout_causal_d128-forward": 12,  # an address, reloaded three times; tiles of 96 keys do not spill, and are slower
+    "dropout_causal_d128-forward": 12,  # an address, reloaded three times; of 96 keys none, but slower
     "everything_d128-backward": 124,
 }
 """Bytes that kernels spill, by call and direction, the most of jax 0.11.2 and 0.12."""

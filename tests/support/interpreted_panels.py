@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.kernels.dropout import LANES, keep_elements
-from tilewright.kernels.flash_attention.hopper import dropout
+from tilewright.kernels.flash_attention.hopper import scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.panels import PanelRef
@@ -27,8 +27,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield shared, "panel_scratch", _scratch
     yield shared, "panel_references", lambda refs: (tuple(refs), tuple(refs))
     yield panels, "mma_of_panels", _mma
-    yield dropout, "bits_of_tile", _bits
-    yield dropout, "select_by_bits", _select
+    yield scores, "bits_of_tile", _bits
+    yield scores, "select_by_bits", _select
 
 
 @contextlib.contextmanager

@@ -320,12 +320,11 @@ struct CutlassBackward {
         auto keep = shared.zij().accum_ref();
         const bool drops = head.drops();
         const uint2 dropout_key = drops ? head.dropout_key() : uint2{};
-        const uint32_t threshold = p.scores.keep_threshold;
         Logits::iterateRows(
             offset, [](int) {},
             [&](int m, int n, int) {
-              const int query = q_start + n, key = k_start + m;
-              const bool keeps = !drops || kept(random_words(dropout_key, query, key), threshold, query, key);
+              const uint2 words = random_words(dropout_key, q_start + n, k_start + m);
+              const bool keeps = !drops || kept(words, p.scores.keep_threshold, q_start + n, k_start + m);
               keep.at({m, n}) = keeps ? Element(1.0f) : Element(0.0f);
             },
             [](int) {});

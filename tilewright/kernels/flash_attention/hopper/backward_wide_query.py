@@ -48,11 +48,10 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     minus_delta_of,
     rowsum_of_products,
 )
-from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
-from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord
+from tilewright.kernels.flash_attention.hopper.scores import ScoreOptions, TileCoord, draw_kept
 from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -362,7 +361,7 @@ class DqWarpgroup:
         mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
 
     def coord(self, step: Scalar) -> TileCoord:
-        """Where S of a step lies."""
+        """The place of S of a step."""
         b, h, q_start, steps = self.ctx.decode(item_in_step(self.item, step))
         return TileCoord(b, h, q_start + self.ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
 

@@ -43,7 +43,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
 from tilewright.kernels.flash_attention.hopper.forward_context import (
     ForwardCall,
     ForwardContext,
@@ -58,7 +57,9 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     ScoreOptions,
     TileCoord,
     biased_and_capped,
+    draw_kept,
     masked_logits,
+    zero_dropped,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -149,7 +150,7 @@ def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, step: Scalar) -> None:
 
 
 def score_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
-    """Where S of a step of an item lies."""
+    """The place of S of a step of an item."""
     work, block_k = ctx.decode(item), ctx.call.params.block_k
     return TileCoord(
         work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0

@@ -93,7 +93,7 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
 def _forward_with_dropout(widest: int, masked_by_arrays: bool) -> list[HopperForwardParams]:
     """Tiles where random bits are drawn and P stays in float32 beside PV, which takes registers."""
     if widest > 128:
-        return _params([(128, 64, False, False), (128, 80, False, False)])
+        return _params([(128, 64, False, False)])
     if masked_by_arrays:
         return _params([(128, 64, False, True), (128, 64, False, False)])
     if widest <= 64:

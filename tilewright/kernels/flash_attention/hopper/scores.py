@@ -1,11 +1,17 @@
-"""Bias, soft cap and mask of a tile of scores, between QKᵀ and PV of a Hopper kernel; `dropout` is in its own module.
+"""Bias, soft cap, mask and dropout of a tile of scores, between QKᵀ and PV of a Hopper kernel.
 
 A tile is ``[queries, keys]`` (S) in the forward pass and for dQ, ``[keys, queries]`` (Sᵀ) for dK and dV: ``q_axis`` is
 the axis of the queries. Everything is computed from positions, or loaded from global memory straight into registers in
 the layout of the wgmma accumulator, and only where the options ask for it.
+
+The dropout's generator needs positions alone, so a kernel draws a tile's bits while the MMA for S is in flight, and
+keeps them in a register for each 64 columns of the tile; they are tested where P or dP is at hand. A call of the
+generator serves four elements that one thread holds, of S and of Sᵀ (`tilewright.kernels.dropout`). An array in Pallas
+has no such thing as a thread, so bits are drawn and tested in Mosaic GPU's own terms.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,11 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float  # noqa: F401
 
+from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.mosaic_dropout import COLUMNS_PER_WORD, draw, select
 from tilewright.kernels.hopper.softmax import LOG2E
-from tilewright.kernels.hopper.tiles import spread, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, spread, tile_layout
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import (
     AndMask,
@@ -28,6 +36,8 @@ from tilewright.kernels.masks import (
     OrMask,
     SegmentMask,
 )
+
+WARPGROUP_THREADS = 128
 
 LANE_COLUMNS = 6
 """Bits of a column's index that depend on the thread.
@@ -284,3 +294,66 @@ def _attends(mask: Mask, coord: TileCoord) -> jax.Array:
         values = coord.matrix(mask.array).astype(jnp.int32)
         return lax.broadcast(values, coord.shape) != 0 if values.ndim == 0 else values != 0
     raise TypeError(f"no kernel form of a mask of type {type(mask).__name__}")
+
+
+def draw_kept(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax.Array | None:
+    """The bits of a tile for `zero_dropped` and `negate_dropped`, opaque; None without dropout."""
+    if not options.dropout_prob:
+        return None
+    keys = arrays.dropout_keys
+    assert keys is not None
+    key = keys[coord.batch, coord.head, 0], keys[coord.batch, coord.head, 1]
+    return bits_of_tile(key, coord, keep_threshold(options.dropout_prob))
+
+
+def zero_dropped(tile: jax.Array, bits: jax.Array, coord: TileCoord, first: int = 0) -> jax.Array:
+    """A tile, in float32 or in 16 bits, with 0 where P is dropped.
+
+    Args:
+      bits: of `draw_kept`.
+      coord: of the tile, or of a part of its columns.
+      first: the part's first column, a multiple of 64.
+    """
+    return select_by_bits(tile, bits, coord, first, negates=False)
+
+
+def negate_dropped(tile: jax.Array, bits: jax.Array, coord: TileCoord) -> jax.Array:
+    """A tile in 16 bits with the other sign where P is dropped."""
+    return select_by_bits(tile, bits, coord, 0, negates=True)
+
+
+def bits_of_tile(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:
+    """`draw_kept` on the device."""
+    rows, columns = coord.shape
+    assert rows == ROWS
+    words = -(-columns // COLUMNS_PER_WORD)
+    starts = (coord.q_start, coord.kv_start) if coord.q_axis == 0 else (coord.kv_start, coord.q_start)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(scalar,) * 4,
+        return_type=plgpu.ShapeDtypeStruct((words * WARPGROUP_THREADS,), jnp.int32, layout=_bits_layout(words)),
+    )
+    def drawn(_: Any, first: Any, second: Any, row_start: Any, column_start: Any) -> Any:
+        return draw((first, second), (row_start, column_start), columns, coord.q_axis == 1, threshold)
+
+    return drawn(*key, *(jnp.asarray(start, jnp.int32) for start in starts))
+
+
+def select_by_bits(tile: jax.Array, bits: jax.Array, coord: TileCoord, first: int, negates: bool) -> jax.Array:
+    """`zero_dropped` and `negate_dropped` on the device."""
+    layout, first_word = tile_layout(), first // COLUMNS_PER_WORD
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, _bits_layout(bits.size // WARPGROUP_THREADS)),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=layout),
+    )
+    def selected(_: Any, tile: Any, bits: Any) -> Any:
+        return select(bits, first_word, tile, coord.q_axis == 1, negates)
+
+    return selected(tile, bits)
+
+
+def _bits_layout(words: int) -> Any:
+    """So many registers of every thread."""
+    return plgpu.Layout.WG_STRIDED((words * WARPGROUP_THREADS,), vec_size=1)

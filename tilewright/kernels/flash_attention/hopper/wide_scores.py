@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.hopper.dropout import negate_dropped, zero_dropped
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TableRefs, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
@@ -17,6 +16,8 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     TileCoord,
     biased_and_capped,
     masked_logits,
+    negate_dropped,
+    zero_dropped,
 )
 from tilewright.kernels.hopper.tiles import opaque_zero
 from tilewright.kernels.hopper.types import Condition, Scalar
