@@ -17,7 +17,6 @@ from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
-from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, GroupParts
 from tilewright.kernels.flash_attention.hopper.params import (
@@ -26,7 +25,8 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.wide.backward import wide_key_value_kernel
+from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 

@@ -12,7 +12,8 @@ from tilewright.kernels.flash_attention.hopper import heuristics
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of_problem
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
+from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.schedule import makespan

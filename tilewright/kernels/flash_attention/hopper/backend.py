@@ -12,8 +12,6 @@ from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
 from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
-from tilewright.kernels.flash_attention.hopper.backward_wide import wide_key_value_kernel
-from tilewright.kernels.flash_attention.hopper.backward_wide_query import wide_query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import (
     AnyBiasGradient,
     BiasGradient,
@@ -41,7 +39,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, BackwardPlan, ForwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import NARROW_DIM, BackwardPlan, ForwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.flash_attention.hopper.scores import (
     PositionOptions,
@@ -49,6 +47,9 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     prepare_scores,
     staged_dtype,
 )
+from tilewright.kernels.flash_attention.hopper.wide.backward import wide_key_value_kernel
+from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.wide.query import wide_query_kernel
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem

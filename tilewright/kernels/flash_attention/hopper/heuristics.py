@@ -19,9 +19,10 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, WideBackwardPlan
+from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.hopper.schedule import BandSchedule, Extent
 from tilewright.kernels.flash_attention.hopper.scores import PositionOptions
+from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES

@@ -50,10 +50,10 @@ from tilewright.kernels.flash_attention.hopper.delta import (
 )
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreOptions, TileCoord, initial_scores
-from tilewright.kernels.flash_attention.hopper.wide_scores import ds_tile, item_in_step, softmax_tile
+from tilewright.kernels.flash_attention.hopper.wide.plans import WIDE_TILE, WideBackwardPlan, WideQueryScratch
+from tilewright.kernels.flash_attention.hopper.wide.scores import ds_tile, item_in_step, softmax_tile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS

@@ -52,21 +52,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.backward_wide_context import WideContext, WideKeyValueOperands
 from tilewright.kernels.flash_attention.hopper.bias_gradient import AnyBiasGradient, BiasGradient
 from tilewright.kernels.flash_attention.hopper.call import BackwardCall, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.d_query import ROW, STRIP, store_strips
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
-from tilewright.kernels.flash_attention.hopper.plans import (
-    WIDE_TILE,
-    WideBackwardPlan,
-    WideKeyValueScratch,
-)
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord, initial_scores, transposed
-from tilewright.kernels.flash_attention.hopper.wide_scores import (
+from tilewright.kernels.flash_attention.hopper.wide.context import WideContext, WideKeyValueOperands
+from tilewright.kernels.flash_attention.hopper.wide.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
+from tilewright.kernels.flash_attention.hopper.wide.scores import (
     ProbabilityTiles,
     QueryIteration,
     QueryIterations,

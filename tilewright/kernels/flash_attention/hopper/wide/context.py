@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
-from tilewright.kernels.flash_attention.hopper.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions, TileCoord
-from tilewright.kernels.flash_attention.hopper.wide_scores import (
+from tilewright.kernels.flash_attention.hopper.wide.plans import WIDE_TILE, WideBackwardPlan, WideKeyValueScratch
+from tilewright.kernels.flash_attention.hopper.wide.scores import (
     QueryIteration,
     QueryIterations,
     has_separate_ds_factor,
