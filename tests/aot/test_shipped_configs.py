@@ -143,7 +143,7 @@ and reloads once or twice in a step, of some 600 instructions. Computing the nex
 
 SPILLED_BY_CALL = {
     "one_kv_head": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, stored in halves of float32
-    "relative_bias_masks_d128": 128,  # 68 without the bias, 108 with one that is an array, which no row has
+    "relative_bias_masks_d128": 132,  # 68 without the bias, 108 with one that is an array, which no row has
     "dropout_d256": 4,
     "dropout_segments_d128": 8,
     "dropout_segments_d256": 12,
