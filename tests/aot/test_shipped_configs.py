@@ -174,6 +174,7 @@ and reloads once or twice in a step, of some 600 instructions. Computing the nex
 SPILLED_BY_CALL = {
     "one_kv_head-backward": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, in halves of float32
     "dropout_causal_d128-forward": 12,  # an address, reloaded three times; of 96 keys none, but slower
+    "relative_bias_masks_d128-backward": 132,  # 68 without the bias, 108 with one that is an array, which no row has
     "everything_d128-backward": 124,
     "everything_d256-backward": 228,  # the gradient of the bias on its way through shared memory
 }

@@ -5,7 +5,9 @@ A thread of a warpgroup holds, of an accumulator ``[64, columns]``, the elements
 thread's own, 2t − g − 16 · warp, and the constant 8 (k − h) + e: all elements of one k − h have the same value.
 """
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +36,23 @@ def _modules() -> tuple[Any, ...]:
     return tuple(importlib.import_module(name) for name in names)
 
 
-def _thread() -> Thread:
+def _opaque_zero(memref: Any) -> Any:
+    """A 0 that the compiler cannot know, int32: the high bits of the offset of a part of an array."""
+    ir, _, utils, arith, *_ = _modules()
+    memrefs = importlib.import_module("jaxlib.mlir.dialects.memref")
+    i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
+    offset = arith.index_cast(i64, memrefs.extract_strided_metadata(memref)[1])
+    return arith.trunci(i32, arith.shrui(offset, utils.c(62, i64)))
+
+
+def _thread(memref: Any) -> Thread:
+    """The indices of this thread, computed anew in each step of a loop over parts of an array.
+
+    Else the compiler keeps them, and what follows from them, in registers of the whole loop, and spills others.
+    """
     ir, _, utils, arith, *_ = _modules()
     i32 = ir.IntegerType.get_signless(32)
-    index = utils.thread_idx()
+    index = arith.addi(utils.thread_idx(), _opaque_zero(memref))
 
     def bits(shift: int, mask: int) -> Any:
         return arith.andi(arith.shrui(index, utils.c(shift, i32)), utils.c(mask, i32))
@@ -71,7 +86,7 @@ def toeplitz_tile(values: Any, columns: int, ascending: bool) -> Any:
         not ``ascending``.
     """
     ir, mgpu, utils, _, llvm, _ = _modules()
-    f32, thread = ir.F32Type.get(), _thread()
+    f32, thread = ir.F32Type.get(), _thread(values)
     sign = 1 if ascending else -1
     origin = 63 if ascending else columns - 1
     own = _linear(origin, (-sign * WARP_ROWS, thread.warp), (-sign, thread.group), (2 * sign, thread.member))
@@ -106,58 +121,67 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
       warp_stride: elements from the target of a warp to that of the next.
     """
     ir, _, utils, arith, llvm, nvvm = _modules()
-    f32, i32, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), _thread()
+    f32, i32, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), _thread(target)
     zero = utils.c(0.0, f32)
 
     def constant(value: int) -> Any:
         return utils.c(value, i32)
 
-    # The sums of the thread's own elements with one h − k, which is -7 to 1, and one e.
-    sums: dict[tuple[int, int], Any] = {}
-    for index in np.ndindex(tile.registers.shape):
-        for e in range(2):
-            element, key = llvm.extractelement(tile.registers[index], constant(e)), (index[4] - index[1], e)
-            sums[key] = arith.addf(sums[key], element) if key in sums else element
+    def own_sum(m: int, e: int) -> Any:
+        """The sum of the thread's own elements with h − k = m, of which there are two at most, and one e."""
+        parts = [
+            llvm.extractelement(tile.registers[index], constant(e))
+            for index in np.ndindex(tile.registers.shape)
+            if index[4] - index[1] == m
+        ]
+        return zero if not parts else functools.reduce(arith.addf, parts)
 
-    def moved(parts: dict[int, Any], steps: int, lanes: int) -> dict[int, Any]:
-        """Takes, from the lane ``steps`` groups and ``lanes`` members further, its sums of this lane's diagonals.
+    def move(steps: int, lanes: int) -> Callable[[Any, Any], Any]:
+        """A move of sums from the lane ``steps`` groups and ``lanes`` members further to the lane of their diagonals.
 
-        Behind the last group follows the first, whose diagonals are 8 lower: it sends the sums of those 8 above.
+        Behind the last group follows the first, whose diagonals are 8 lower: it sends its sum of those 8 above.
         """
         source = arith.andi(_linear(4 * steps + lanes, (4, thread.group), (1, thread.member)), constant(31))
         wraps = arith.cmpi(arith.CmpIPredicate.ult, thread.group, constant(steps))
-        found = {}
-        for m in range(-8, 2):
-            here, above = parts.get(m, zero), parts.get(m + 1, zero)
+
+        def moved(here: Any, above: Any) -> Any:
             sent = arith.bitcast(i32, arith.select(wraps, above, here))
             taken = nvvm.shfl_sync(utils.c(0xFFFFFFFF, i32), sent, source, constant(31), nvvm.ShflKind.idx)
-            found[m] = arith.bitcast(f32, taken)
-        return found
+            return arith.bitcast(f32, taken)
 
-    def added(parts: dict[int, Any], others: dict[int, Any]) -> dict[int, Any]:
-        return {m: arith.addf(parts.get(m, zero), others[m]) for m in range(-8, 2)}
+        return moved
 
-    # An element is on diagonal 63 + 16 · warp + 8 (h − k) + g − 2t − e: e, then t, are made 0 by a move to the lane
-    # whose g is less by that much.
-    of_e = [{m: part for (m, e), part in sums.items() if e == which} for which in range(2)]
-    parts = added(of_e[0], moved(of_e[1], 1, 0))
-    parts = added(parts, moved(parts, 2, 1))
-    parts = added(parts, moved(parts, 4, 2))
     own = _linear(63, (WARP_ROWS + warp_stride, thread.warp), (1, thread.group))
-    pointer, first = _pointer(target, own), arith.cmpi(arith.CmpIPredicate.eq, thread.member, constant(0))
-    predicate = arith.extui(i32, first)
-    for m, part in parts.items():
-        # Diagonal 63 + 8m + g of warp 0 begins at -1 for m = -8 and g = 0, where nothing is.
-        address = utils.getelementptr(pointer, [8 * m], f32)
+    pointer, is_first = _pointer(target, own), arith.cmpi(arith.CmpIPredicate.eq, thread.member, constant(0))
+    predicate = arith.extui(i32, is_first)
+
+    def add(m: int, part: Any) -> None:
         inside = predicate
         if m == -8:
-            inside = arith.andi(
-                predicate, arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ne, thread.group, constant(0)))
-            )
+            # Diagonal 63 + 8m + g of warp 0 begins at -1 for g = 0, where nothing is.
+            not_before = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ne, thread.group, constant(0)))
+            inside = arith.andi(predicate, not_before)
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [address, part, inside],
+            [utils.getelementptr(pointer, [8 * m], f32), part, inside],
             "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.relaxed.gpu.global.add.f32 [$0], $1; }",
             "l,f,r",
             has_side_effects=True,
         )
+
+    # An element is on diagonal 63 + 16 · warp + 8 (h − k) + g − 2t − e: e, then both bits of t, are made 0 by a move to
+    # the lane whose g is less by that much. From m = 1 downwards, each move two of m behind the one before, whose
+    # latency that hides: all sums at once would take 30 registers.
+    moves = [move(1, 0), move(2, 1), move(4, 2)]
+    stages: list[dict[int, Any]] = [{2: zero}, {2: zero}, {2: zero}, {}]
+    for step in range(10 + 2 * (len(moves) - 1)):
+        for number, moved in enumerate(moves):
+            m, sums = 1 - step + 2 * number, stages[number]
+            if not -8 <= m <= 1:
+                continue
+            if number == 0:
+                sums[m] = own_sum(m, 1)
+            kept = own_sum(m, 0) if number == 0 else sums[m]
+            stages[number + 1][m] = arith.addf(kept, moved(sums[m], sums[m + 1]))
+            if number == len(moves) - 1:
+                add(m, stages[-1][m])
