@@ -158,7 +158,7 @@ def select(bits: Any, first_word: int, tile: Any, transposed: bool, negates: boo
 
 
 def places_of_pair(columns: int, transposed: bool, eight: int, half: int) -> tuple[int, list[int]]:
-    """Where the bits of two neighbouring elements of a thread are: the number of their word, and their places in it.
+    """Finds the bits of two neighbouring elements of a thread: the number of their word, and their places in it.
 
     Args:
       columns: of the tile.

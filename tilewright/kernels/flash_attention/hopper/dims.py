@@ -6,7 +6,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that kernels are built for; others are padded to the next."""
 
 PANELLED_DIMS = (64, 80, 96, 128, 160, 192, 256)
-"""Those of the forward kernel whose tiles lie in panels: 80 and 160 columns take a last panel of 16 or 32."""
+"""Head dims of the forward kernel where tiles lie in panels: 80 and 160 columns take a last panel of 16 or 32."""
 
 
 def padded_dim(dim: int) -> int:

@@ -180,7 +180,7 @@ def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, queued: QueuedItem, st
 
 
 def score_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
-    """Where S of a step of an item lies."""
+    """Coordinates of S of a step of an item."""
     work, block_k = ctx.decode(item), ctx.call.params.block_k
     return TileCoord(
         work.batch, work.head, ctx.q_start(work), work.steps.tile(step) * block_k, (ROWS, block_k), q_axis=0

@@ -373,7 +373,7 @@ class DqWarpgroup:
         mma(dq, ds, self.ctx.rings.k.get_mma_tile(step))
 
     def coord(self, step: Scalar) -> TileCoord:
-        """Where S of a step lies."""
+        """Coordinates of S of a step."""
         b, h, q_start, steps = self.ctx.decode(item_in_step(self.item, step))
         return TileCoord(b, h, q_start + self.ctx.warpgroup * BLOCK, steps.tile(step) * BLOCK, WIDE_TILE, 0)
 
