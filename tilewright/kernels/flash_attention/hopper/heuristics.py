@@ -206,13 +206,13 @@ def _broad_forward(problem: AttentionProblem, widest: int) -> list[HopperForward
     if 128 < widest <= 192:
         # 128 keys do not fit beside 192 columns of queries and the output.
         found = _params([(128, 96, True, True), (128, 96, True, False), (128, 64, False, False)])
-        return found if problem.mask is not None else [found[1], found[0], found[2]]
-    if widest > 192:
-        found = _params([(128, 80, False, False), (128, 64, False, False)])
         if is_full(problem) and max(forward_dims_of(problem)) <= PERSISTENT_DIM:
             # In as few steps as can be: 66 × 14 heads of 256 took 131 µs, and 144 not persistent in steps of 64 keys.
             block_k = even_block(problem, -(-problem.kv_length // 128))
-            return [HopperForwardParams(128, block_k, 2, True, False), *found[::-1]]
+            return [HopperForwardParams(128, block_k, 2, True, False), *found]
+        return found if problem.mask is not None else [found[1], found[0], found[2]]
+    if widest > 192:
+        found = _params([(128, 80, False, False), (128, 64, False, False)])
         return found if problem.mask is not None else found[::-1]
     found = _params(
         [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
