@@ -389,9 +389,11 @@ def softmax_tile(tiles: StepTiles, s: jax.Array, bits: jax.Array | None) -> Prob
         return lax.optimization_barrier(factor.astype(ctx.plan.dtype))
 
     # The derivative of c · tanh(x / c) is 1 − tanh²: a factor of dS, not of dV.
-    # Softmax comes before the dropout, so P is no factor of dS without what is dropped.
-    p_ds = rounded(p if tanh is None else p * (1 - tanh * tanh))
-    return ProbabilityTiles(p_ds if tanh is None else rounded(p), p_ds, bits)
+    p_slope = p if tanh is None else p * (1 - tanh * tanh)
+    # Softmax comes before the dropout: the factor of dS is P with what is dropped.
+    p_dv = rounded(p)
+    p_ds = p_dv if tanh is None else rounded(p_slope)
+    return ProbabilityTiles(p_dv, p_ds, bits)
 
 
 def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: Ref) -> jax.Array:
