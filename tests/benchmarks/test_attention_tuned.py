@@ -77,6 +77,10 @@ def test_what_is_behind(over: float | None, single: float, said: bool) -> None:
     assert behind({"over_default": over, "over_best_single": single}) is said
 
 
+REBUILT_SINCE = ("dropout_4k", "d192_v128_4k")
+"""Cases whose Hopper kernels are others since the recorded run: the tables that ship have none of their entries."""
+
+
 @pytest.mark.parametrize(
     ("device_kind", "name"), [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA H200", "h200")]
 )
@@ -87,8 +91,11 @@ def test_what_ships_is_what_the_recorded_run_found(device_kind: str, name: str) 
     chain = ConfigSelectorChain()
     with tilewright.target_device(device_kind):
         for cell in record["cells"]:
+            if cell["case"] in REBUILT_SINCE:
+                continue
             inv = invocation(chosen_cases(cell["case"])[0], cell["direction"])
-            assert str(winners.pop(inv.key)) == cell["tuned_config"]
+            # ``ahead`` is younger than the records; what was measured then is its default.
+            assert str(winners.pop(inv.key)).replace(", ahead=True", "") == cell["tuned_config"]
             choice = chain.lookup(inv)
             assert choice.step == "shipped", (cell["case"], cell["direction"], choice)
     assert not winners

@@ -16,7 +16,7 @@ from tilewright.ops.utils.serialize import resolve
 from tilewright.ops.utils.stable_ids import id_of, with_former_names
 
 FOLDER = Path(tilewright.__file__).parent / "tables"
-ENTRIES = {"nvidia-h100-80gb-hbm3": 58, "nvidia-h200": 58}
+ENTRIES = {"nvidia-h100-80gb-hbm3": 54, "nvidia-h200": 54}
 
 
 def call_of(key):
