@@ -24,6 +24,7 @@ _OPS = {
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
+    "grouped_matmul": "tilewright.kernels.grouped_matmul.op:GroupedMatmul",
 }
 
 OPS: Mapping[str, str] = MappingProxyType(_OPS)

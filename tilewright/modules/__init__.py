@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from tilewright import kernels
+from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
 from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
 from tilewright.modules.serving import (
@@ -30,6 +31,7 @@ __all__ = [
     "ChunkedPrefillPagedDecode",
     "DecodeAttention",
     "FlashAttention",
+    "GroupedMatmul",
     "LayerNorm",
     "MlaDecode",
     "PageAttention",
@@ -44,6 +46,7 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
+    "grouped_matmul",
     "layer_norm",
     "mla_decode",
     "page_attention",
