@@ -27,7 +27,7 @@ SCALARS: dict[str, Any] = {
     "kv_lora_rank": 512,
 }
 """A value for every option of a public function that is a number, where that of its type does not do."""
-OPERANDS_ALONE = frozenset({"grouped_matmul"})
+OPERANDS_ALONE = frozenset({"matmul", "grouped_matmul"})
 """Ops whose backward pass needs nothing of the forward pass, which ``jax.checkpoint`` therefore never repeats."""
 OF_TYPE = {"bool": True, "int": 7, "float": 4.0}
 AS_NUMPY = {bool: np.bool_, int: np.int64, float: np.float64}

@@ -150,5 +150,5 @@ def test_params():
     assert len(candidates) == len(set(candidates)) > 2
     assert untagged(tagged(best)) == best
     for wrong in (0, 2.0, True):
-        with pytest.raises(ValueError, match=r"positive integer, got self\.block_rows="):
+        with pytest.raises(ValueError, match=r"positive integer, got params\.block_rows="):
             XlaBlockParams(wrong)  # type: ignore[arg-type]

@@ -60,21 +60,6 @@ def check_matrices(name: str, matrices: jax.Array, k: Any, groups: Any, k_axis: 
         )
 
 
-def result_dtype(preferred: Any, scaled: bool, *dtypes: Any) -> np.dtype:
-    """The dtype of a result: the preferred one, or that of the operands, or bfloat16 of 8-bit operands with scales."""
-    if preferred is not None:
-        dtype = jnp.dtype(preferred)
-        if not is_floating(dtype):
-            raise ValueError(f"preferred_element_type must be floating-point, got {preferred!r}")
-        return dtype
-    if scaled and any(jnp.dtype(each).itemsize == 1 for each in dtypes):
-        return jnp.dtype(jnp.bfloat16)
-    try:
-        return jnp.dtype(jnp.promote_types(*dtypes))
-    except ValueError:
-        raise ValueError(f"operands of {' and '.join(map(str, dtypes))} need a preferred_element_type") from None
-
-
 def scale_array(name: str, value: ArrayLike, operand: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
     """Checks the scale of an operand of ``shape``: a number, or one for each block along ``axes``; in float32."""
     array = as_array(name, value)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.activations import ACTIVATIONS, Activation
 from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
 from tilewright.kernels.grouped_matmul.inputs import SCALE_BLOCK
 
@@ -128,5 +129,57 @@ CASES = OpCases(
         },
     ),
     peers={"jax.lax.ragged_dot": jax_ragged_dot},
+    brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatedGroupedMatmulCase(Case):
+    """The sizes and options of one call of ``gated_grouped_matmul``.
+
+    Attributes:
+      rows: rows of lhs, of all groups together.
+      sizes: the group sizes; drawn if ``None``.
+    """
+
+    rows: int = 1024
+    k: int = 512
+    n: int = 512
+    groups: int = 8
+    activation: Activation = "silu"
+    sizes: tuple[int, ...] | None = None
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = _RNG(seed)
+        # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
+        lhs = normal(random, (self.rows, self.k), self.dtype)
+        shape = (self.groups, self.k, self.n)
+        gate, up = ((normal(random, shape, "float32") / max(self.k, 1) ** 0.5).astype(self.dtype) for _ in range(2))
+        sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
+        return (lhs, gate, up, jnp.asarray(sizes, jnp.int32)), {"activation": self.activation}
+
+
+_GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)
+
+GATED_CASES = OpCases(
+    shape=("rows", "k", "n", "groups"),
+    small=_GATED_SMALL,
+    large=dataclasses.replace(_GATED_SMALL, name="large", rows=40, groups=5),
+    by_device={
+        "cpu": variants(GatedGroupedMatmulCase(""), {"8x1k": {"rows": 1024, "k": 512, "n": 1024}}),
+        "gpu": variants(
+            GatedGroupedMatmulCase("", dtype="bfloat16"),
+            {
+                "mixtral": {"rows": 16384, "k": 4096, "n": 14336},
+                "qwen3_30b": {"rows": 65536, "k": 2048, "n": 768, "groups": 128},
+                "decode_8": {"rows": 64, "k": 4096, "n": 14336},
+            },
+        ),
+    },
+    options=variants(
+        GatedGroupedMatmulCase("", rows=256, k=256, n=256, groups=4, dtype="bfloat16"),
+        {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
+        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS},
+    ),
     brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
 )

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
@@ -70,12 +69,6 @@ def scale_kind(scale: Any) -> ScaleKind:
     if scale is None:
         return "none"
     return "blocks" if scale.ndim else "number"
-
-
-def accumulator(*dtypes: Any) -> np.dtype:
-    """The dtype in which products of the dtypes are summed: float32, or float64 if one of them is that."""
-    wide = any(jnp.dtype(dtype).itemsize == 8 for dtype in dtypes)
-    return np.dtype(np.float64 if wide else np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

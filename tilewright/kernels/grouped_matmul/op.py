@@ -12,12 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels import arguments
 from tilewright.kernels.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.grouped_matmul.arguments import (
     check_matrices,
     check_sizes_on_host,
     floating,
     offset_array,
-    result_dtype,
     scale_array,
     sizes_array,
 )
@@ -77,8 +77,10 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         if offset is None and not isinstance(matrices, jax.ShapeDtypeStruct) and typed_axes(matrices)[0] is not None:
             # A device has a part of the matrices. The offset is there before a backend is chosen: not all serve one.
             offset = jnp.int32(0)
-        scaled = lhs_scale is not None or rhs_scale is not None
-        dtype = result_dtype(preferred_element_type, scaled, rows.dtype, matrices.dtype)
+        if preferred_element_type is None and (lhs_scale is not None or rhs_scale is not None):
+            narrow = 1 in (rows.dtype.itemsize, matrices.dtype.itemsize)
+            preferred_element_type = jnp.bfloat16 if narrow else None
+        dtype = result_dtype(preferred_element_type, rows.dtype, matrices.dtype)
         if dtype.itemsize == 8 and rows.dtype.itemsize < 8 and matrices.dtype.itemsize < 8:
             # Without an operand of 64 bits a backend runs without x64.
             rows = arguments.apply(lambda x: x.astype(dtype), rows)

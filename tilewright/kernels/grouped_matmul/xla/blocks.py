@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 from tilewright.kernels.sharding import vary_over, varying_axes
 from tilewright.ops.kernel.arrays import is_symbolic
@@ -100,12 +99,3 @@ class Blocks:
             (vary_over(varying_axes(count), jnp.int32(0)), init),
         )
         return result
-
-
-def dot(lhs: Array, rhs: Array, contracting: tuple[int, int], precision: Any, accumulator: Any) -> Array:
-    """A matmul over one axis of either operand, in the wider of their dtypes, summed in ``accumulator``."""
-    # Numbers of 8 bits are exact in bfloat16, which every device multiplies.
-    lhs, rhs = (x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x for x in (lhs, rhs))
-    wide = jnp.promote_types(lhs.dtype, rhs.dtype)
-    axes = ((contracting[:1], contracting[1:]), ((), ()))
-    return lax.dot_general(lhs.astype(wide), rhs.astype(wide), axes, precision, accumulator)

@@ -19,8 +19,31 @@ class XlaBlockParams:
     block_rows: int
 
     def __post_init__(self) -> None:
-        if type(self.block_rows) is not int or self.block_rows < 1:
-            raise ValueError(f"XlaBlockParams needs a positive integer, got {self.block_rows=}")
+        _check(self)
+
+
+@stable_id("tilewright/grouped_matmul.XlaGatedBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class XlaGatedBackwardParams:
+    """Config of the backward pass of the gated grouped matmul.
+
+    Attributes:
+      block_rows: as forward.
+      recompute: compute the pre-activations again; under ``jax.jit`` those of the forward pass are then not kept.
+    """
+
+    block_rows: int
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if type(self.recompute) is not bool:
+            raise TypeError(f"XlaGatedBackwardParams needs a bool, got {self.recompute=}")
+
+
+def _check(params: XlaBlockParams | XlaGatedBackwardParams) -> None:
+    if type(params.block_rows) is not int or params.block_rows < 1:
+        raise ValueError(f"{type(params).__name__} needs a positive integer, got {params.block_rows=}")
 
 
 def block_rows(rows: int, groups: int, device: Device) -> int:

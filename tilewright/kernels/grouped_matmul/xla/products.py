@@ -1,35 +1,37 @@
 """The grouped matmul and its gradients over blocks of rows."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.dots import accumulator, dot
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, accumulator
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.scales import by_blocks, expanded, factor
-from tilewright.kernels.grouped_matmul.xla.blocks import Block, Blocks, dot
+from tilewright.kernels.grouped_matmul.xla.blocks import Block, Blocks
 from tilewright.ops.kernel.arrays import is_symbolic
 
 
 def forward(inputs: GroupedInputs, block_rows: int) -> jax.Array:
     """``[rows, n]`` in the result's dtype."""
-    return _Products(inputs, block_rows).forward()
+    return Products(inputs, block_rows).forward()
 
 
 def d_lhs(inputs: GroupedInputs, d_out: jax.Array, block_rows: int) -> jax.Array:
     """The gradient of lhs, in its dtype."""
-    return _Products(inputs, block_rows).d_lhs(d_out)
+    return Products(inputs, block_rows).d_lhs(d_out)
 
 
 def d_rhs(inputs: GroupedInputs, d_out: jax.Array, block_rows: int) -> jax.Array:
     """The gradient of rhs, in its dtype and layout, summed in float32."""
-    return _Products(inputs, block_rows).d_rhs(d_out)
+    return Products(inputs, block_rows).d_rhs(d_out)
 
 
-class _Products:
+class Products:
     """The matmuls of one call, with its rows padded if their number is a symbol: a block may not reach behind them."""
 
     def __init__(self, inputs: GroupedInputs, block_rows: int):
@@ -78,29 +80,37 @@ class _Products:
     def scaled(self, product: jax.Array) -> jax.Array:
         return product if self.factor is None else product * self.factor.astype(product.dtype)
 
-    def forward(self) -> jax.Array:
-        def step(block: Block, out: jax.Array) -> jax.Array:
-            axes = (1, 1 - self.n_axis)
-            return block.written(
-                out, self.scaled(dot(self.lhs(block), self.rhs(block), axes, self.precision, self.accumulator))
-            )
+    def forward_block(self, block: Block) -> jax.Array:
+        """The result of a block's rows, not rounded."""
+        axes = (1, 1 - self.n_axis)
+        return self.scaled(dot(self.lhs(block), self.rhs(block), axes, self.precision, self.accumulator))
 
-        return self.over_rows(step, self.inputs.out_shape[1], self.inputs.options.out_dtype)
+    def forward(self) -> jax.Array:
+        def step(block: Block, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return (block.written(out[0], self.forward_block(block)),)
+
+        return self.over_rows(step, [self.inputs.out_shape[1]], self.inputs.options.out_dtype)[0]
+
+    def d_lhs_block(self, block: Block, d_out: jax.Array) -> jax.Array:
+        """The gradient of a block's rows of lhs, not rounded; ``d_out`` is padded."""
+        axes = (1, self.n_axis)
+        product = self.scaled(dot(block.rows(d_out), self.rhs(block), axes, self.precision, self.accumulator))
+        scale = self.row_scale(block)
+        return product if scale is None else product * scale
 
     def d_lhs(self, d_out: jax.Array) -> jax.Array:
-        d_out = self.padded(d_out)
+        d_out, lhs = self.padded(d_out), self.inputs.lhs
 
-        def step(block: Block, gradient: jax.Array) -> jax.Array:
-            axes = (1, self.n_axis)
-            product = self.scaled(dot(block.rows(d_out), self.rhs(block), axes, self.precision, self.accumulator))
-            scale = self.row_scale(block)
-            return block.written(gradient, product if scale is None else product * scale)
+        def step(block: Block, gradient: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return (block.written(gradient[0], self.d_lhs_block(block, d_out)),)
 
-        return self.over_rows(step, self.inputs.lhs.shape[1], self.inputs.lhs.dtype)
+        return self.over_rows(step, [lhs.shape[1]], lhs.dtype)[0]
 
-    def over_rows(self, step: Any, columns: int, dtype: Any) -> jax.Array:
-        out = self.blocks.over(step, jnp.zeros((self.blocks.rows, columns), dtype))
-        return out[: self.rows] if self.padding else out
+    def over_rows(self, step: Any, columns: Sequence[int], dtype: Any) -> tuple[jax.Array, ...]:
+        """Arrays of rows that a loop over blocks writes, zeros where it writes nothing."""
+        zeros = tuple(jnp.zeros((self.blocks.rows, size), dtype) for size in columns)
+        arrays = self.blocks.over(step, zeros)
+        return tuple(x[: self.rows] for x in arrays) if self.padding else arrays
 
     def d_rhs(self, d_out: jax.Array) -> jax.Array:
         d_out, rhs = self.padded(d_out), self.inputs.rhs
