@@ -46,6 +46,8 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
             implementations=(
                 lazy("tilewright.kernels.grouped_matmul.xla.backend:XlaGroupedMatmul"),
                 lazy("tilewright.kernels.grouped_matmul.ragged_dot:RaggedDot"),
+                # Tested in an emulation only so far: runs only if it is named or measured as the fastest.
+                lazy("tilewright.kernels.grouped_matmul.triton.backend:TritonGroupedMatmul"),
             ),
         )
 
