@@ -37,6 +37,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "odd_decode": {"rows": 64, "k": 130, "n": 77},
 }
 
+TUNED = ("large", "decode", "float32", "odd", "odd_decode")
+"""The calls of which every candidate is compiled; of the others the first choice."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
@@ -63,9 +66,7 @@ def compilations() -> Iterator[Compilation]:
     for (name, call), (card, device), direction in itertools.product(CALLS.items(), CARDS.items(), directions):
         inputs = inputs_of(**call)
         candidates = list(BACKEND.candidates(GroupedProblem.of(inputs), device, direction))
-        for number, params in enumerate(
-            candidates if name in ("large", "decode", "float32", "odd") else candidates[:1]
-        ):
+        for number, params in enumerate(candidates if name in TUNED else candidates[:1]):
             yield Compilation(f"{name}-{card}-{direction}-{number}", card, inputs, direction, params)
 
 
