@@ -64,6 +64,7 @@ def test_results_and_gradients(activation: Any, dtype: str):
     near(got, expected(*arrays, activation=activation))
 
 
+@pytest.mark.slow
 def test_sizes_of_any_kind():
     lhs, gate, up, _, d_out = arrays_of()
     run, random = jax.jit(all_of), np.random.default_rng(3)
@@ -95,6 +96,7 @@ def test_it_is_two_grouped_matmuls():
     )
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same():
     arrays = arrays_of()
     got, want = (jax.jit(lambda *xs, cfg=cfg: all_of(*xs, cfg=cfg))(*arrays) for cfg in (RECOMPUTING, None))

@@ -65,6 +65,7 @@ def test_first_choices():
     check(got, oracle(inputs, d_out))
 
 
+@pytest.mark.slow
 def test_vmap_is_one_launch_of_more_rows():
     inputs = inputs_of(FUZZED)
     random = np.random.default_rng(5)

@@ -104,6 +104,17 @@ def test_split(specs: Any, transposed: bool):
     assert tuple(jax.typeof(got["out"]).sharding.spec)[:2] == tuple(specs[2])
 
 
+def test_parts_of_k_are_summed_before_they_are_rounded():
+    case = dataclasses.replace(BASE, dtype="bfloat16", k=64)
+    lhs, rhs, _, d_out = both(case)
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        got = jax.jit(matmul)(*put(mesh, (lhs, rhs), (P(None, ("x", "y")), P(("x", "y"), None))))
+    assert got.dtype == jnp.bfloat16
+    want = jnp.asarray(expected(case, lhs, rhs, d_out)["out"], jnp.bfloat16)
+    assert np.mean(np.asarray(got) == np.asarray(want)) > 0.98
+
+
 def test_vmap_and_forward_mode():
     lhs, rhs, _, _ = both(BASE)
     stack = jnp.stack([rhs, 2 * rhs])
