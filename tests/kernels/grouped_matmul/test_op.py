@@ -142,7 +142,10 @@ def test_sizes_on_the_host_are_checked_and_those_on_the_device_are_not():
         with pytest.raises(ValueError, match="must not be negative"):
             grouped_matmul(lhs, rhs, group_sizes=given)
     check(all_of(lhs, rhs, jnp.asarray(sizes), d_out), expected(lhs, rhs, sizes, d_out))
-    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, [9, 0, 8, 20]), grouped_matmul(lhs, rhs, jnp.asarray(sizes)))
+    want = grouped_matmul(lhs, rhs, jnp.asarray(sizes))
+    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, [9, 0, 8, 20]), want)
+    listed = jax.jit(lambda size: grouped_matmul(lhs, rhs, [9, size, 8, 20]))
+    np.testing.assert_array_equal(listed(-2), want)
 
 
 def test_sizes_beyond_32_bits_are_long_groups():

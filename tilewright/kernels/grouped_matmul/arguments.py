@@ -31,6 +31,8 @@ def sizes_array(group_sizes: object) -> jax.Array:
 
 def check_sizes_on_host(group_sizes: object) -> None:
     """Raises if group sizes that the host has hold a negative one; those of a device are not read."""
+    if isinstance(group_sizes, list | tuple) and any(isinstance(size, jax.Array) for size in group_sizes):
+        return
     if isinstance(group_sizes, list | tuple | np.ndarray):
         numbers = np.asarray(group_sizes)
         if numbers.size and np.issubdtype(numbers.dtype, np.integer) and numbers.min() < 0:
