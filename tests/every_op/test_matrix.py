@@ -27,6 +27,8 @@ SCALARS: dict[str, Any] = {
     "kv_lora_rank": 512,
 }
 """A value for every option of a public function that is a number, where that of its type does not do."""
+OPERANDS_ALONE = frozenset({"matmul", "grouped_matmul"})
+"""Ops whose backward pass needs nothing of the forward pass, which ``jax.checkpoint`` therefore never repeats."""
 OF_TYPE = {"bool": True, "int": 7, "float": 4.0}
 AS_NUMPY = {bool: np.bool_, int: np.int64, float: np.float64}
 
@@ -88,7 +90,9 @@ def test_a_policy_by_name_saves_the_forward_pass(op):
         return text.count("stage='forward'") + text.count("stage='run'")
 
     assert directions(jax.checkpoint(function, policy=policy)) == ["backward", "forward"]
-    assert forwards(jax.checkpoint(function, policy=policy)) == forwards(function) < forwards(jax.checkpoint(function))
+    assert forwards(jax.checkpoint(function, policy=policy)) == forwards(function)
+    repeated = forwards(jax.checkpoint(function)) - forwards(function)
+    assert repeated == 0 if op in OPERANDS_ALONE else repeated > 0
 
 
 def symbolic(small: list[Any], large: list[Any]) -> list[Any]:

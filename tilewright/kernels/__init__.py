@@ -24,6 +24,10 @@ _OPS = {
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
+    "matmul": "tilewright.kernels.matmul.op:Matmul",
+    "glu": "tilewright.kernels.matmul.glu:Glu",
+    "grouped_matmul": "tilewright.kernels.grouped_matmul.op:GroupedMatmul",
+    "gated_grouped_matmul": "tilewright.kernels.grouped_matmul.gated:GatedGroupedMatmul",
 }
 
 OPS: Mapping[str, str] = MappingProxyType(_OPS)

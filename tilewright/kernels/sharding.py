@@ -42,6 +42,7 @@ class Partitioning:
       on_part: adds to a device's part of the inputs the data that depends on its position; runs under the mesh's axes.
       on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the
         sums.
+      on_results: completes a device's part of the results, such as by a sum over mesh axes.
     """
 
     mesh: AbstractMesh | Mesh
@@ -50,6 +51,7 @@ class Partitioning:
     gradients: dict[str, GradientParts]
     on_part: Callable[[Any], Any] = lambda inputs: inputs
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
+    on_results: Callable[[Any], Any] = lambda results: results
 
 
 def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partitioning | None:
@@ -125,7 +127,7 @@ def forward_locally[Inputs, Results](
     if partitioning is None:
         return varying_as(forward(inputs), inputs)
     return jax.shard_map(
-        lambda part: forward(partitioning.on_part(part)),
+        lambda part: partitioning.on_results(forward(partitioning.on_part(part))),
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs,),
         out_specs=partitioning.results,

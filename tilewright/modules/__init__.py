@@ -4,6 +4,10 @@ import importlib
 from typing import Any
 
 from tilewright import kernels
+from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul, gated_grouped_matmul
+from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
+from tilewright.kernels.matmul.glu import Glu, glu
+from tilewright.kernels.matmul.op import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
 from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
 from tilewright.modules.serving import (
@@ -30,7 +34,11 @@ __all__ = [
     "ChunkedPrefillPagedDecode",
     "DecodeAttention",
     "FlashAttention",
+    "GatedGroupedMatmul",
+    "Glu",
+    "GroupedMatmul",
     "LayerNorm",
+    "Matmul",
     "MlaDecode",
     "PageAttention",
     "RaggedDecodeAttention",
@@ -44,7 +52,11 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
+    "gated_grouped_matmul",
+    "glu",
+    "grouped_matmul",
     "layer_norm",
+    "matmul",
     "mla_decode",
     "page_attention",
     "ragged_decode_attention",

@@ -1,0 +1,49 @@
+"""The grouped matmul and its gradients by their definition, in NumPy and float64, one group after another."""
+
+from typing import Any
+
+import numpy as np
+
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
+
+type Found = dict[str, Any]
+
+
+def segments(sizes: Any, rows: int, matrices: int, offset: int = 0) -> list[tuple[int, slice]]:
+    """Each matrix that has rows, and these: what the contract says about sizes of any kind, in Python's integers."""
+    found, start = [], 0
+    for group, size in enumerate(int(each) for each in np.asarray(sizes)):
+        end = min(start + max(size, 0), rows)
+        if 0 <= group - offset < matrices and end > start:
+            found.append((group - offset, slice(start, end)))
+        start = end
+    return found
+
+
+def _scaled(array: Any, scale: Any, axes: tuple[int, ...]) -> Any:
+    if scale is None:
+        return np.ones(array.shape)
+    scale = np.asarray(scale, np.float64)
+    for axis in axes if scale.ndim else ():
+        scale = np.repeat(scale, 128, axis=axis).take(np.arange(array.shape[axis]), axis=axis)
+    return np.broadcast_to(scale, array.shape)
+
+
+def oracle(inputs: GroupedInputs, d_out: Any) -> Found:
+    """The result, and the gradients of lhs and rhs, for a cotangent of the result."""
+    lhs, rhs, d_out = (np.asarray(x).astype(np.float64) for x in (inputs.lhs, inputs.rhs, d_out))
+    of_lhs, of_rhs = _scaled(lhs, inputs.lhs_scale, (1,)), _scaled(rhs, inputs.rhs_scale, (1, 2))
+    lhs, rhs = lhs * of_lhs, rhs * of_rhs
+    transposed = inputs.options.transpose_rhs
+    matrices = rhs.transpose(0, 2, 1) if transposed else rhs
+    out = np.zeros((lhs.shape[0], matrices.shape[2]))
+    d_lhs, d_matrices = np.zeros_like(lhs), np.zeros_like(matrices)
+    offset = 0 if inputs.group_offset is None else int(inputs.group_offset)
+    for matrix, rows in segments(inputs.group_sizes, lhs.shape[0], rhs.shape[0], offset):
+        out[rows] = lhs[rows] @ matrices[matrix]
+        d_lhs[rows] = d_out[rows] @ matrices[matrix].T
+        d_matrices[matrix] = lhs[rows].T @ d_out[rows]
+    d_rhs = d_matrices.transpose(0, 2, 1) if transposed else d_matrices
+    with np.errstate(invalid="ignore"):  # scales behind the last group may be anything
+        owned = d_lhs != 0
+        return {"out": out, "d_lhs": np.where(owned, d_lhs * of_lhs, 0), "d_rhs": d_rhs * of_rhs}

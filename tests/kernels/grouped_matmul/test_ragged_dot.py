@@ -1,0 +1,65 @@
+"""Conformance of ``jax.lax.ragged_dot`` as a backend, what it declines, and what JAX's function does by itself."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import H100
+from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
+from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
+from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.registry import Implementation
+from tilewright.modules import grouped_matmul
+from tilewright.ops import BwdParams, FwdParams
+from tilewright.ops.utils.device import current_device
+
+CONFIG = PerDirection(Choice("xla", "ragged_dot", FwdParams()), Choice("xla", "ragged_dot", BwdParams()))
+
+
+class TestRaggedDot(GroupedConformance):
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = RaggedDot()
+
+    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+        return FwdParams(), BwdParams()
+
+
+@pytest.mark.parametrize(("case", "reason"), [("offset", "no group_offset"), ("blocks", "no scales")])
+def test_what_it_declines(case: str, reason: str):
+    problem = GroupedProblem.of(inputs_of(CASES[case]))
+    for direction in ("forward", "backward"):
+        (said,) = RaggedDot().not_supported_reasons(problem, current_device(), direction)
+        assert reason in said
+
+
+def test_it_leaves_the_gradients_on_gpus_to_others():
+    problem = GroupedProblem.of(inputs_of(CASES["float32"]))
+    assert not RaggedDot().not_supported_reasons(problem, H100, "forward")
+    assert "cuDNN" in RaggedDot().not_supported_reasons(problem, H100, "backward")[0]
+
+
+def test_jax_itself_counts_rows_twice_if_a_size_is_negative():
+    """Why the backend gives it other sizes than the caller's."""
+    rows, matrices, sizes = jnp.ones((6, 4)), jnp.ones((3, 4, 3)), jnp.array([3, -2, 3])
+    assert jax.lax.ragged_dot(rows, matrices, sizes)[1, 0] == 8.0
+    np.testing.assert_array_equal(grouped_matmul(rows, matrices, sizes, cfg=CONFIG), np.full((6, 3), 4.0))
+
+
+@pytest.mark.parametrize("axes", [(None, None, 0), (0, None, None), (None, 0, None), (1, 2, 0)])
+def test_vmap_over_any_operand(axes: Any):
+    """JAX maps its function over the first axes of all operands alone."""
+    random = np.random.default_rng(0)
+    shapes = ((7, 4), (3, 4, 5), (3,))
+    rows, matrices = (
+        jnp.asarray(random.standard_normal(shape if axis is None else (*shape[:axis], 2, *shape[axis:])), jnp.float32)
+        for shape, axis in zip(shapes[:2], axes[:2], strict=True)
+    )
+    sizes = jnp.array([1, 3, 2]) if axes[2] is None else jnp.array([[1, 3, 2], [4, 0, 3]])
+    got, want = (
+        jax.vmap(lambda *xs, cfg=cfg: grouped_matmul(*xs, cfg=cfg), axes)(rows, matrices, sizes)
+        for cfg in (CONFIG, None)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

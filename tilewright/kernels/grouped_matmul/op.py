@@ -1,0 +1,231 @@
+"""The grouped matmul: its argument list, and the parts that all its backends share."""
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from tilewright.kernels import arguments
+from tilewright.kernels.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.dots import result_dtype
+from tilewright.kernels.grouped_matmul.arguments import (
+    check_matrices,
+    check_sizes_on_host,
+    floating,
+    offset_array,
+    scale_array,
+    sizes_array,
+)
+from tilewright.kernels.grouped_matmul.cases import CASES, group_sizes
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.partitioning import grouped_partitioning
+from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
+from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.public import public_function
+from tilewright.kernels.roofline import Cost
+from tilewright.kernels.sharding import Partitioning, typed_axes
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/grouped_matmul.GroupedMatmul")
+class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
+    """The matmul of rows in groups, each with a matrix of its own; see ``grouped_matmul`` for the arguments."""
+
+    cases = CASES
+
+    def __init__(self) -> None:
+        super().__init__(
+            "grouped_matmul",
+            version="1",
+            implementations=(
+                lazy("tilewright.kernels.grouped_matmul.xla.backend:XlaGroupedMatmul"),
+                lazy("tilewright.kernels.grouped_matmul.ragged_dot:RaggedDot"),
+                # Tested in an emulation only so far: runs only if it is named or measured as the fastest.
+                lazy("tilewright.kernels.grouped_matmul.triton.backend:TritonGroupedMatmul"),
+            ),
+        )
+
+    def prepare(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        group_sizes: ArrayLike,
+        precision: PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        group_offset: ArrayLike | None = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        *,
+        transpose_rhs: bool = False,
+        lhs_scale: ArrayLike | None = None,
+        rhs_scale: ArrayLike | None = None,
+        platform: PlatformOption = None,
+        cfg: object = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks a call; reads only types, shapes and dtypes."""
+        if out_sharding is not None:
+            raise ValueError(f"{out_sharding=} is an argument of the function alone; reshard the result of the kernel")
+        transposed = arguments.flag("transpose_rhs", transpose_rhs)
+        rows = floating("lhs", lhs, 2, "[m, k]")
+        matrices = floating("rhs", rhs, 3, "[groups, n, k]" if transposed else "[groups, k, n]")
+        sizes = sizes_array(group_sizes)
+        offset = None if group_offset is None else offset_array(group_offset)
+        check_matrices("rhs", matrices, rows.shape[1], sizes.shape[0], 2 if transposed else 1, offset is not None)
+        if offset is None and not isinstance(matrices, jax.ShapeDtypeStruct) and typed_axes(matrices)[0] is not None:
+            # A device has a part of the matrices. The offset is there before a backend is chosen: not all serve one.
+            offset = jnp.int32(0)
+        if preferred_element_type is None and (lhs_scale is not None or rhs_scale is not None):
+            narrow = 1 in (rows.dtype.itemsize, matrices.dtype.itemsize)
+            preferred_element_type = jnp.bfloat16 if narrow else None
+        dtype = result_dtype(preferred_element_type, rows.dtype, matrices.dtype)
+        if dtype.itemsize == 8 and rows.dtype.itemsize < 8 and matrices.dtype.itemsize < 8:
+            # Without an operand of 64 bits a backend runs without x64.
+            rows = arguments.apply(lambda x: x.astype(dtype), rows)
+        options = {
+            "out_dtype": dtype.name,
+            "transpose_rhs": transposed,
+            "precision": arguments.matmul_precision(precision),
+            "platform": arguments.platforms(platform),
+        }
+        if offset is not None:
+            options["group_offset"] = offset
+        if lhs_scale is not None:
+            options["lhs_scale"] = scale_array("lhs_scale", lhs_scale, "lhs", rows.shape, (1,))
+        if rhs_scale is not None:
+            options["rhs_scale"] = scale_array("rhs_scale", rhs_scale, "rhs", matrices.shape, (1, 2))
+        return (rows, matrices, sizes), options
+
+    def inputs(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        out_dtype: str,
+        transpose_rhs: bool,
+        precision: object,
+        group_offset: jax.Array | None = None,
+        lhs_scale: jax.Array | None = None,
+        rhs_scale: jax.Array | None = None,
+        **_: Any,
+    ) -> GroupedInputs:
+        """The prepared arguments in the form that backends take."""
+        options = GroupedOptions(out_dtype, transpose_rhs, precision)
+        return GroupedInputs(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, options)
+
+    def problem(self, *args: Any, **kwargs: Any) -> GroupedProblem:
+        """The sizes of prepared arguments, abstract or concrete."""
+        return GroupedProblem.of(self.inputs(*args, **kwargs))
+
+    def reference(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """The oracle on prepared arguments: promote narrow arrays for exact results."""
+        inputs = self.inputs(*args, **kwargs)
+        return grouped_matmul_reference(inputs).astype(inputs.options.out_dtype)
+
+    def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, None]:
+        """The result; the backward pass needs the operands alone."""
+        return super().forward_with_residuals(*args, cfg=cfg, **kwargs)[0], None
+
+    def cotangents(
+        self, inputs: GroupedInputs, results: None, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        return cast(jax.Array, cotangents[0])
+
+    def differentiated(self, inputs: GroupedInputs, wanted: frozenset[str]) -> GroupedInputs:
+        """The inputs, with the names of the operands whose gradients are used."""
+        return dataclasses.replace(inputs, gradients=wanted & inputs.gradients)
+
+    def partitioning(self, inputs: GroupedInputs) -> Partitioning | None:
+        """Splits by rows, k, n and matrices, as in the types of lhs and rhs."""
+        return grouped_partitioning(inputs)
+
+    def sample_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normal arrays, unequal groups that have all rows, and an offset at which every matrix has a group."""
+        args, kwargs = super().sample_inputs(inv, key)
+        problem = self.problem_of(inv)
+        with jax.ensure_compile_time_eval():
+            seed = np.asarray(jax.random.key_data(key)).ravel()
+        random = np.random.default_rng(seed)
+        sizes = group_sizes(random, problem.rows, problem.groups)
+        if "group_offset" in kwargs:
+            first = random.integers(0, problem.groups - problem.matrices, endpoint=True)
+            kwargs["group_offset"] = np.asarray(first, np.int32)
+        for name in ("lhs_scale", "rhs_scale"):
+            if name in kwargs:
+                kwargs[name] = random.uniform(0.5, 2.0, kwargs[name].shape).astype(np.float32)
+        return (*args[:2], sizes), kwargs
+
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """FLOPs if every row has a group and a matrix, and bytes of every array once."""
+        problem = self.problem_of(inv)
+        lhs, rhs, out = _bytes(problem)
+        flops = 2.0 * problem.rows * problem.k * problem.n
+        if inv.direction == "forward":
+            return Cost(flops, float(lhs + rhs + out))
+        return Cost(2 * flops, float(2 * (lhs + rhs) + out))
+
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """The bytes of the result: groups may be empty, and one gradient alone may be used."""
+        return Cost(0.0, float(_bytes(self.problem_of(inv))[2]) if inv.direction == "forward" else 0.0)
+
+
+def _bytes(problem: GroupedProblem) -> tuple[int, int, int]:
+    """Bytes of lhs, rhs and the result."""
+    return (
+        problem.rows * problem.k * problem.lhs_dtype.itemsize,
+        math.prod((problem.matrices, problem.k, problem.n)) * problem.rhs_dtype.itemsize,
+        problem.rows * problem.n * jnp.dtype(problem.options.out_dtype).itemsize,
+    )
+
+
+_GROUPED_MATMUL = GroupedMatmul()
+
+
+@public_function(GroupedMatmul.prepare)
+def grouped_matmul(*args: Any, **kwargs: Any) -> jax.Array:
+    """The matmul of rows in groups, each of which has a matrix of its own: row i of group g gives ``lhs[i] · rhs[g]``.
+
+    The arguments of ``jax.lax.ragged_dot``, and more. Sums are in float32, gradients of lhs and rhs too; those of rhs
+    are zeros for an empty group. The group sizes stay on the device.
+
+    Args:
+      lhs: ``[m, k]``, rows sorted by group.
+      rhs: ``[groups, k, n]``.
+      group_sizes: ``[groups]`` integers, the rows of each group. Any numbers are defined: rows behind the last group
+        give zeros, in the result and in the gradient of lhs, and whatever they hold reaches nothing; a group ends at
+        row m; a negative size counts as zero. NumPy arrays and lists with a negative size are an error.
+      precision: as in ``jax.lax.dot``, of one value for both operands.
+      preferred_element_type: the dtype of the result; by default that of the operands, and bfloat16 for operands of
+        8 bits with scales.
+      group_offset: the group of the first matrix, a scalar. rhs may then have fewer matrices than there are groups, and
+        the rows of groups without one give zeros: the share of a device among which experts are split.
+      out_sharding: the sharding of the result on a mesh with explicit axes.
+      transpose_rhs: rhs is ``[groups, n, k]``.
+      lhs_scale: multiplied with lhs, for lhs in float8: a number, or ``[m, k/128]``; no gradient.
+      rhs_scale: multiplied with rhs: a number, or ``[groups, k/128, n/128]``, in the layout of rhs; no gradient.
+      platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      ``[m, n]``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    args, sharding = _without_sharding(args, kwargs)
+    check_sizes_on_host(args[2] if len(args) > 2 else kwargs.get("group_sizes"))
+    out = _GROUPED_MATMUL(*args, **kwargs)
+    return out if sharding is None else jax.reshard(out, sharding)
+
+
+def _without_sharding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """The positional arguments without ``out_sharding``, which is taken out of the keywords too; and its value."""
+    if len(args) > 6:
+        return args[:6], args[6]
+    return args, kwargs.pop("out_sharding", None)

@@ -1,0 +1,135 @@
+"""``jax.lax.ragged_dot`` as a backend: what XLA makes of it on a device, with rows and group sizes made safe for it."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.dots import accumulator
+from tilewright.kernels.grouped_matmul.groups import owned, row_bounds
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+
+
+class RaggedDot(Implementation[GroupedInputs, GroupedProblem, Any, FwdParams, BwdParams]):
+    """Serves calls with a matrix for every group and without scales.
+
+    On CPUs XLA computes it with all rows for every group, in memory ``groups`` times that of lhs, and NaN or infinity
+    in one matrix reaches the rows of all groups: 0 · NaN is among the terms of each sum.
+    """
+
+    platform: ClassVar[Platform] = Platform.XLA
+    algorithm: ClassVar[str | None] = "ragged_dot"
+
+    def not_supported_reasons(self, problem: GroupedProblem, device: Device, direction: Direction) -> list[str]:
+        reasons = []
+        if problem.has_offset:
+            reasons.append("jax.lax.ragged_dot has no group_offset")
+        if {problem.lhs_scale, problem.rhs_scale} != {"none"}:
+            reasons.append("jax.lax.ragged_dot has no scales")
+        if direction == "backward" and device.kind == "gpu":
+            reasons.append(
+                "XLA may compute the gradient of rhs by cuDNN, whose result is wrong unless groups are multiples of 256"
+            )
+        return reasons
+
+    def deprioritized(self, problem: GroupedProblem, device: Device, direction: Direction) -> bool:
+        return True
+
+    def heuristic(self, problem: GroupedProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
+        return FwdParams() if direction == "forward" else BwdParams()
+
+    def candidates(
+        self, problem: GroupedProblem, device: Device, direction: Direction
+    ) -> Iterable[FwdParams | BwdParams]:
+        return ()
+
+    def forward(self, inputs: GroupedInputs, params: FwdParams) -> jax.Array:
+        return _ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.options.out_dtype)
+
+    def backward(
+        self, inputs: GroupedInputs, results: object, cotangents: jax.Array, params: BwdParams
+    ) -> dict[str, Any]:
+        gradients: dict[str, Any] = {"lhs": None, "rhs": None}
+        if "lhs" in inputs.gradients:
+            gradients["lhs"] = _ragged_dot(cotangents, inputs, _n_axis(inputs), inputs.lhs.dtype)
+        if "rhs" in inputs.gradients:
+            gradients["rhs"] = _ragged_contraction(inputs, cotangents)
+        return gradients
+
+
+def _n_axis(inputs: GroupedInputs) -> int:
+    """The axis of a matrix that is the result's columns."""
+    return 0 if inputs.options.transpose_rhs else 1
+
+
+def _sizes(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
+    """Group sizes that are not negative and sum to the number of rows at most; and for each row if it has a group.
+
+    A negative size would shift the groups behind it into those before, and their rows would be sums.
+    """
+    starts, ends = row_bounds(inputs.group_sizes, inputs.lhs.shape[0])
+    return ends - starts, owned(starts, ends, inputs.lhs.shape[0])[:, None]
+
+
+def _ragged_dot(rows: jax.Array, inputs: GroupedInputs, contracting: int, dtype: Any) -> jax.Array:
+    """Rows of groups times one axis of their matrices."""
+    sizes, is_owned = _sizes(inputs)
+    # Rows behind the last group are not written on every device.
+    out = _call(rows, inputs.rhs, sizes, ((1,), (1 + contracting,)), True, inputs, dtype)
+    return jnp.where(is_owned, out, 0)
+
+
+def _ragged_contraction(inputs: GroupedInputs, d_out: jax.Array) -> jax.Array:
+    """For each group, the sum over its rows of the outer products: the gradient of rhs."""
+    sizes, is_owned = _sizes(inputs)
+    lhs, d_out = (jnp.where(is_owned, x, 0) for x in (inputs.lhs, d_out))
+    left, right = (d_out, lhs) if inputs.options.transpose_rhs else (lhs, d_out)
+    return _call(left, right, sizes, ((0,), (0,)), False, inputs, inputs.rhs.dtype)
+
+
+def _call(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: Any, groups_in_rhs: bool, inputs: GroupedInputs,
+    dtype: Any,
+) -> jax.Array:  # fmt: skip
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracting, ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0] if groups_in_rhs else [],
+    )
+    wide = accumulator(lhs.dtype, rhs.dtype, dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+    spec = jax.sharding.PartitionSpec(*[None] * (2 if groups_in_rhs else 3)) if explicit else None
+
+    def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        if 0 in (*lhs.shape, *rhs.shape):
+            return jnp.zeros(jax.eval_shape(ragged, lhs, rhs, sizes).shape, dtype)
+        return ragged(lhs, rhs, sizes).astype(dtype)
+
+    def ragged(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, inputs.options.precision, wide, out_sharding=spec)
+
+    return _mapped_together(run)(lhs, rhs, sizes)
+
+
+def _mapped_together(run: Any) -> Any:
+    """Under ``vmap`` maps all operands: JAX maps ``ragged_dot`` along the first axes of all of them alone."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: jax.Array) -> jax.Array:
+        return run(*operands)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *operands: jax.Array) -> Any:
+        together = [
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(operands, batched, strict=True)
+        ]
+        return _mapped_together(jax.vmap(run))(*together), True
+
+    return call

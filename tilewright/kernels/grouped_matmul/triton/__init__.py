@@ -1,0 +1,1 @@
+"""The grouped matmul in Triton, on NVIDIA GPUs."""

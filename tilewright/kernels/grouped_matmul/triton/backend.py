@@ -1,0 +1,239 @@
+"""The Triton backend of the grouped matmul, on NVIDIA GPUs from Ampere on."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.footprint import Footprint, launch_reasons
+from tilewright.kernels.grouped_matmul.groups import matrix_bounds
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.triton.params import (
+    Params,
+    TritonGroupedBackwardParams,
+    TritonGroupedForwardParams,
+    TritonTile,
+    fitted,
+    footprints,
+    listed_params,
+)
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.triton import launch, unavailable
+from tilewright.ops.types import Device, Direction
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_INT32 = (1 << 31) - 1
+
+GROUP = 8
+"""Tiles of rows whose programs are beside each other for the same columns of their matrices."""
+
+
+class TritonGroupedMatmul(
+    Implementation[GroupedInputs, GroupedProblem, Any, TritonGroupedForwardParams, TritonGroupedBackwardParams]
+):
+    """Serves float16, bfloat16 and float32 without scales; sums are in float32, in one order."""
+
+    platform: ClassVar[Platform] = Platform.TRITON
+    forward_params: ClassVar[type] = TritonGroupedForwardParams
+    backward_params: ClassVar[type] = TritonGroupedBackwardParams
+    late_import: ClassVar[str] = "triton"
+
+    def not_supported_reasons(self, problem: GroupedProblem, device: Device, direction: Direction) -> list[str]:
+        reasons = unavailable(device)
+        dtypes = {"lhs": problem.lhs_dtype.name, "rhs": problem.rhs_dtype.name, "the result": problem.options.out_dtype}
+        reasons += [
+            f"{name} must be one of {DTYPES}, got {each}" for name, each in dtypes.items() if each not in DTYPES
+        ]
+        if problem.lhs_dtype != problem.rhs_dtype:
+            reasons.append(f"lhs and rhs must have one dtype, got {problem.lhs_dtype} and {problem.rhs_dtype}")
+        if direction == "backward" and problem.options.out_dtype != problem.lhs_dtype.name:
+            reasons.append(f"backward the result must have the dtype of lhs, got {problem.options.out_dtype}")
+        if {problem.lhs_scale, problem.rhs_scale} != {"none"}:
+            reasons.append("its kernels have no scales")
+        if problem.options.precision is not None and not isinstance(problem.options.precision, jax.lax.Precision):
+            reasons.append(f"it takes a jax.lax.Precision, got {problem.options.precision}")
+        if problem.k * problem.n > MAX_INT32:
+            reasons.append(f"elements of a matrix must be counted by 32 bits, got {problem.k=}, {problem.n=}")
+        return reasons
+
+    def heuristic(self, problem: GroupedProblem, device: Device, direction: Direction) -> Params:
+        return next(iter(self.candidates(problem, device, direction)))
+
+    def candidates(self, problem: GroupedProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        listed = listed_params(problem, direction)
+        fitting = [params for params in listed if not launch_reasons(footprints(problem, params), device)]
+        return fitting or listed[:1]
+
+    def footprints(
+        self, problem: GroupedProblem, device: Device, direction: Direction, params: Params
+    ) -> Sequence[Footprint]:
+        return footprints(problem, params)
+
+    def forward(self, inputs: GroupedInputs, params: TritonGroupedForwardParams) -> jax.Array:
+        if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
+            return jnp.zeros(inputs.out_shape, inputs.options.out_dtype)
+        return _by_matrices(inputs, inputs.lhs, params.tile, inputs.options.out_dtype, of_lhs=False)
+
+    def backward(
+        self, inputs: GroupedInputs, results: object, cotangents: jax.Array, params: TritonGroupedBackwardParams
+    ) -> dict[str, Any]:
+        """Gradients of lhs and rhs, of those that are used."""
+        if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
+            return {"lhs": jnp.zeros_like(inputs.lhs), "rhs": jnp.zeros_like(inputs.rhs)}
+        gradients: dict[str, Any] = {"lhs": None, "rhs": None}
+        if "lhs" in inputs.gradients:
+            gradients["lhs"] = _by_matrices(inputs, cotangents, params.lhs, inputs.lhs.dtype, of_lhs=True)
+        if "rhs" in inputs.gradients:
+            gradients["rhs"] = _outer_products(inputs, cotangents, params.rhs)
+        return gradients
+
+
+def _by_matrices(inputs: GroupedInputs, rows: jax.Array, tile: TritonTile, dtype: Any, of_lhs: bool) -> jax.Array:
+    """Rows times their matrices, or for the gradient of lhs the transposed ones."""
+    starts, ends = _bounds(inputs)
+    size, matrices = inputs.lhs.shape[0], inputs.rhs.shape[0]
+    # Rows before the first matrix's and behind the last one's are two more segments, without a matrix.
+    first = jnp.min(jnp.where(starts < ends, starts, size))
+    last = jnp.maximum(jnp.max(jnp.where(starts < ends, ends, 0)), first)
+    segments = [
+        jnp.concatenate([starts, jnp.stack([jnp.int32(0), last])]),
+        jnp.concatenate([ends, jnp.stack([first, jnp.int32(size)])]),
+        jnp.concatenate([jnp.arange(matrices, dtype=jnp.int32), jnp.full(2, -1, jnp.int32)]),
+    ]
+    depth_is_last = of_lhs != inputs.options.transpose_rhs
+    run = functools.partial(_launch_by_matrices, tile, jnp.dtype(dtype), depth_is_last, _precision(inputs))
+    return _over_batch(run, [rows[None], *(each[None] for each in segments)], inputs.rhs[None])[0]
+
+
+def _launch_by_matrices(
+    tile: TritonTile, dtype: Any, depth_is_last: bool, precision: str, mapped: Sequence[jax.Array], matrices: jax.Array
+) -> jax.Array:
+    """``[batch, rows, columns]``, from rows and segments of a batch, and matrices of it or of all alike."""
+    from tilewright.kernels.grouped_matmul.triton import kernels
+
+    rows, starts, ends, which = mapped
+    batch, size, depth = rows.shape
+    columns = matrices.shape[2 if depth_is_last else 3]
+    tile = fitted(tile, columns, depth)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    if matrices.shape[0] > 1:
+        which = jnp.where(which < 0, which, which + index * matrices.shape[1])
+    schedule = tile_schedule(
+        (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel(), batch * size, tile.rows
+    )
+    tiles = schedule[0].shape[0]
+    (out,) = launch(
+        kernels.rows_by_matrices,
+        [rows, matrices, *schedule],
+        [jax.ShapeDtypeStruct((batch, size, columns), dtype)],
+        grid=[tiles * -(-columns // tile.columns)],
+        scalars={"tiles": tiles},
+        constants={
+            "K": depth,
+            "N": columns,
+            "K_STRIDE": 1 if depth_is_last else columns,
+            "N_STRIDE": depth if depth_is_last else 1,
+            "BLOCK_ROWS": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "GROUP": GROUP,
+            "PRECISION": precision,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def tile_schedule(
+    starts: jax.Array, ends: jax.Array, which: jax.Array, rows: int, block_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each tile its matrix, its first row and the row behind its segment; tiles beyond the last have no rows.
+
+    There are as many tiles as there may be, whatever the segments' sizes are; the segments are disjoint.
+    """
+    counts = -(-(ends - starts) // block_rows)
+    last = jnp.cumsum(counts, dtype=jnp.int32)
+    segments = starts.shape[0]
+    index = jnp.arange(min((rows + segments * (block_rows - 1)) // block_rows, rows), dtype=jnp.int32)
+    segment = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    known = jnp.minimum(segment, segments - 1)
+    first = starts[known] + (index - (last - counts)[known]) * block_rows
+    end = jnp.where(segment < segments, ends[known], first)
+    return which[known], first, end
+
+
+def _outer_products(inputs: GroupedInputs, d_out: jax.Array, tile: TritonTile) -> jax.Array:
+    """The gradient of rhs, in its layout."""
+    left, right = (d_out, inputs.lhs) if inputs.options.transpose_rhs else (inputs.lhs, d_out)
+    run = functools.partial(_launch_outer_products, tile, inputs.rhs.dtype, _precision(inputs))
+    mapped = [each[None] for each in (left, right, *_bounds(inputs))]
+    return _over_batch(run, mapped, None)[0]
+
+
+def _launch_outer_products(
+    tile: TritonTile, dtype: Any, precision: str, mapped: Sequence[jax.Array], _: None
+) -> jax.Array:
+    """``[batch, matrices, left, right]``."""
+    from tilewright.kernels.grouped_matmul.triton import kernels
+
+    left, right, starts, ends = mapped
+    batch, size, height = left.shape
+    width, matrices = right.shape[2], starts.shape[1]
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None] * size
+    (out,) = launch(
+        kernels.outer_products,
+        [left, right, (starts + index).ravel(), (ends + index).ravel()],
+        [jax.ShapeDtypeStruct((batch, matrices, height, width), dtype)],
+        grid=[batch * matrices * -(-height // tile.rows) * -(-width // tile.columns)],
+        constants={
+            "LEFT": height,
+            "RIGHT": width,
+            "BLOCK_LEFT": tile.rows,
+            "BLOCK_RIGHT": tile.columns,
+            "BLOCK_ROWS": tile.depth,
+            "PRECISION": precision,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _bounds(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
+    return matrix_bounds(inputs.group_sizes, inputs.group_offset, inputs.lhs.shape[0], inputs.rhs.shape[0])
+
+
+def _precision(inputs: GroupedInputs) -> str:
+    """The input precision of ``tl.dot``: that of XLA by default, which rounds float32 to TensorFloat-32."""
+    exact = inputs.options.precision in (jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
+    return "tf32x3" if exact else "tf32"
+
+
+def _over_batch(run: Callable[[Any, Any], jax.Array], mapped: Sequence[jax.Array], matrices: Any) -> jax.Array:
+    """Returns ``run(mapped, matrices)``, whose arrays have a batch as their first axis; ``vmap`` multiplies it.
+
+    Matrices that are the same for the whole batch have a first axis of 1.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(mapped: Any, matrices: Any) -> jax.Array:
+        return run(mapped, matrices)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, mapped: Any, matrices: Any) -> tuple[jax.Array, bool]:
+        batch = mapped[0].shape[1 if batched[0][0] else 0]
+
+        def merged(array: jax.Array, is_batched: bool) -> jax.Array:
+            array = array if is_batched else array[None]
+            return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(-1, *array.shape[2:])
+
+        together = [merged(*each) for each in zip(mapped, batched[0], strict=True)]
+        if matrices is not None and (batched[1] or matrices.shape[0] > 1):
+            matrices = merged(matrices, batched[1])
+        out = _over_batch(run, together, matrices)
+        return out.reshape(size, batch, *out.shape[1:]), True
+
+    return call(list(mapped), matrices)

@@ -1,0 +1,121 @@
+"""Configs of the Triton kernels of the grouped matmul: params, and those worth measuring."""
+
+import dataclasses
+
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
+from tilewright.ops.types import Direction
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/grouped_matmul.TritonTile")
+@dataclasses.dataclass(frozen=True, slots=True)
+class TritonTile:
+    """The tile and the launch of one kernel.
+
+    Attributes:
+      rows, columns: of a program's part of the result.
+      depth: rows or columns that are summed in one step.
+      num_warps: warps of a program.
+      num_stages: stages of its pipelined loop.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name, minimum, maximum in (
+            ("rows", MIN_DOT, 256), ("columns", MIN_DOT, 256), ("depth", MIN_DOT, 256), ("num_warps", 1, 16),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or value & (value - 1) or not minimum <= value <= maximum:
+                raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
+        if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must be from 1 to 8, got {self}")
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Estimate for a program: both operands of every stage."""
+        return self.num_stages * (self.rows + self.columns) * self.depth * itemsize
+
+
+@stable_id("tilewright/grouped_matmul.TritonGroupedForwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class TritonGroupedForwardParams:
+    """Config of the forward kernel."""
+
+    tile: TritonTile
+
+
+@stable_id("tilewright/grouped_matmul.TritonGroupedBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class TritonGroupedBackwardParams:
+    """Config of the backward kernels: those of the gradients of lhs and of rhs."""
+
+    lhs: TritonTile
+    rhs: TritonTile
+
+
+type Params = TritonGroupedForwardParams | TritonGroupedBackwardParams
+
+_SMALL_GROUPS = ((16, 128, 64, 4, 4), (16, 64, 128, 4, 3), (16, 256, 64, 4, 3))
+_LARGE_GROUPS = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (128, 256, 32, 8, 3), (64, 64, 32, 4, 4))
+_OUTER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (128, 256, 32, 8, 3), (64, 64, 32, 4, 4))
+_ODD = ((64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (64, 128, 32, 8, 3))
+_ODD_SMALL_GROUPS = ((16, 64, 64, 4, 3), (16, 64, 32, 4, 3))
+"""For sizes that no step of the sum divides: the masks of both operands take registers."""
+_FLOAT32_SMALL_GROUPS = ((16, 64, 64, 4, 3), (16, 128, 32, 4, 3))
+_FLOAT32 = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3))
+
+SMALL_GROUP = 24
+"""Rows of a mean group up to which its tiles have the fewest rows that tensor cores take."""
+
+
+def listed_params(problem: GroupedProblem, direction: Direction) -> list[Params]:
+    """Params worth measuring, best guess first; they were measured on no device yet."""
+    by_rows: tuple[tuple[int, ...], ...]
+    outer: tuple[tuple[int, ...], ...]
+    is_small = problem.rows <= SMALL_GROUP * max(problem.groups, 1)
+    if problem.lhs_dtype.itemsize == 4:
+        by_rows, outer = _FLOAT32_SMALL_GROUPS if is_small else _FLOAT32, _FLOAT32
+    else:
+        by_rows, outer = _SMALL_GROUPS if is_small else _LARGE_GROUPS, _OUTER
+        if problem.k % 32 or problem.n % 32:
+            by_rows = _ODD_SMALL_GROUPS if is_small else _ODD
+    tiles = [TritonTile(*each) for each in by_rows]
+    if direction == "forward":
+        return [TritonGroupedForwardParams(tile) for tile in tiles]
+    # Few rows of a group are one short step of the sum.
+    depth = 16 if is_small else 32
+    of_rhs = [TritonTile(rows, columns, depth, *rest) for rows, columns, _, *rest in outer]
+    count = max(len(tiles), len(of_rhs))
+    return [TritonGroupedBackwardParams(tiles[i % len(tiles)], of_rhs[i % len(of_rhs)]) for i in range(count)]
+
+
+def footprints(problem: GroupedProblem, params: Params) -> list[Footprint]:
+    """Threads, shared memory and the greatest number of blocks of each kernel."""
+    tiles = {"forward": params.tile} if isinstance(params, TritonGroupedForwardParams) else {
+        "lhs": params.lhs, "rhs": params.rhs
+    }  # fmt: skip
+    found = []
+    for name, tile in tiles.items():
+        if name == "rhs":
+            blocks = problem.matrices * -(-problem.k // tile.rows) * -(-problem.n // tile.columns)
+        else:
+            columns = problem.n if name == "forward" else problem.k
+            blocks = (problem.rows // tile.rows + problem.matrices + 2) * -(-columns // tile.columns)
+        shared = tile.shared_bytes(problem.lhs_dtype.itemsize)
+        found.append(Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared))
+    return found
+
+
+def fitted(tile: TritonTile, columns: int, depth: int) -> TritonTile:
+    """The tile, no wider and no deeper than the arrays."""
+    return dataclasses.replace(
+        tile,
+        columns=min(tile.columns, power_of_two(columns, MIN_DOT)),
+        depth=min(tile.depth, power_of_two(depth, MIN_DOT)),
+    )

@@ -1,0 +1,1 @@
+"""The grouped matmuls in plain XLA."""

@@ -1,0 +1,93 @@
+"""The gated grouped matmul in plain XLA: the backend for every device."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.activations import gated, gated_gradients, kept_apart
+from tilewright.kernels.dots import accumulator
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
+from tilewright.kernels.grouped_matmul.xla.blocks import Block
+from tilewright.kernels.grouped_matmul.xla.params import (
+    XlaBlockParams,
+    XlaGatedBackwardParams,
+    block_rows,
+    candidate_rows,
+)
+from tilewright.kernels.grouped_matmul.xla.products import Products
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.types import Device, Direction
+
+type Params = XlaBlockParams | XlaGatedBackwardParams
+
+
+class XlaGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, XlaBlockParams, XlaGatedBackwardParams]):
+    """Serves every problem, in loops over blocks of rows of one group each."""
+
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_params: ClassVar[type] = XlaBlockParams
+    backward_params: ClassVar[type] = XlaGatedBackwardParams
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+
+    def not_supported_reasons(self, problem: GatedProblem, device: Device, direction: Direction) -> list[str]:
+        return []
+
+    def heuristic(self, problem: GatedProblem, device: Device, direction: Direction) -> Params:
+        return _params(direction, block_rows(problem.rows, problem.groups, device))
+
+    def candidates(self, problem: GatedProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        # Recomputing is never faster: it is for callers who want the memory.
+        return [_params(direction, rows) for rows in candidate_rows(problem.rows, problem.groups, device)]
+
+    def forward(self, inputs: GatedInputs, params: XlaBlockParams) -> GatedResults:
+        shape = (inputs.lhs.shape[0], inputs.gate.shape[2])
+        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
+            zeros = jnp.zeros(shape, inputs.options.out_dtype)
+            return zeros, zeros, zeros
+        gate, up = (Products(inputs.product(x), params.block_rows) for x in (inputs.gate, inputs.up))
+
+        def step(block: Block, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            both = gate.forward_block(block), up.forward_block(block)
+            rows = gated(inputs.options.activation, *both), *both
+            return tuple(block.written(array, x) for array, x in zip(results, rows, strict=True))
+
+        out, gates, ups = gate.over_rows(step, [shape[1]] * 3, inputs.options.out_dtype)
+        return out, gates, ups
+
+    def backward(
+        self, inputs: GatedInputs, results: Any, cotangents: jax.Array, params: XlaGatedBackwardParams
+    ) -> dict[str, Any]:
+        """Gradients of lhs, gate and up, of those that are used, from both pre-activations."""
+        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
+            return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("lhs", "gate", "up")}
+        if params.recompute:
+            results = self.forward(kept_apart(inputs, cotangents), XlaBlockParams(params.block_rows))[1:]
+        wide = accumulator(*(x.dtype for x in (inputs.lhs, inputs.gate, inputs.up)))
+        of_gate, of_up = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, wide)
+        gate, up = (Products(inputs.product(x), params.block_rows) for x in (inputs.gate, inputs.up))
+        gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))
+        if "lhs" in inputs.gradients:
+            gradients["lhs"] = _d_lhs(gate, up, of_gate, of_up)
+        if "gate" in inputs.gradients:
+            gradients["gate"] = gate.d_rhs(of_gate)
+        if "up" in inputs.gradients:
+            gradients["up"] = up.d_rhs(of_up)
+        return gradients
+
+
+def _d_lhs(gate: Products, up: Products, of_gate: jax.Array, of_up: jax.Array) -> jax.Array:
+    """The sum of both products' gradients, rounded once."""
+    lhs, of_gate, of_up = gate.inputs.lhs, gate.padded(of_gate), up.padded(of_up)
+
+    def step(block: Block, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total = gate.d_lhs_block(block, of_gate) + up.d_lhs_block(block, of_up)
+        return (block.written(gradients[0], total),)
+
+    return gate.over_rows(step, [lhs.shape[1]], lhs.dtype)[0]
+
+
+def _params(direction: Direction, rows: int) -> Params:
+    return XlaBlockParams(rows) if direction == "forward" else XlaGatedBackwardParams(rows)

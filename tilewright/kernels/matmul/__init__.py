@@ -1,0 +1,1 @@
+"""Dense matmuls: one alone, and the pair of a gated linear unit."""
