@@ -42,4 +42,5 @@ def matrix_bounds(
 def owned(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
     """True for each row that belongs to a matrix; the rows of consecutive matrices are consecutive."""
     row = jnp.arange(rows, dtype=jnp.int32)
+    # Comparisons with all matrices fuse into one reduction; the array of them is never in memory.
     return jnp.any((row[:, None] >= starts) & (row[:, None] < ends), axis=1)

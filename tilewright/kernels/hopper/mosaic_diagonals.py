@@ -91,6 +91,7 @@ def toeplitz_tile(values: Any, columns: int, ascending: bool) -> Any:
     origin = 63 if ascending else columns - 1
     own = _linear(origin, (-sign * WARP_ROWS, thread.warp), (-sign, thread.group), (2 * sign, thread.member))
     pointer = _pointer(values, own)
+    # A thread loads the value of each of its diagonals once, and uses it for all elements there.
     loaded: dict[int, Any] = {}
 
     def load(offset: int) -> Any:
@@ -101,6 +102,7 @@ def toeplitz_tile(values: Any, columns: int, ascending: bool) -> Any:
     layout, pair = mgpu.WGMMA_LAYOUT, ir.VectorType.get((2,), f32)
     shape = layout.registers_shape((64, columns))
     assert shape == (1, columns // 8, 1, 1, 2, 1, 1, 1, 1), shape
+    # The accumulator's registers are pairs of neighbouring columns.
     registers = np.empty(shape, dtype=object)
     i32 = ir.IntegerType.get_signless(32)
     for index in np.ndindex(shape):
@@ -153,6 +155,7 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
 
     own = _linear(63, (WARP_ROWS + warp_stride, thread.warp), (1, thread.group))
     pointer, is_first = _pointer(target, own), arith.cmpi(arith.CmpIPredicate.eq, thread.member, constant(0))
+    # Of a quad of lanes, which share g, the first has the sums in the end, and adds them.
     predicate = arith.extui(i32, is_first)
 
     def add(m: int, part: Any) -> None:

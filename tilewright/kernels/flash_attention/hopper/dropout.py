@@ -51,10 +51,12 @@ def bits_of_tile(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: 
     """`draw_kept` on the device."""
     rows, columns = coord.shape
     assert rows == ROWS
+    # A word has one bit for each of a thread's elements in 64 columns: 2 rows × 16 columns.
     words = -(-columns // COLUMNS_PER_WORD)
     starts = (coord.q_start, coord.kv_start) if coord.q_axis == 0 else (coord.kv_start, coord.q_start)
     scalar = plgpu.Layout.WG_SPLAT(())
 
+    # Not an array of the tile's shape: what passes between Pallas and this code is registers of threads.
     @plgpu.inline_mgpu(
         arg_types=(scalar,) * 4,
         return_type=plgpu.ShapeDtypeStruct((words * WARPGROUP_THREADS,), jnp.int32, layout=_bits_layout(words)),

@@ -142,6 +142,8 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
         block_k = 64 if plain else 32
         if problem.dropout:
             block_k = 64 if plain and single else 32
+            if has_bias_matrix(problem) and widest > 192:  # its tile is in registers beside the bits
+                block_k = 16
         elif widest <= 192:
             block_k = 96 if single else 64 if problem.value_dim <= 128 else 48
         return [HopperForwardParams(128, block_k, 2, False, False)]

@@ -27,6 +27,8 @@ def rows_by_matrices(
     """Computes BLOCK_N columns of the result of one tile of rows."""
     per_group: tl.constexpr = GROUP * ((N + BLOCK_N - 1) // BLOCK_N)
     program = tl.program_id(0)
+    # GROUP tiles of rows take the same columns one after another, which the L2 cache then holds; the last group may
+    # have fewer tiles.
     first_tile = program // per_group * GROUP
     count = tl.minimum(tiles - first_tile, GROUP)
     tile = first_tile + program % per_group % count
@@ -39,9 +41,12 @@ def rows_by_matrices(
         inside = (row < end)[:, None]
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         if matrix >= 0:
+            # In 64 bits: an array may have more than 2³¹ elements. Steps of K are added to the pointers, which takes no
+            # multiplication in the loop.
             left = rows + row.to(tl.int64)[:, None] * K + k[None, :]
             right = matrices + matrix.to(tl.int64) * (K * N) + k[:, None] * K_STRIDE + n[None, :] * N_STRIDE
             for step in tl.range(0, K, BLOCK_K):
+                # K is static: where a step divides it, no mask along K is made.
                 if K % BLOCK_K == 0:
                     a = tl.load(left, mask=inside, other=0.0)
                     b = tl.load(right, mask=n[None, :] < N, other=0.0)
@@ -70,9 +75,11 @@ def outer_products(
     j = tile % across * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     start, end = tl.load(starts + matrix), tl.load(ends + matrix)
     accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
+    # A matrix without rows has no iteration, and gets zeros.
     for first in tl.range(start, end, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         inside, row = row < end, row.to(tl.int64)
+        # Rows of others are zeros on both sides: a zero on one side times their NaN would be NaN.
         a = tl.load(left + row[None, :] * LEFT + i[:, None], mask=inside[None, :] & (i[:, None] < LEFT), other=0.0)
         b = tl.load(right + row[:, None] * RIGHT + j[None, :], mask=inside[:, None] & (j[None, :] < RIGHT), other=0.0)
         accumulator = tl.dot(a, b, accumulator, input_precision=PRECISION)

@@ -49,6 +49,7 @@ class Block:
 
     def written(self, array: jax.Array, rows: jax.Array) -> jax.Array:
         """The array with the block's own rows replaced."""
+        # The other rows of the slice belong to blocks before or behind, and are written back as they are.
         merged = jnp.where(self.inside, rows.astype(array.dtype), self.rows(array))
         return lax.dynamic_update_slice_in_dim(array, merged, self.begin, axis=0)
 
@@ -70,6 +71,7 @@ class Blocks:
     @property
     def max_count(self) -> int:
         """The maximum number of blocks, whatever the group sizes are."""
+        # Only the last block of a group may lack rows, and no block is empty.
         return min((self.rows + self.starts.shape[0] * (self.block_rows - 1)) // self.block_rows, self.rows)
 
     def block(self, index: jax.Array) -> Block:

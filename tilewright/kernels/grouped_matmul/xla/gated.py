@@ -54,6 +54,7 @@ class XlaGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, XlaBl
             rows = gated(inputs.options.activation, *both), *both
             return tuple(block.written(array, x) for array, x in zip(results, rows, strict=True))
 
+        # Both products of a block before the next block: its rows are read once, and are still in the cache.
         out, gates, ups = gate.over_rows(step, [shape[1]] * 3, inputs.options.out_dtype)
         return out, gates, ups
 
@@ -83,6 +84,7 @@ def _d_lhs(gate: Products, up: Products, of_gate: jax.Array, of_up: jax.Array) -
     lhs, of_gate, of_up = gate.inputs.lhs, gate.padded(of_gate), up.padded(of_up)
 
     def step(block: Block, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # In the dtype of the accumulator: rounded one by one, the two would lose what they cancel.
         total = gate.d_lhs_block(block, of_gate) + up.d_lhs_block(block, of_up)
         return (block.written(gradients[0], total),)
 

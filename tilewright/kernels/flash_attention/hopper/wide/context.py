@@ -113,6 +113,8 @@ class WideContext:
           item_index: items of the CTA before this one.
           first: their steps.
         """
+        # K and V are loaded once an item, the rest once a step. A ring without an offset would wait for the phase of
+        # another item.
         rings = self.scratch
         scratch = rings._replace(
             k=rings.k.after(item_index),
@@ -131,6 +133,7 @@ class WideContext:
         """Decodes a work item: anew in each role, and in the consumers in each step (`item_in_step`)."""
         key_parts, size = self.kv_heads * self.parts.parts, self.parts.size
         b, key_part, kv_tile = decode_tile_index(item, self.schedule.extent.row_tiles, key_parts)
+        # What follows from the item is computed again in each step: kept over the loop, it would be spilled.
         zero = opaque_zero(jnp.int32(0) + item)
         iterations = QueryIterations.of(self.schedule, self.operands.tables, b, key_part * size, size, kv_tile, zero)
         return WideItem(b, key_part, kv_tile * BLOCK, iterations)
