@@ -175,7 +175,9 @@ SPILLED_BY_CALL = {
     "one_kv_head-backward": 52,  # as much as SPILLED_ADDRESSES, and an address of dK and dV, in halves of float32
     "dropout_causal_d128-forward": 12,  # an address, reloaded three times; of 96 keys none, but slower
     "relative_bias_masks_d128-backward": 132,  # 68 without the bias, 108 with one that is an array, which no row has
+    "d192_v128_bias-backward": 32,  # its tile beside dK and dV; not compared with the kernels split by role
     "everything_d128-backward": 124,
+    "everything_d256-forward": 8,
     "everything_d256-backward": 228,  # the gradient of the bias on its way through shared memory
 }
 """Bytes that kernels spill, by call and direction, the most of jax 0.11.2 and 0.12."""

@@ -42,7 +42,6 @@ With a bias or a soft cap −lse is added behind them instead; with dropout, −
 
 import dataclasses
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -501,13 +500,17 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
         # With a buffer for each, the store before is of the other one, which TMA may still read.
         dk_buffer, in_flight = scratch.dk, [each.copies for each in reversed(ctx.plan.output_tiles)]
     gradients = (dv_buffer, dv, results.d_value), (dk_buffer, dk * ctx.options.scale, results.d_key)
-    pieces = [range(0, gradient.shape[1], buffer.shape[-1]) for buffer, gradient, _ in gradients]
-    for begins in itertools.zip_longest(*pieces):
-        for (buffer, gradient, target), others, begin in zip(gradients, in_flight, begins, strict=True):
-            if begin is None:
-                continue
-            own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
-            plgpu.wait_smem_to_gmem(others, wait_read_only=True)  # the store before that one has read the buffer
-            own[...] = gradient[:, begin : begin + width].astype(dtype)
-            plgpu.commit_smem()
-            store_tile(own, target.at[tile.batch, rows, tile.key_part], begin)
+    pieces = [
+        (number, begin)
+        for number, (buffer, gradient, _) in enumerate(gradients)
+        for begin in range(0, gradient.shape[1], buffer.shape[-1])
+    ]
+    if scratch.dk is not None:  # in turn
+        pieces.sort(key=lambda piece: piece[1] // gradients[piece[0]][0].shape[-1])
+    for number, begin in pieces:
+        buffer, gradient, target = gradients[number]
+        own, width = buffer.at[ctx.warpgroup], buffer.shape[-1]
+        plgpu.wait_smem_to_gmem(in_flight[number], wait_read_only=True)  # the last store of it has read the buffer
+        own[...] = gradient[:, begin : begin + width].astype(dtype)
+        plgpu.commit_smem()
+        store_tile(own, target.at[tile.batch, rows, tile.key_part], begin)
