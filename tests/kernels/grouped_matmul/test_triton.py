@@ -16,7 +16,7 @@ from tests.kernels.grouped_matmul.conformance import CASES, FUZZED, GroupedConfo
 from tests.kernels.grouped_matmul.oracle import oracle, segments
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
-from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul, tile_schedule
+from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul, row_tiles
 from tilewright.kernels.grouped_matmul.triton.params import (
     TritonGroupedBackwardParams,
     TritonGroupedForwardParams,
@@ -94,7 +94,7 @@ def test_vmap_is_one_launch_of_more_rows():
 
 def test_the_schedule_has_every_row_once():
     random = np.random.default_rng(6)
-    schedule = jax.jit(tile_schedule, static_argnums=(3, 4))
+    schedule = jax.jit(row_tiles, static_argnums=(3, 4))
     for rows, groups in [(1, 1), (5, 3), (64, 2), (79, 8)] * 10:
         sizes = random_sizes(random, rows, groups)
         found = segments(sizes, rows, groups)

@@ -44,6 +44,7 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
             "grouped_matmul",
             version="1",
             implementations=(
+                lazy("tilewright.kernels.grouped_matmul.hopper.backend:HopperGroupedMatmul"),
                 lazy("tilewright.kernels.grouped_matmul.xla.backend:XlaGroupedMatmul"),
                 lazy("tilewright.kernels.grouped_matmul.ragged_dot:RaggedDot"),
                 # Tested in an emulation only so far: runs only if it is named or measured as the fastest.

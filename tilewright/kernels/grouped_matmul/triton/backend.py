@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.footprint import Footprint, launch_reasons
-from tilewright.kernels.grouped_matmul.groups import matrix_bounds
+from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.triton.params import (
     Params,
@@ -92,16 +92,7 @@ class TritonGroupedMatmul(
 
 def _by_matrices(inputs: GroupedInputs, rows: jax.Array, tile: TritonTile, dtype: Any, of_lhs: bool) -> jax.Array:
     """Rows times their matrices, or for the gradient of lhs the transposed ones."""
-    starts, ends = _bounds(inputs)
-    size, matrices = inputs.lhs.shape[0], inputs.rhs.shape[0]
-    # Rows before the first matrix's and behind the last one's are two more segments, without a matrix.
-    first = jnp.min(jnp.where(starts < ends, starts, size))
-    last = jnp.maximum(jnp.max(jnp.where(starts < ends, ends, 0)), first)
-    segments = [
-        jnp.concatenate([starts, jnp.stack([jnp.int32(0), last])]),
-        jnp.concatenate([ends, jnp.stack([first, jnp.int32(size)])]),
-        jnp.concatenate([jnp.arange(matrices, dtype=jnp.int32), jnp.full(2, -1, jnp.int32)]),
-    ]
+    segments = row_segments(*_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
     depth_is_last = of_lhs != inputs.options.transpose_rhs
     run = functools.partial(_launch_by_matrices, tile, jnp.dtype(dtype), depth_is_last, _precision(inputs))
     return _over_batch(run, [rows[None], *(each[None] for each in segments)], inputs.rhs[None])[0]
@@ -120,9 +111,8 @@ def _launch_by_matrices(
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     if matrices.shape[0] > 1:
         which = jnp.where(which < 0, which, which + index * matrices.shape[1])
-    schedule = tile_schedule(
-        (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel(), batch * size, tile.rows
-    )
+    segments = (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel()
+    _, *schedule = row_tiles(*segments, batch * size, tile.rows)
     tiles = schedule[0].shape[0]
     (out,) = launch(
         kernels.rows_by_matrices,
@@ -145,24 +135,6 @@ def _launch_by_matrices(
         num_stages=tile.num_stages,
     )
     return out
-
-
-def tile_schedule(
-    starts: jax.Array, ends: jax.Array, which: jax.Array, rows: int, block_rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each tile its matrix, its first row and the row behind its segment; tiles beyond the last have no rows.
-
-    There are as many tiles as there may be, whatever the segments' sizes are; the segments are disjoint.
-    """
-    counts = -(-(ends - starts) // block_rows)
-    last = jnp.cumsum(counts, dtype=jnp.int32)
-    segments = starts.shape[0]
-    index = jnp.arange(min((rows + segments * (block_rows - 1)) // block_rows, rows), dtype=jnp.int32)
-    segment = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    known = jnp.minimum(segment, segments - 1)
-    first = starts[known] + (index - (last - counts)[known]) * block_rows
-    end = jnp.where(segment < segments, ends[known], first)
-    return which[known], first, end
 
 
 def _outer_products(inputs: GroupedInputs, d_out: jax.Array, tile: TritonTile) -> jax.Array:

@@ -1,0 +1,15 @@
+"""Configs of the Hopper backends: that of the forward pass is one matmul's, that of the backward pass one for each."""
+
+import dataclasses
+
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/grouped_matmul.HopperGroupedBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperGroupedBackwardParams:
+    """The configs of the gradient of lhs and of that of rhs."""
+
+    lhs: MatmulParams
+    rhs: MatmulParams

@@ -1,0 +1,92 @@
+"""The three matmuls of a grouped matmul on Hopper, each a call of the matmul kernel with a schedule of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
+from tilewright.kernels.hopper.device import num_sms
+from tilewright.kernels.hopper.matmul.kernel import Epilogue, matmul_kernel
+from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.plan import MatmulPlan
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
+from tilewright.ops.utils.device import current_device
+
+
+def rows_by_matrices(
+    rows: jax.Array,
+    matrices: Sequence[jax.Array],
+    bounds: tuple[jax.Array, jax.Array],
+    params: MatmulParams,
+    out_dtype: Any,
+    *,
+    k_first: bool,
+    has_offset: bool,
+    results: int = 1,
+    epilogue: Epilogue = lambda sums: sums,
+) -> list[jax.Array]:
+    """Rows times their group's matrix; zeros for rows without one.
+
+    Args:
+      rows: ``[rows, k]``.
+      matrices: of one shape and layout, each of which gives the epilogue an accumulator.
+      bounds: first row of each matrix, and the row behind its last.
+      k_first: whether a matrix is ``[k, n]``, not ``[n, k]``.
+      has_offset: whether there may be rows before the first matrix's.
+      results: arrays of ``[rows, n]`` that the epilogue gives.
+    """
+    size, k = rows.shape
+    n = matrices[0].shape[2 if k_first else 1]
+    plan = rows_plan(rows.dtype, matrices[0].shape, params, out_dtype, k_first=k_first, count=len(matrices))
+    block = params.block_m * params.cluster_m
+    tiles = row_tiles(*row_segments(*bounds, size, has_offset), size, block)
+    schedule = RaggedRowsSchedule(*tiles, n, -(-k // plan.lhs.block_k), params, plan.columns)
+    out = [jax.ShapeDtypeStruct((size, n), out_dtype)] * results
+    return matmul_kernel(
+        rows,
+        matrices,
+        out,
+        plan=plan,
+        schedule=schedule,
+        epilogue=epilogue,
+        num_sms=num_sms(current_device()),
+    )
+
+
+def outer_products(
+    left: jax.Array, right: jax.Array, bounds: tuple[jax.Array, jax.Array], params: MatmulParams, out_dtype: Any
+) -> jax.Array:
+    """``leftᵀ · right`` over the rows of each group, ``[groups, columns of left, columns of right]``."""
+    plan = reduction_plan(left.dtype, params, out_dtype)
+    m, n = left.shape[1], right.shape[1]
+    schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, params)
+    out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
+    (result,) = matmul_kernel(
+        left,
+        [right],
+        [out],
+        plan=plan,
+        schedule=schedule,
+        epilogue=lambda sums: sums,
+        num_sms=num_sms(current_device()),
+    )
+    return result
+
+
+def rows_plan(
+    dtype: Any, shape: tuple[int, ...], params: MatmulParams, out_dtype: Any, *, k_first: bool, count: int = 1
+) -> MatmulPlan:
+    """The plan of `rows_by_matrices`, for matrices of this shape."""
+    dtype = jnp.dtype(dtype)
+    lhs = OperandLayout(dtype, False)
+    rhs = OperandLayout(dtype, k_first, stacked=True, panelled=not (k_first and atomic(shape, dtype)))
+    return MatmulPlan(params, lhs, (rhs,) * count, out_dtype)
+
+
+def reduction_plan(dtype: Any, params: MatmulParams, out_dtype: Any) -> MatmulPlan:
+    """The plan of `outer_products`: in panels, for a group's rows begin anywhere."""
+    layout = OperandLayout(jnp.dtype(dtype), True)
+    return MatmulPlan(params, layout, (layout,), out_dtype)

@@ -1,0 +1,242 @@
+"""The matmul kernel: a persistent, warp-specialised pipeline of a producer and its consumer warpgroups."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.matmul.mask import mask_step
+from tilewright.kernels.hopper.matmul.plan import STORE_BUFFERS, MatmulPlan
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
+from tilewright.kernels.hopper.matmul.store import store_accumulator
+from tilewright.kernels.hopper.panels import PanelRef, mma
+from tilewright.kernels.hopper.ring import when
+from tilewright.kernels.hopper.stages import CLUSTER_AXIS, Stages
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+type Epilogue = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+"""From the float32 accumulators, one for each operand of rhs, the tiles of the results."""
+
+
+class Operands(NamedTuple):
+    """What a kernel reads."""
+
+    lhs: Any
+    rhs: tuple[Any, ...]
+    schedule: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a CTA.
+
+    Attributes:
+      store: parts of the result, ``[consumers, STORE_BUFFERS, 64, columns]``.
+      masked: of the consumers, when they have zeroed their part of a stage; None where the range of K has no end of
+        its own.
+    """
+
+    stages: Any
+    store: Any
+    masked: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulContext:
+    """A CTA's references, and where it is."""
+
+    plan: MatmulPlan
+    epilogue: Epilogue
+    operands: Operands
+    results: tuple[Ref, ...]
+    scratch: Scratch
+    warpgroup: Scalar
+    program: Scalar
+    programs: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the kernel, over its references."""
+        schedule: Schedule = self.operands.schedule
+        return schedule
+
+    @property
+    def cta(self) -> Scalar:
+        """The CTA's index in its cluster."""
+        return lax.axis_index(CLUSTER_AXIS) if self.plan.params.cluster > 1 else 0
+
+
+def matmul_kernel(
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    plan: MatmulPlan,
+    schedule: Any,
+    epilogue: Epilogue,
+    num_sms: int,
+) -> list[jax.Array]:
+    """Multiplies lhs with every operand of rhs, and stores what the epilogue makes of the accumulators.
+
+    Args:
+      results: all of ``plan.out_dtype``, ``[m, n]`` or, where the items have matrices that are summed over ranges of
+        K, ``[matrices, m, n]``.
+      schedule: of ``schedule.py``, with arrays as its leaves.
+    """
+    params = plan.params
+    programs = num_sms // params.cluster
+    items = schedule.items()
+    if isinstance(items, int):
+        programs = min(programs, items)
+    masks = isinstance(schedule, RaggedReductionSchedule)
+
+    def body(operands: Operands, results: tuple[Ref, ...], scratch: Scratch) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        context = MatmulContext(
+            plan, epilogue, operands, results, scratch, warpgroup, lax.axis_index("program"), programs
+        )
+        pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
+        pl.when(warpgroup == params.consumers)(lambda: run_producer(context))
+
+    scratch = Scratch(
+        plan.stages,
+        plan.store_tile.stack(params.consumers, STORE_BUFFERS),
+        plgpu.Barrier(num_arrivals=params.consumers) if masks else None,
+    )
+    out: tuple[jax.Array, ...] = run_kernel(
+        body,
+        Operands(lhs, tuple(rhs), schedule),
+        tuple(results),
+        scratch,
+        num_ctas=programs,
+        warpgroups=params.consumers + 1,
+        cluster=params.cluster,
+    )
+    return list(out)
+
+
+def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar], None]) -> Scalar:
+    """Calls ``role(work, first)`` for each item of this CTA, whose step 0 is ``first``; returns the number of steps.
+
+    The next item is decoded before the role of one begins, so that the latency of tables is hidden.
+    """
+    schedule, stride = context.schedule, jnp.int32(context.programs)
+    items = jnp.asarray(schedule.items(), jnp.int32)
+    count = lax.div(items - context.program + stride - 1, stride)
+
+    def decode(index: Scalar) -> Work:
+        item = jnp.minimum(context.program + index * stride, items - 1)
+        return schedule.work(item, context.cta)
+
+    def one(index: Scalar, carry: tuple[Scalar, Work]) -> tuple[Scalar, Work]:
+        first, work = carry
+        following = decode(index + 1)
+        role(work, first)
+        return first + work.steps, following
+
+    steps, _ = lax.fori_loop(0, count, one, (jnp.int32(0), decode(0)))
+    return steps
+
+
+def run_producer(context: MatmulContext) -> None:
+    """Loads the tiles of all items of this CTA."""
+    params, stages = context.plan.params, context.scratch.stages
+    if params.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[params.consumers].producer, action="decrease")
+    steps = for_each_item(context, functools.partial(produce_item, context))
+    if params.cluster > 1:
+        stages.drain(steps)
+
+
+def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+    """Loads the tiles of an item, whose step 0 is step ``first`` of the ring."""
+    plan, operands, stages = context.plan, context.operands, context.scratch.stages
+    lhs_part, *rhs_parts = plan.stages.parts
+
+    def load(step: Scalar, _: None) -> None:
+        k = work.k + step * plan.lhs.block_k
+        sources = [plan.lhs.slices(operands.lhs, work.matrix, work.row, k, lhs_part)]
+        for layout, ref, part in zip(plan.rhs, operands.rhs, rhs_parts, strict=True):
+            sources.append(layout.slices(ref, work.matrix, work.column, k, part))
+        stages.load_from_dram(first + step, *sources)
+
+    lax.fori_loop(0, work.steps, load, None)
+
+
+def run_consumer(context: MatmulContext) -> None:
+    """Computes this warpgroup's rows of all items of this CTA."""
+    params = context.plan.params
+    if params.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
+    for_each_item(context, functools.partial(consume_item, context))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+    """Computes and stores this warpgroup's rows of an item, whose step 0 is step ``first`` of the ring."""
+    plan = context.plan
+    rows = plan.params.consumer_rows
+    first_row = work.row + context.warpgroup * rows
+    accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
+
+    def compute() -> None:
+        sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+        buffers = context.scratch.store.at[context.warpgroup]
+        for tile, result in zip(context.epilogue(sums), context.results, strict=True):
+            target = result if len(result.shape) == 2 else result.at[work.matrix]
+            store_accumulator(tile, target, buffers, work, first_row)
+
+    if work.row_end is None:
+        compute()
+    else:
+        # Tensor cores are then the other consumers' alone: a tile of few rows takes as little time as its rows need.
+        pl.when(first_row < work.row_end)(compute)
+        pl.when(first_row >= work.row_end)(lambda: release_item(context, work, first))
+
+
+def release_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+    """Passes the stages of an item on, of which this warpgroup has no rows."""
+    stages = context.scratch.stages
+
+    def one(index: Scalar, _: None) -> None:
+        stages.wait_loaded(first + index)
+        stages.release(first + index)
+
+    lax.fori_loop(0, work.steps, one, None)
+
+
+def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:
+    """Sums the products of all K steps of an item; one step's MMAs are in flight while the next one's are issued."""
+    plan, stages = context.plan, context.scratch.stages
+
+    def one(index: Scalar, _: None) -> None:
+        step = first + index
+        stages.wait_loaded(step)
+        if work.k_end is not None:
+            mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
+        issue(context, stages, step, accumulators)
+        plgpu.wgmma_wait(len(accumulators))
+        pl.when(index > 0)(lambda: stages.release(step - 1))
+
+    lax.fori_loop(0, work.steps, one, None)
+    sums = [accumulator[...] for accumulator in accumulators]
+    when(work.steps > 0, lambda: stages.release(first + work.steps - 1))
+    return sums
+
+
+def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:
+    """Issues the MMAs of a K step, one for each operand of rhs."""
+    plan = context.plan
+    lhs = plan.lhs.lhs_tile(stages, step, context.warpgroup, plan.params.consumer_rows)
+    for number, (accumulator, layout) in enumerate(zip(accumulators, plan.rhs, strict=True)):
+        rhs = layout.rhs_tile(stages, step, number + 1)
+        # A single panel is a tile that is not panelled, too.
+        left = lhs.operands[0] if isinstance(lhs, PanelRef) and not isinstance(rhs, PanelRef) else lhs
+        mma(accumulator, left, rhs, transpose_a=plan.lhs.k_first)

@@ -1,0 +1,74 @@
+"""How tiles are cut from the operands of a matmul, and how wgmma takes them from shared memory."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+
+from tilewright.kernels.hopper.limits import SWIZZLE_ROWS
+from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.stages import StagePart, Stages
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperandLayout:
+    """The static half of an operand: an array of ``[x, k]`` or ``[k, x]``, where x is m or n; or several of them.
+
+    Attributes:
+      k_first: whether the array is ``[k, x]``. wgmma reads such a tile transposed (16-bit elements only).
+      stacked: whether the array has a leading axis of matrices.
+      panelled: whether a tile with several swizzle widths of columns lies in panels, each of them a copy; else it is
+        one copy, and the array must consist of whole atoms (`atomic`), and the ranges of K too.
+    """
+
+    dtype: Any
+    k_first: bool
+    stacked: bool = False
+    panelled: bool = True
+
+    @property
+    def block_k(self) -> int:
+        """Elements of a K step."""
+        return BLOCK_BYTES // self.dtype.itemsize
+
+    def part(self, block: int, consumers: int, multicast: bool) -> StagePart:
+        """The tiles of a stage.
+
+        Args:
+          block: rows or columns of all consumers together.
+          consumers: that have tiles of their own, where they cannot take rows of one.
+        """
+        if self.k_first:
+            tile = SharedTile((self.block_k, block // consumers), self.dtype, BLOCK_BYTES, self.panelled)
+            return StagePart(tile, consumers, multicast)
+        return StagePart(SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True), 1, multicast)
+
+    def slices(self, ref: Ref, matrix: Scalar | None, start: Scalar, k: Scalar, part: StagePart) -> Sequence[Ref]:
+        """The slices of the array that the tiles of a stage are loaded from."""
+        rows, columns = part.tile.shape
+        matrices = (matrix,) if self.stacked else ()
+        if not self.panelled:  # the start of a tile is that of an atom, as the tile's is
+            start, k = pl.multiple_of(start, columns), pl.multiple_of(k, SWIZZLE_ROWS)
+        if not self.k_first:
+            return [ref.at[*matrices, pl.ds(start, rows), pl.ds(k, columns)]]
+        starts = [start + number * columns for number in range(part.count)]
+        return [ref.at[*matrices, pl.ds(k, rows), pl.ds(first, columns)] for first in starts]
+
+    def lhs_tile(self, stages: Stages, step: Scalar, consumer: Scalar, rows: int) -> Ref:
+        """A consumer's rows of lhs, ``[rows, k]`` or ``[k, rows]``."""
+        if self.k_first:
+            return stages.tile(step, 0, consumer)
+        return stages.tile(step, 0).at[pl.ds(consumer * rows, rows)]
+
+    def rhs_tile(self, stages: Stages, step: Scalar, part: int) -> Ref:
+        """A tile of rhs as ``[k, n]``."""
+        tile = stages.tile(step, part)
+        return tile if self.k_first else tile.T
+
+
+def atomic(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether an array consists of whole swizzle atoms, so that one TMA copy cuts a tile of several widths from it."""
+    return shape[-2] % SWIZZLE_ROWS == 0 and shape[-1] * dtype.itemsize % BLOCK_BYTES == 0

@@ -1,0 +1,60 @@
+"""The static half of a matmul kernel: its tiles in shared memory."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WGMMA_M
+from tilewright.kernels.hopper.matmul.operands import OperandLayout
+from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.stages import StagePlan
+
+STORE_BUFFERS = 2
+"""Parts of a consumer's tile of the result in shared memory: one is written while TMA stores the other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulPlan:
+    """Tiles and shared memory of a kernel.
+
+    Attributes:
+      lhs: its layout.
+      rhs: the layouts of the operands that lhs is multiplied with, each of which has an accumulator.
+      out_dtype: of all results.
+    """
+
+    params: MatmulParams
+    lhs: OperandLayout
+    rhs: tuple[OperandLayout, ...]
+    out_dtype: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"takes {self.shared_bytes} bytes of shared memory, of {SHARED_BYTES}: {self.params}")
+
+    @property
+    def columns(self) -> int:
+        """Columns of an accumulator: the operands of rhs share the CTA's."""
+        return self.params.block_n // len(self.rhs)
+
+    @property
+    def stages(self) -> StagePlan:
+        """The ring of the operands: lhs, then those of rhs."""
+        params = self.params
+        parts = [self.lhs.part(params.block_m, params.consumers, params.cluster_n > 1)]
+        parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
+        return StagePlan(tuple(parts), params.num_stages, params.consumers, params.cluster)
+
+    @property
+    def store_tile(self) -> SharedTile:
+        """A part of the result: the rows of one wgmma, and a swizzle width of columns."""
+        return SharedTile((WGMMA_M, BLOCK_BYTES // self.out_dtype.itemsize), self.out_dtype, BLOCK_BYTES, True)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        stores = self.store_tile.stack_bytes(self.params.consumers * STORE_BUFFERS)
+        return self.stages.shared_bytes + stores + BARRIER_BYTES
