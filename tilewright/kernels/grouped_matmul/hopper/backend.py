@@ -19,6 +19,7 @@ from tilewright.kernels.grouped_matmul.hopper.products import (
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES, WARPGROUP_THREADS
+from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
@@ -101,8 +102,7 @@ class HopperGroupedMatmul(
         if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
             return jnp.zeros(inputs.out_shape, inputs.options.out_dtype)
         return rows_by_matrices(
-            inputs.lhs,
-            [inputs.rhs],
+            [Factors(inputs.lhs, (inputs.rhs,))],
             bounds_of(inputs),
             params,
             inputs.options.out_dtype,
@@ -121,8 +121,9 @@ class HopperGroupedMatmul(
         gradients: dict[str, Any] = {"lhs": None, "rhs": None}
         if "lhs" in inputs.gradients:
             has_offset = inputs.group_offset is not None
+            products = [Factors(cotangents, (rhs,))]
             (gradients["lhs"],) = rows_by_matrices(
-                cotangents, [rhs], bounds, params.lhs, lhs.dtype, k_first=transposed, has_offset=has_offset
+                products, bounds, params.lhs, lhs.dtype, k_first=transposed, has_offset=has_offset
             )
         if "rhs" in inputs.gradients:
             left, right = (cotangents, lhs) if transposed else (lhs, cotangents)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
 from tilewright.kernels.hopper.device import num_sms
-from tilewright.kernels.hopper.matmul.kernel import Epilogue, matmul_kernel
+from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
@@ -17,8 +17,7 @@ from tilewright.ops.utils.device import current_device
 
 
 def rows_by_matrices(
-    rows: jax.Array,
-    matrices: Sequence[jax.Array],
+    products: Sequence[Factors],
     bounds: tuple[jax.Array, jax.Array],
     params: MatmulParams,
     out_dtype: Any,
@@ -28,32 +27,26 @@ def rows_by_matrices(
     results: int = 1,
     epilogue: Epilogue = lambda sums: sums,
 ) -> list[jax.Array]:
-    """Rows times their group's matrix; zeros for rows without one.
+    """Rows times their group's matrix, summed over the products; zeros for rows without one.
 
     Args:
-      rows: ``[rows, k]``.
-      matrices: of one shape and layout, each of which gives the epilogue an accumulator.
+      products: rows, ``[rows, k]``, and matrices, each of which gives the epilogue an accumulator; all of one shape.
       bounds: first row of each matrix, and the row behind its last.
       k_first: whether a matrix is ``[k, n]``, not ``[n, k]``.
       has_offset: whether there may be rows before the first matrix's.
       results: arrays of ``[rows, n]`` that the epilogue gives.
     """
+    rows, matrices = products[0]
     size, k = rows.shape
     n = matrices[0].shape[2 if k_first else 1]
     plan = rows_plan(rows.dtype, matrices[0].shape, params, out_dtype, k_first=k_first, count=len(matrices))
     block = params.block_m * params.cluster_m
     tiles = row_tiles(*row_segments(*bounds, size, has_offset), size, block)
-    schedule = RaggedRowsSchedule(*tiles, n, -(-k // plan.lhs.block_k), params, plan.columns)
+    steps = -(-k // plan.lhs.block_k) * len(products)
+    schedule = RaggedRowsSchedule(*tiles, n, steps, plan.tile)
     out = [jax.ShapeDtypeStruct((size, n), out_dtype)] * results
-    return matmul_kernel(
-        rows,
-        matrices,
-        out,
-        plan=plan,
-        schedule=schedule,
-        epilogue=epilogue,
-        num_sms=num_sms(current_device()),
-    )
+    sms = num_sms(current_device())
+    return matmul_kernel(products, out, plan=plan, schedule=schedule, epilogue=epilogue, num_sms=sms)
 
 
 def outer_products(
@@ -62,16 +55,11 @@ def outer_products(
     """``leftᵀ · right`` over the rows of each group, ``[groups, columns of left, columns of right]``."""
     plan = reduction_plan(left.dtype, params, out_dtype)
     m, n = left.shape[1], right.shape[1]
-    schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, params)
+    schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, plan.tile)
     out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
+    products, sms = [Factors(left, (right,))], num_sms(current_device())
     (result,) = matmul_kernel(
-        left,
-        [right],
-        [out],
-        plan=plan,
-        schedule=schedule,
-        epilogue=lambda sums: sums,
-        num_sms=num_sms(current_device()),
+        products, [out], plan=plan, schedule=schedule, epilogue=lambda sums: sums, num_sms=sms
     )
     return result
 

@@ -14,7 +14,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.matmul.mask import mask_step
-from tilewright.kernels.hopper.matmul.plan import STORE_BUFFERS, MatmulPlan
+from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_accumulator
 from tilewright.kernels.hopper.panels import PanelRef, mma
@@ -26,11 +26,17 @@ type Epilogue = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 """From the float32 accumulators, one for each operand of rhs, the tiles of the results."""
 
 
-class Operands(NamedTuple):
-    """What a kernel reads."""
+class Factors(NamedTuple):
+    """An lhs, and the operands of rhs that it is multiplied with, each of which has an accumulator."""
 
     lhs: Any
     rhs: tuple[Any, ...]
+
+
+class Operands(NamedTuple):
+    """What a kernel reads: its products, which are summed, and the schedule."""
+
+    products: tuple[Factors, ...]
     schedule: Any
 
 
@@ -38,14 +44,16 @@ class Scratch(NamedTuple):
     """Shared memory of a CTA.
 
     Attributes:
-      store: parts of the result, ``[consumers, STORE_BUFFERS, 64, columns]``.
-      masked: of the consumers, when they have zeroed their part of a stage; None where the range of K has no end of
-        its own.
+      store: parts of the result, ``[consumers, store_buffers, 64, columns]``.
+      masked: of each stage, when the first consumer has zeroed what is behind the range of K in it; None where that
+        has no end of its own.
+      ahead: when the first consumer has had as many steps as it is to be ahead; None where it is not.
     """
 
     stages: Any
     store: Any
     masked: Any
+    ahead: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +82,7 @@ class MatmulContext:
 
 
 def matmul_kernel(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
+    products: Sequence[Factors],
     results: Sequence[jax.ShapeDtypeStruct],
     *,
     plan: MatmulPlan,
@@ -83,9 +90,10 @@ def matmul_kernel(
     epilogue: Epilogue,
     num_sms: int,
 ) -> list[jax.Array]:
-    """Multiplies lhs with every operand of rhs, and stores what the epilogue makes of the accumulators.
+    """Multiplies lhs with every operand of rhs, sums over the products, and stores what the epilogue makes of it.
 
     Args:
+      products: of one shape; the steps of an item are shared out among them.
       results: all of ``plan.out_dtype``, ``[m, n]`` or, where the items have matrices that are summed over ranges of
         K, ``[matrices, m, n]``.
       schedule: of ``schedule.py``, with arrays as its leaves.
@@ -107,12 +115,13 @@ def matmul_kernel(
 
     scratch = Scratch(
         plan.stages,
-        plan.store_tile.stack(params.consumers, STORE_BUFFERS),
-        plgpu.Barrier(num_arrivals=params.consumers) if masks else None,
+        plan.store_tile.stack(params.consumers, params.store_buffers),
+        plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.consumers > 1 else None,
+        plgpu.Barrier(num_arrivals=1) if params.lag and params.consumers > 1 else None,
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
-        Operands(lhs, tuple(rhs), schedule),
+        Operands(tuple(products), schedule),
         tuple(results),
         scratch,
         num_ctas=programs,
@@ -157,17 +166,19 @@ def run_producer(context: MatmulContext) -> None:
 
 def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
     """Loads the tiles of an item, whose step 0 is step ``first`` of the ring."""
-    plan, operands, stages = context.plan, context.operands, context.scratch.stages
+    plan, stages, products = context.plan, context.scratch.stages, context.operands.products
     lhs_part, *rhs_parts = plan.stages.parts
+    steps = lax.div(work.steps, jnp.int32(len(products)))
 
-    def load(step: Scalar, _: None) -> None:
+    def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
         k = work.k + step * plan.lhs.block_k
-        sources = [plan.lhs.slices(operands.lhs, work.matrix, work.row, k, lhs_part)]
-        for layout, ref, part in zip(plan.rhs, operands.rhs, rhs_parts, strict=True):
+        sources = [plan.lhs.slices(factors.lhs, work.matrix, work.row, k, lhs_part)]
+        for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
             sources.append(layout.slices(ref, work.matrix, work.column, k, part))
         stages.load_from_dram(first + step, *sources)
 
-    lax.fori_loop(0, work.steps, load, None)
+    for number, factors in enumerate(products):
+        lax.fori_loop(0, steps, functools.partial(load, factors, first + number * steps), None)
 
 
 def run_consumer(context: MatmulContext) -> None:
@@ -175,7 +186,12 @@ def run_consumer(context: MatmulContext) -> None:
     params = context.plan.params
     if params.consumers > 1:
         plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
-    for_each_item(context, functools.partial(consume_item, context))
+    ahead = context.scratch.ahead
+    if ahead is not None:
+        pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(ahead))
+    steps = for_each_item(context, functools.partial(consume_item, context))
+    if ahead is not None:
+        pl.when((context.warpgroup == 0) & (steps < params.lag))(lambda: plgpu.barrier_arrive(ahead))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -186,30 +202,11 @@ def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
     first_row = work.row + context.warpgroup * rows
     accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
 
-    def compute() -> None:
-        sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
-        buffers = context.scratch.store.at[context.warpgroup]
-        for tile, result in zip(context.epilogue(sums), context.results, strict=True):
-            target = result if len(result.shape) == 2 else result.at[work.matrix]
-            store_accumulator(tile, target, buffers, work, first_row)
-
-    if work.row_end is None:
-        compute()
-    else:
-        # Tensor cores are then the other consumers' alone: a tile of few rows takes as little time as its rows need.
-        pl.when(first_row < work.row_end)(compute)
-        pl.when(first_row >= work.row_end)(lambda: release_item(context, work, first))
-
-
-def release_item(context: MatmulContext, work: Work, first: Scalar) -> None:
-    """Passes the stages of an item on, of which this warpgroup has no rows."""
-    stages = context.scratch.stages
-
-    def one(index: Scalar, _: None) -> None:
-        stages.wait_loaded(first + index)
-        stages.release(first + index)
-
-    lax.fori_loop(0, work.steps, one, None)
+    sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+    buffers = context.scratch.store.at[context.warpgroup]
+    for tile, result in zip(context.epilogue(sums), context.results, strict=True):
+        target = result if len(result.shape) == 2 else result.at[work.matrix]
+        store_accumulator(tile, target, buffers, work, first_row)
 
 
 def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:
@@ -222,6 +219,7 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
+        signal_ahead(context, step)
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
 
@@ -229,6 +227,14 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
     sums = [accumulator[...] for accumulator in accumulators]
     when(work.steps > 0, lambda: stages.release(first + work.steps - 1))
     return sums
+
+
+def signal_ahead(context: MatmulContext, step: Scalar) -> None:
+    """Lets the other consumers begin, in the step of the first one that makes its lead."""
+    ahead = context.scratch.ahead
+    if ahead is not None:
+        is_lead = (context.warpgroup == 0) & (step == context.plan.params.lag - 1)
+        pl.when(is_lead)(lambda: plgpu.barrier_arrive(ahead))
 
 
 def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:

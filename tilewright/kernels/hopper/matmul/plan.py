@@ -8,12 +8,9 @@ import jax.numpy as jnp
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WGMMA_M
 from tilewright.kernels.hopper.matmul.operands import OperandLayout
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
+from tilewright.kernels.hopper.matmul.schedule import TileShape
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.stages import StagePlan
-
-STORE_BUFFERS = 2
-"""Parts of a consumer's tile of the result in shared memory: one is written while TMA stores the other."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatmulPlan:
@@ -41,6 +38,12 @@ class MatmulPlan:
         return self.params.block_n // len(self.rhs)
 
     @property
+    def tile(self) -> TileShape:
+        """What a CTA computes of each result."""
+        params = self.params
+        return TileShape(params.block_m, self.columns, params.cluster_m, params.cluster_n, params.band)
+
+    @property
     def stages(self) -> StagePlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
@@ -56,5 +59,5 @@ class MatmulPlan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stores = self.store_tile.stack_bytes(self.params.consumers * STORE_BUFFERS)
-        return self.stages.shared_bytes + stores + BARRIER_BYTES
+        stores = self.store_tile.stack_bytes(self.params.consumers * self.params.store_buffers)
+        return self.stages.shared_bytes + stores + (self.params.num_stages + 1) * BARRIER_BYTES

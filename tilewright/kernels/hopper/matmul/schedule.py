@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.types import Scalar
 
 
@@ -63,24 +62,29 @@ def in_bands(item: Scalar, row_tiles: Scalar, column_tiles: int, band: int) -> T
     return TileIndex(first + lax.rem(index, rows), lax.div(index, rows))
 
 
-def cluster_tiles(rows: int, columns: int, params: MatmulParams) -> TileIndex:
-    """Tiles of a cluster along both, of which the last may hang over."""
-    return TileIndex(
-        -(-rows // (params.block_m * params.cluster_m)), -(-columns // (params.block_n * params.cluster_n))
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileShape:
+    """The tile of the result that a CTA computes, and the CTAs of a cluster along both.
 
-
-def place(
-    index: TileIndex, cta: Scalar, params: MatmulParams, block_columns: int | None = None
-) -> tuple[Scalar, Scalar]:
-    """First row and column of a CTA's tile in the tile of its cluster.
-
-    Args:
-      block_columns: of a CTA's tile of the result; by default ``block_n``.
+    Attributes:
+      columns: fewer than ``block_n`` where several accumulators share these.
     """
-    row, column = index.row * params.cluster_m, index.column * params.cluster_n
-    row, column = (row + cta, column) if params.cluster_m > 1 else (row, column + cta)
-    return row * params.block_m, column * (block_columns or params.block_n)
+
+    rows: int
+    columns: int
+    cluster_m: int
+    cluster_n: int
+    band: int
+
+    def tiles(self, rows: int, columns: int) -> TileIndex:
+        """Tiles of a cluster in so many rows and columns, of which the last may hang over."""
+        return TileIndex(-(-rows // (self.rows * self.cluster_m)), -(-columns // (self.columns * self.cluster_n)))
+
+    def place(self, index: TileIndex, cta: Scalar) -> tuple[Scalar, Scalar]:
+        """First row and column of a CTA's tile in the tile of its cluster."""
+        row, column = index.row * self.cluster_m, index.column * self.cluster_n
+        row, column = (row + cta, column) if self.cluster_m > 1 else (row, column + cta)
+        return row * self.rows, column * self.columns
 
 
 @jax.tree_util.register_dataclass
@@ -91,12 +95,12 @@ class DenseSchedule:
     rows: int = dataclasses.field(metadata={"static": True})
     columns: int = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
-    params: MatmulParams = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
 
     @property
     def tiles(self) -> TileIndex:
         """Tiles of a cluster along both."""
-        return cluster_tiles(self.rows, self.columns, self.params)
+        return self.tile.tiles(self.rows, self.columns)
 
     def items(self) -> int:
         """The number of items of all clusters."""
@@ -104,8 +108,8 @@ class DenseSchedule:
 
     def work(self, item: Scalar, cta: Scalar) -> Work:
         """An item of a CTA of its cluster."""
-        index = in_bands(item, self.tiles.row, self.tiles.column, self.params.band)
-        row, column = place(index, cta, self.params)
+        index = in_bands(item, self.tiles.row, self.tiles.column, self.tile.band)
+        row, column = self.tile.place(index, cta)
         return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps))
 
 
@@ -116,7 +120,6 @@ class RaggedRowsSchedule:
 
     Attributes:
       behind: its last element is the number of tiles of rows.
-      block_columns: of a CTA's tile of the result: where an accumulator is one of several, they share ``block_n``.
       matrix, first, end: ``[tiles]``, of each tile of rows (of a cluster) its matrix, its first row, and the row behind
         the last one of its group; matrix is -1 for rows without one, which get zeros.
     """
@@ -127,8 +130,7 @@ class RaggedRowsSchedule:
     end: Any
     columns: int = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
-    params: MatmulParams = dataclasses.field(metadata={"static": True})
-    block_columns: int = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
 
     @property
     def row_tiles(self) -> Scalar:
@@ -139,7 +141,7 @@ class RaggedRowsSchedule:
     @property
     def column_tiles(self) -> int:
         """Tiles of a cluster along the columns."""
-        return -(-self.columns // (self.block_columns * self.params.cluster_n))
+        return self.tile.tiles(1, self.columns).column
 
     def items(self) -> Scalar:
         """The number of items of all clusters."""
@@ -147,8 +149,8 @@ class RaggedRowsSchedule:
 
     def work(self, item: Scalar, cta: Scalar) -> Work:
         """An item of a CTA of its cluster."""
-        index = in_bands(item, self.row_tiles, self.column_tiles, self.params.band)
-        offset, column = place(TileIndex(jnp.int32(0), index.column), cta, self.params, self.block_columns)
+        index = in_bands(item, self.row_tiles, self.column_tiles, self.tile.band)
+        offset, column = self.tile.place(TileIndex(jnp.int32(0), index.column), cta)
         matrix = self.matrix[index.row]
         steps = jnp.where(matrix < 0, 0, self.steps)
         return Work(
@@ -170,12 +172,12 @@ class RaggedReductionSchedule:
     rows: int = dataclasses.field(metadata={"static": True})
     columns: int = dataclasses.field(metadata={"static": True})
     block_k: int = dataclasses.field(metadata={"static": True})
-    params: MatmulParams = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
 
     @property
     def tiles(self) -> TileIndex:
         """Tiles of a cluster of one matrix, along both."""
-        return cluster_tiles(self.rows, self.columns, self.params)
+        return self.tile.tiles(self.rows, self.columns)
 
     def items(self) -> int:
         """The number of items of all clusters."""
@@ -185,8 +187,8 @@ class RaggedReductionSchedule:
         """An item of a CTA of its cluster."""
         of_matrix = jnp.int32(self.tiles.row * self.tiles.column)
         matrix = lax.div(item, of_matrix)
-        index = in_bands(lax.rem(item, of_matrix), self.tiles.row, self.tiles.column, self.params.band)
-        row, column = place(index, cta, self.params)
+        index = in_bands(lax.rem(item, of_matrix), self.tiles.row, self.tiles.column, self.tile.band)
+        row, column = self.tile.place(index, cta)
         start, end = self.starts[matrix], self.ends[matrix]
         steps = lax.div(end - start + (self.block_k - 1), jnp.int32(self.block_k))
         return Work(row, column, matrix, start, steps, None, end)
