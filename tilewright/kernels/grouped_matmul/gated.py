@@ -27,6 +27,7 @@ from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
 from tilewright.kernels.sharding import Partitioning, typed_axes
+from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -42,7 +43,10 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         super().__init__(
             "gated_grouped_matmul",
             version="1",
-            implementations=(lazy("tilewright.kernels.grouped_matmul.xla.gated:XlaGatedGroupedMatmul"),),
+            implementations=(
+                lazy("tilewright.kernels.grouped_matmul.hopper.gated:HopperGatedGroupedMatmul"),
+                lazy("tilewright.kernels.grouped_matmul.xla.gated:XlaGatedGroupedMatmul"),
+            ),
         )
 
     def prepare(
@@ -96,6 +100,12 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         """The oracle on prepared arguments: promote narrow arrays for exact results."""
         inputs = self.inputs(*args, **kwargs)
         return gated_reference(inputs).astype(inputs.options.out_dtype)
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        """The result alone, of which no backend has to store the pre-activations."""
+        with without_x64(args, kwargs):
+            inputs = dataclasses.replace(self.inputs(*args, **kwargs), keeps_pre_activations=False)
+            return self.forward_results(inputs, cfg)[0]
 
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, Any]:
         """The result, and both pre-activations."""

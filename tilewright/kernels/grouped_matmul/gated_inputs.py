@@ -14,8 +14,8 @@ from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 
 GATED_GRADIENTS = frozenset({"lhs", "gate", "up"})
 
-type GatedResults = tuple[jax.Array, jax.Array, jax.Array]
-"""The output and both pre-activations, of which rows of nobody are zeros; the latter are the residuals."""
+type GatedResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
+"""The output, and both pre-activations if they are kept, which are the residuals; rows of nobody are zeros."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class GatedInputs:
     Attributes:
       group_offset: as of ``GroupedInputs``; given on a device that has a part of the matrices.
       gradients: to a backward pass, the names of the operands whose gradients are used.
+      keeps_pre_activations: whether a forward pass gives them; else a backend may give None in their place.
     """
 
     lhs: Float[Array, "rows k"]
@@ -46,6 +47,7 @@ class GatedInputs:
     group_offset: Int32[Array, ""] | None
     options: GatedOptions
     gradients: frozenset[str] = GATED_GRADIENTS
+    keeps_pre_activations: bool = True
 
     def product(self, matrices: Any) -> GroupedInputs:
         """The inputs of the grouped matmul of the rows with gate or up."""
@@ -56,7 +58,7 @@ class GatedInputs:
 jax.tree_util.register_dataclass(
     GatedInputs,
     data_fields=["lhs", "gate", "up", "group_sizes", "group_offset"],
-    meta_fields=["options", "gradients"],
+    meta_fields=["options", "gradients", "keeps_pre_activations"],
 )
 
 

@@ -39,7 +39,8 @@ def run_kernel[Operands, Results, Scratch](
     Args:
       operands: leaves are arrays and references to arrays.
       results: leaves are ``jax.ShapeDtypeStruct``.
-      scratch: leaves are scratch types, and plans of rings, of stages and of stacks of tiles, for which the body gets these.
+      scratch: leaves are scratch types, and plans of rings, of stages and of stacks of tiles, for which the body gets
+        these.
       num_ctas: of the grid, whose axis is "program"; the number of clusters, if these have several CTAs.
       warpgroups: of a CTA; the body tells them apart by the axis "warpgroup". None is one, without an index.
       cluster: CTAs of a cluster, told apart by the axis `CLUSTER_AXIS` if there are several.

@@ -13,3 +13,18 @@ class HopperGroupedBackwardParams:
 
     lhs: MatmulParams
     rhs: MatmulParams
+
+
+@stable_id("tilewright/grouped_matmul.HopperGatedBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperGatedBackwardParams:
+    """The configs of the gated grouped matmul's gradients: of lhs, and of both matrices.
+
+    Attributes:
+      recompute: that of the forward kernel, which computes the pre-activations again; under ``jax.jit`` those of the
+        forward pass are then not kept. None takes them as they are.
+    """
+
+    lhs: MatmulParams
+    rhs: MatmulParams
+    recompute: MatmulParams | None = None

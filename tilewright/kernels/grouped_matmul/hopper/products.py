@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
+from tilewright.kernels.grouped_matmul.scales import by_blocks, factor
 from tilewright.kernels.hopper.device import num_sms
 from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
+from tilewright.kernels.hopper.matmul.scaled import Scales
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
 from tilewright.ops.utils.device import current_device
 
@@ -26,6 +28,7 @@ def rows_by_matrices(
     has_offset: bool,
     results: int = 1,
     epilogue: Epilogue = lambda sums: sums,
+    scales: Scales | None = None,
 ) -> list[jax.Array]:
     """Rows times their group's matrix, summed over the products; zeros for rows without one.
 
@@ -34,6 +37,7 @@ def rows_by_matrices(
       bounds: first row of each matrix, and the row behind its last.
       k_first: whether a matrix is ``[k, n]``, not ``[n, k]``.
       has_offset: whether there may be rows before the first matrix's.
+      scales: of operands of 8 bits.
       results: arrays of ``[rows, n]`` that the epilogue gives.
     """
     rows, matrices = products[0]
@@ -46,7 +50,7 @@ def rows_by_matrices(
     schedule = RaggedRowsSchedule(*tiles, n, steps, plan.tile)
     out = [jax.ShapeDtypeStruct((size, n), out_dtype)] * results
     sms = num_sms(current_device())
-    return matmul_kernel(products, out, plan=plan, schedule=schedule, epilogue=epilogue, num_sms=sms)
+    return matmul_kernel(products, out, plan=plan, schedule=schedule, epilogue=epilogue, num_sms=sms, scales=scales)
 
 
 def outer_products(
@@ -58,9 +62,7 @@ def outer_products(
     schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, plan.tile)
     out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
     products, sms = [Factors(left, (right,))], num_sms(current_device())
-    (result,) = matmul_kernel(
-        products, [out], plan=plan, schedule=schedule, epilogue=lambda sums: sums, num_sms=sms
-    )
+    (result,) = matmul_kernel(products, [out], plan=plan, schedule=schedule, epilogue=lambda sums: sums, num_sms=sms)
     return result
 
 
@@ -78,3 +80,17 @@ def reduction_plan(dtype: Any, params: MatmulParams, out_dtype: Any) -> MatmulPl
     """The plan of `outer_products`: in panels, for a group's rows begin anywhere."""
     layout = OperandLayout(jnp.dtype(dtype), True)
     return MatmulPlan(params, layout, (layout,), out_dtype)
+
+
+def scales_of(lhs_scale: Any, rhs_scale: Any, params: MatmulParams) -> Scales:
+    """The scales of both operands as the kernel reads them."""
+    of_rows = by_blocks(lhs_scale)
+    if of_rows is not None:
+        # A tile's rows beside each other, also where it hangs over the last one.
+        of_rows = jnp.pad(of_rows.T.astype(jnp.float32), [(0, 0), (0, params.block_m * params.cluster_m)])
+    of_columns, number = by_blocks(rhs_scale), factor(lhs_scale, rhs_scale)
+    return Scales(
+        of_rows,
+        None if of_columns is None else of_columns.astype(jnp.float32),
+        None if number is None else number.astype(jnp.float32)[None],
+    )

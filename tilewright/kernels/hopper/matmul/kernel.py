@@ -15,6 +15,7 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
+from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_accumulator
 from tilewright.kernels.hopper.panels import PanelRef, mma
@@ -34,10 +35,11 @@ class Factors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a kernel reads: its products, which are summed, and the schedule."""
+    """What a kernel reads: its products, which are summed, the schedule, and the scales of operands of 8 bits."""
 
     products: tuple[Factors, ...]
     schedule: Any
+    scales: Scales | None
 
 
 class Scratch(NamedTuple):
@@ -89,6 +91,7 @@ def matmul_kernel(
     schedule: Any,
     epilogue: Epilogue,
     num_sms: int,
+    scales: Scales | None = None,
 ) -> list[jax.Array]:
     """Multiplies lhs with every operand of rhs, sums over the products, and stores what the epilogue makes of it.
 
@@ -97,6 +100,7 @@ def matmul_kernel(
       results: all of ``plan.out_dtype``, ``[m, n]`` or, where the items have matrices that are summed over ranges of
         K, ``[matrices, m, n]``.
       schedule: of ``schedule.py``, with arrays as its leaves.
+      scales: of operands of 8 bits.
     """
     params = plan.params
     programs = num_sms // params.cluster
@@ -121,7 +125,7 @@ def matmul_kernel(
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
-        Operands(tuple(products), schedule),
+        Operands(tuple(products), schedule, scales),
         tuple(results),
         scratch,
         num_ctas=programs,
@@ -200,13 +204,19 @@ def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
     plan = context.plan
     rows = plan.params.consumer_rows
     first_row = work.row + context.warpgroup * rows
-    accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
-
-    sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+    if context.operands.scales is None:
+        accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
+        sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+    else:
+        sums = accumulate_scaled(context, work, first, context.operands.scales)
     buffers = context.scratch.store.at[context.warpgroup]
-    for tile, result in zip(context.epilogue(sums), context.results, strict=True):
+    tiles, results = context.epilogue(sums), context.results
+    of_blocks = context.operands.scales is not None  # accumulators are then columns of one result
+    for number, tile in enumerate(tiles):
+        result = results[0 if of_blocks else number]
         target = result if len(result.shape) == 2 else result.at[work.matrix]
-        store_accumulator(tile, target, buffers, work, first_row)
+        column = work.column + (number * tile.shape[1] if of_blocks else 0)
+        store_accumulator(tile, target, buffers, work._replace(column=column), first_row)
 
 
 def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:

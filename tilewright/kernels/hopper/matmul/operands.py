@@ -1,12 +1,14 @@
 """How tiles are cut from the operands of a matmul, and how wgmma takes them from shared memory."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
 
-from tilewright.kernels.hopper.limits import SWIZZLE_ROWS
+from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.stages import StagePart, Stages
@@ -51,7 +53,7 @@ class OperandLayout:
         rows, columns = part.tile.shape
         matrices = (matrix,) if self.stacked else ()
         if not self.panelled:  # the start of a tile is that of an atom, as the tile's is
-            start, k = pl.multiple_of(start, columns), pl.multiple_of(k, SWIZZLE_ROWS)
+            start, k = (pl.multiple_of(jnp.asarray(x), y) for x, y in ((start, columns), (k, SWIZZLE_ROWS)))
         if not self.k_first:
             return [ref.at[*matrices, pl.ds(start, rows), pl.ds(k, columns)]]
         starts = [start + number * columns for number in range(part.count)]
@@ -72,3 +74,31 @@ class OperandLayout:
 def atomic(shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether an array consists of whole swizzle atoms, so that one TMA copy cuts a tile of several widths from it."""
     return shape[-2] % SWIZZLE_ROWS == 0 and shape[-1] * dtype.itemsize % BLOCK_BYTES == 0
+
+
+DTYPES = ("bfloat16", "float16")
+NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+RESULTS = (*DTYPES, "float32")
+
+
+def operand_reasons(
+    dtypes: Mapping[str, Any], out_dtype: str, sizes: Mapping[str, int], allowed: Sequence[str] = DTYPES
+) -> list[str]:
+    """Reasons why operands cannot be multiplied here; empty if they can.
+
+    Args:
+      dtypes: of the operands, by their names.
+      allowed: dtypes of operands.
+      sizes: of all dimensions that are the last one of an operand or of a result, by their names.
+    """
+    others = {name: dtype for name, dtype in dtypes.items() if str(dtype) not in allowed}
+    reasons = [f"{name} must be one of {tuple(allowed)}, got {dtype}" for name, dtype in others.items()]
+    if len(set(dtypes.values())) > 1:
+        reasons.append(f"operands must have one dtype, got {', '.join(f'{x}: {dtype}' for x, dtype in dtypes.items())}")
+    if out_dtype not in RESULTS:
+        reasons.append(f"the result must be one of {RESULTS}, got {out_dtype}")
+    itemsize = min((np.dtype(dtype).itemsize for dtype in dtypes.values()), default=2)
+    for name, size in sizes.items():
+        if size % (TMA_STRIDE_BYTES // itemsize):
+            reasons.append(f"TMA needs rows at multiples of {TMA_STRIDE_BYTES} bytes, got {name}={size}")
+    return reasons

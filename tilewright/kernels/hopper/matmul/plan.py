@@ -5,12 +5,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WGMMA_M
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WARPGROUP_THREADS, WGMMA_M
 from tilewright.kernels.hopper.matmul.operands import OperandLayout
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.schedule import TileShape
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.stages import StagePlan
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatmulPlan:
@@ -61,3 +63,7 @@ class MatmulPlan:
         """Shared memory of a CTA."""
         stores = self.store_tile.stack_bytes(self.params.consumers * self.params.store_buffers)
         return self.stages.shared_bytes + stores + (self.params.num_stages + 1) * BARRIER_BYTES
+
+    def footprint(self, num_sms: int) -> Footprint:
+        """Blocks, threads and shared memory; the grid is persistent."""
+        return Footprint(num_sms, (self.params.consumers + 1) * WARPGROUP_THREADS, self.shared_bytes)
