@@ -8,6 +8,7 @@ from tilewright.kernels.flash_attention.hopper.forward import masked_steps
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.hopper.schedule import (
     ITEM_OVERHEAD,
+    fewest_at_once,
     group_sizes,
     item_by_arithmetic,
     program_lists,
@@ -59,6 +60,40 @@ def test_lists_are_balanced(rows, matrices, at_once):
     costs = counts[items % len(counts)] + ITEM_OVERHEAD
     longest = np.add.reduceat(costs, starts[:-1]).max()
     assert longest <= 1.02 * costs.sum() / programs
+
+
+@pytest.mark.parametrize(
+    ("rows", "matrices", "cached", "group", "expected"),
+    [
+        (2, 924, 192, 1, 66),  # two rows of tiles of 66 matrices are an item for each of 132 programs
+        (4, 384, 192, 1, 33),
+        (32, 64, 12, 1, 5),
+        (128, 16, 3, 1, 2),
+        (128, 16, 1, 1, 1),  # no more than fit the cache
+        (2, 96, 192, 8, 72),  # whole groups
+        (400, 64, 24, 8, 8),
+    ],
+)
+def test_even_rows_are_taken_for_as_few_matrices_as_fill_the_device(rows, matrices, cached, group, expected):
+    assert fewest_at_once(np.full(rows, 7), matrices, cached, group, 132) == expected
+
+
+def longest_program(counts, matrices, at_once, programs=132):
+    """Steps of the program that is done last, by its list."""
+    starts, items = program_lists(program_order(counts, matrices, at_once), counts, programs)
+    return np.add.reduceat(counts[items % len(counts)] + ITEM_OVERHEAD, starts[:-1]).max()
+
+
+@pytest.mark.parametrize(
+    ("length", "matrices", "cached"), [(4096, 64, 12), (1024, 256, 48), (512, 96, 192), (8192, 64, 24)]
+)
+@pytest.mark.parametrize("group", [1, 4])
+def test_uneven_rows_of_few_matrices_leave_no_program_idle(length, matrices, cached, group):
+    counts = row_steps(schedule_of(CausalMask(0), length, length))
+    at_once = fewest_at_once(counts, matrices, cached, group, 132)
+    assert at_once == cached or at_once % group == 0
+    assert at_once <= cached
+    assert longest_program(counts, matrices, at_once) <= longest_program(counts, matrices, cached)
 
 
 def test_more_programs_than_items_leave_none_without():

@@ -392,11 +392,12 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
     # Queries beyond the end need no mask, their −lse is −∞; keys do.
     schedule, tables = plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
     queue = row_steps(schedule)
-    at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
+    sms = num_sms(current_device())
+    at_once = heads_at_once(schedule, batch * heads, head_dim + value_dim, key.dtype, heads // kv_heads, sms)
     order = program_order(queue, batch * heads, at_once)
     kernel: Any
     if isinstance(params, HopperBackwardParams):
-        lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+        lists = program_lists(order, queue, min(sms, len(order)))
         kernel = functools.partial(query_kernel, lists=lists, block_k=block_k)
     else:
         kernel = functools.partial(wide_query_kernel, order=jnp.asarray(order))

@@ -70,6 +70,7 @@ from tilewright.kernels.hopper.ring import Ring, when
 from tilewright.kernels.hopper.schedule import (
     STEPS_OF_RESIDENT_KEYS,
     even_lists,
+    fewest_at_once,
     item_by_arithmetic,
     program_lists,
     program_order,
@@ -485,14 +486,18 @@ def resident_steps(schedule: TileSchedule, params: HopperForwardParams, items_of
     return steps if isinstance(schedule, BandSchedule) and schedule.has_same_steps else 0
 
 
-def heads_at_once(kv_length: int, dims: int, dtype: DTypeLike, group: int) -> int:
-    """Query heads that are worked on at a time: ``group`` for each key head whose K and V fit the cache together.
+def heads_at_once(schedule: TileSchedule, matrices: int, dims: int, dtype: DTypeLike, group: int, num_sms: int) -> int:
+    """Query heads that are worked on at a time, whose K and V fit the cache together; a multiple of ``group``.
 
     Args:
+      matrices: query heads of all batch elements.
       dims: head_dim + value_dim.
     """
-    per_head = kv_length * dims * np.dtype(dtype).itemsize
-    return max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+    per_head = schedule.extent.columns * dims * np.dtype(dtype).itemsize
+    cached = max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+    if not isinstance(schedule, BandSchedule):  # the steps of rows are known on the device only
+        return cached
+    return fewest_at_once(row_steps(schedule), matrices, cached, group, num_sms)
 
 
 def forward_kernel(
@@ -516,15 +521,15 @@ def forward_kernel(
       num_sms: SMs of the device, each of which has one CTA of a persistent kernel.
     """
     batch, q_length, heads, _ = query.shape
-    kv_length, kv_heads, _ = value.shape[1:]
-    group, q_tiles = heads // kv_heads, schedule.extent.row_tiles
+    group, q_tiles = heads // value.shape[2], schedule.extent.row_tiles
     params, head_dim, value_dim = plan.params, plan.head_dim, plan.value_dim
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
 
     # Tiles of a bias are others for each item, and counted as steps of the rings.
     resident = 0 if plan.stages_bias else resident_steps(schedule, params, group * q_tiles)
-    queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, query.dtype, group)
+    at_once = heads_at_once(schedule, batch * heads, head_dim + value_dim, query.dtype, group, num_sms)
+    queue = row_steps(schedule), batch * heads, at_once
     item_at, starts, order = None, None, None
     if resident:
         starts, order = even_lists(items, programs)
