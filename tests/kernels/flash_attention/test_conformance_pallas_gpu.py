@@ -210,6 +210,27 @@ def test_a_bias_of_minus_infinity_over_whole_tiles():
     judge(dict(zip(("out", "lse"), results, strict=True)), exact.results, low.results, 2.0)
 
 
+@pytest.mark.parametrize("sinks", sampled([0, 1], test=[0]))
+@pytest.mark.parametrize("index", sampled(range(len(FORWARD)), test=[0]))
+def test_a_bias_of_the_lowest_number(index: int, sinks: int):
+    """In whole rows, in the first tiles of others, and before and behind tiles of −∞."""
+    case = AttentionCase("", 1, 130, 300, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", bias="qk", sinks=sinks)
+    inputs, lowest = inputs_of(case), float(jnp.finfo(jnp.bfloat16).min)
+    rows = np.arange(130)
+    bias = np.array(inputs.bias, np.float32)[0, 0]
+    bias[rows % 8 < 5, :] = lowest
+    bias[rows % 8 == 1, 128:] = bias[rows % 8 == 2, :128] = -np.inf
+    bias[rows % 8 == 3, 140:] = bias[rows % 8 == 4, :130] = 3.0
+    inputs = dataclasses.replace(inputs, bias=jnp.asarray(bias, jnp.bfloat16)[None, None])
+    out, lse = jax.jit(lambda inputs: PallasGpuFlashAttention().forward(inputs, FORWARD[index]))(inputs)
+    hidden = (rows % 8 < 3) & (sinks == 0)
+    exact, low = ({**each.results} for each in oracles(inputs, *cotangents(inputs)))
+    assert np.all(np.asarray(lse)[..., hidden] == lowest)
+    assert np.all(np.asarray(exact["lse"])[..., hidden] == lowest)
+    exact["lse"], low["lse"] = (jnp.where(hidden, 0.0, part["lse"]) for part in (exact, low))
+    judge({"out": out, "lse": jnp.where(hidden, 0.0, lse)}, exact, low, 2.0)
+
+
 @pytest.mark.full
 def test_wide_heads():
     case = AttentionCase("", 1, 150, 200, heads=1, head_dim=256, value_dim=190, dtype="float16", bias="")

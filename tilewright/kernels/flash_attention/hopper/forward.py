@@ -11,7 +11,8 @@ Q       queries of an item                                     [block_q, head_di
 K, V    keys and values of a step                              [block_k, ·_dim]       SMEM, ``k`` and ``v``
 S       QKᵀ; with scale, bias, soft cap and mask: the logits   [64, block_k] float32  registers, accumulator of QKᵀ
 P       exp2(logits · multiplier − m), zero where dropped out  [64, block_k]          registers, operand A of PV
-m       running maximum of the logits, in base 2               [64] float32           registers
+m       running maximum of the logits, in base 2; beside a     [64] float32           registers
+        bias in natural units (``natural_maximum``)
 l       running sum of P before dropout (``row_sum``)          [64] float32           registers
 alpha   exp2(m before the step − m): rescales l and O          [64] float32           registers
 O       PV, summed over the steps and not yet divided by l     [64, value_dim] f32    registers, accumulator of PV
@@ -245,7 +246,7 @@ def softmax_tile(
     # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
     needs_mask = step < work.steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
-    tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
+    tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded, options.natural_maximum)
     p = tile.p
     if bits is not None:
         return tile._replace(p=zero_dropped(p, bits, coord))
@@ -439,17 +440,19 @@ def store_item(
     work = ctx.decode(item)
     q_rows = pl.ds(ctx.q_start(work), ROWS)
     alpha: jax.Array | None = None
+    # m times ``unit`` is in base 2, and in natural units times ``natural``.
+    unit, natural = (LOG2E, 1.0) if call.options.natural_maximum else (1.0, 1 / LOG2E)
     if ctx.operands.sinks is not None:
         # A sink is one more key, without a value.
-        sink = ctx.operands.sinks[work.head] * LOG2E
+        sink = ctx.operands.sinks[work.head] * (LOG2E / unit)
         shift = jnp.maximum(m, sink)
         shift = jnp.where(shift == -jnp.inf, 0.0, shift)
-        alpha = jnp.exp2(m - shift)
-        row_sum = row_sum * alpha + jnp.exp2(sink - shift)
+        alpha = jnp.exp2((m - shift) * unit)
+        row_sum = row_sum * alpha + jnp.exp2((sink - shift) * unit)
         m = shift
     scale = jnp.where(row_sum == 0.0, 0.0, 1 / (row_sum * (1 - call.options.dropout_prob)))
     scale = scale if alpha is None else scale * alpha
-    lse = (m + jnp.log2(row_sum)) * (1 / LOG2E)
+    lse = (m + jnp.log2(row_sum) * (1 / unit)) * natural
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the item before still reads this memory
     target = out_smem.at[ctx.my_rows]
     target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
