@@ -189,6 +189,36 @@ def test_a_constant_bias_gets_no_gradient(deterministic: bool):
     judge({"out": out, "lse": lse, **gradients}, exact, low, 2.0)
 
 
+INTERLEAVED: dict[str, tuple[dict[str, Any], GroupParts, int]] = {
+    "causal": ({"causal": True}, GroupParts(3), 1),
+    "causal, one group": ({"causal": True}, GroupParts(3), 2),
+    "window": ({"causal": True, "sliding_window": 170}, GroupParts(3), 1),
+    "later keys, dropout": ({"sliding_window": (0, 140), "dropout_prob": 0.2}, GroupParts(3), 1),
+    "parts": ({"causal": True, "heads": 8, "logits_soft_cap": 5.0}, GroupParts(4, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", sampled(INTERLEAVED, test=["causal"]))
+@pytest.mark.parametrize("index", sampled([1, 2, 3], test=[3]))
+def test_interleaved_query_heads(name: str, index: int):
+    """Query heads of one key head step by step, in groups of key heads with tiles in descending and ascending order."""
+    options, group, at_once = INTERLEAVED[name]
+    sizes = {"q_length": 520, "kv_length": 400, "heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    inputs = inputs_of(AttentionCase("", 1, **sizes | options))
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
+    run_backward = functools.partial(PallasGpuFlashAttention().backward, params=BACKWARD[index])
+    with (
+        mock.patch.object(backend, "num_sms", return_value=3),
+        mock.patch.object(backend, "group_parts", return_value=group),
+        mock.patch.object(backend, "interleaved_at_once", return_value=at_once) as asked,
+    ):
+        gradients = jax.jit(run_backward)(inputs, results, (d_out, d_lse))
+    assert asked.called
+    judge(gradients, exact.gradients, low.gradients, 3.0 if "cap" in str(options) else 2.0)
+
+
 @pytest.mark.parametrize("scale", sampled([-0.5, 0.0], test=[-0.5]))
 def test_a_scale_that_turns_masked_logits(scale: float):
     case = AttentionCase(

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright.kernels.flash_attention.hopper.backward_context import interleaved_at_once
+from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.forward import masked_steps
 from tilewright.kernels.flash_attention.hopper.schedule import Extent, plan_schedule, row_steps
 from tilewright.kernels.hopper.schedule import (
@@ -100,6 +102,34 @@ def test_more_programs_than_items_leave_none_without():
     starts, items = program_lists(np.arange(4, dtype=np.int32), np.ones(4, int), 4)
     assert np.array_equal(np.diff(starts), np.ones(4))
     assert sorted(items) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mask", [CausalMask(0), CausalMask(300), WindowMask(500, 0, 0), WindowMask(400, 300, 0)])
+def test_descending_steps(mask):
+    """The same tiles, masked ones first as before, and the others from the last to the first."""
+    extent = Extent(1900, 2048, 128, 64)
+    schedule, _ = plan_schedule(mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+    for row in range(extent.row_tiles - 1):
+        ascending, descending = (schedule.steps((), 0, 0, jnp.int32(row), down) for down in (False, jnp.asarray(True)))
+        masked, total = int(ascending.masked), int(ascending.total)
+        up, down = ([int(steps.tile(jnp.int32(step))) for step in range(total)] for steps in (ascending, descending))
+        assert down[:masked] == up[:masked]
+        assert down[masked:] == sorted(up[masked:], reverse=True)
+
+
+def test_query_heads_are_interleaved_where_rows_differ_in_steps():
+    def at_once(mask, parts, matrices=8, groups=4):
+        extent = Extent(4096, 4096, 128, 64)
+        schedule, _ = plan_schedule(mask, extent, transposed=True, masked_rows=True, masked_columns=False)
+        return interleaved_at_once(schedule, row_steps(schedule), parts, matrices, groups)
+
+    assert at_once(CausalMask(0), GroupParts(8)) == 4
+    assert at_once(CausalMask(0), GroupParts(8), matrices=6) == 3  # two groups of the size of `group_sizes`
+    assert at_once(CausalMask(0), GroupParts(8, 4)) == 4
+    assert at_once(CausalMask(0), GroupParts(8, 8)) == 0  # one query head
+    assert at_once(CausalMask(0), GroupParts(7, 3)) == 0  # parts of different sizes
+    assert at_once(None, GroupParts(8)) == 0
+    assert at_once(LengthMask(None, jnp.asarray([500])), GroupParts(8)) == 0
 
 
 @pytest.mark.parametrize(

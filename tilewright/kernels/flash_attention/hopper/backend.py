@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_context import interleaved_at_once
 from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import (
     AnyBiasGradient,
@@ -344,7 +345,12 @@ class PallasGpuFlashAttention(
             if overlaps and q_padded == kv_padded and group.parts == 1:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
-            kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
+            matrices = batch * kv_heads * group.parts
+            interleaved = interleaved_at_once(schedule, queue, group, matrices, at_once) if bias_gradient is None else 0
+            kernel = functools.partial(
+                key_value_kernel, lists=lists, interleaved_at_once=interleaved,
+                conversion=conversion, counters=counters_ref,
+            )  # fmt: skip
         else:
             listed = are_listed(params, inputs.mask)
             wide_lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
