@@ -118,16 +118,17 @@ def test_descending_steps(mask):
 
 
 def test_query_heads_are_interleaved_where_rows_differ_in_steps():
-    def at_once(mask, parts, matrices=8, groups=4):
+    def at_once(mask, parts, matrices=8, groups=4, query_bytes=32 << 20):
         extent = Extent(4096, 4096, 128, 64)
         schedule, _ = plan_schedule(mask, extent, transposed=True, masked_rows=True, masked_columns=False)
-        return interleaved_at_once(schedule, row_steps(schedule), parts, matrices, groups)
+        return interleaved_at_once(schedule, row_steps(schedule), parts, matrices, groups, query_bytes, 132)
 
     assert at_once(CausalMask(0), GroupParts(8)) == 4
     assert at_once(CausalMask(0), GroupParts(8), matrices=6) == 3  # two groups of the size of `group_sizes`
     assert at_once(CausalMask(0), GroupParts(8, 4)) == 4
     assert at_once(CausalMask(0), GroupParts(8, 8)) == 0  # one query head
     assert at_once(CausalMask(0), GroupParts(7, 3)) == 0  # parts of different sizes
+    assert at_once(CausalMask(0), GroupParts(8), query_bytes=4 << 20) == 0  # of five key heads at a time
     assert at_once(None, GroupParts(8)) == 0
     assert at_once(LengthMask(None, jnp.asarray([500])), GroupParts(8)) == 0
 

@@ -346,7 +346,11 @@ class PallasGpuFlashAttention(
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
             matrices = batch * kv_heads * group.parts
-            interleaved = interleaved_at_once(schedule, queue, group, matrices, at_once) if bias_gradient is None else 0
+            interleaved = 0
+            if bias_gradient is None:
+                row_bytes = (dims[0] + dims[1]) * query.dtype.itemsize + dims[0] * 4  # Q, dO, and dQ in float32
+                sizes = matrices, at_once, group.size * q_length * row_bytes
+                interleaved = interleaved_at_once(schedule, queue, group, *sizes, num_sms(current_device()))
             kernel = functools.partial(
                 key_value_kernel, lists=lists, interleaved_at_once=interleaved,
                 conversion=conversion, counters=counters_ref,

@@ -199,7 +199,7 @@ def _few_steps(problem: AttentionProblem) -> list[HopperForwardParams]:
         block_k = even_block(problem, 1)
         found += [HopperForwardParams(128, block_k, 2, True, turns, ahead=False) for turns in (False, True)]
     items = -(-problem.q_length // 128) * (problem.heads // problem.kv_heads)
-    if problem.kv_length in (256, 384, 512) and items > 1:
+    if problem.kv_length % 128 == 0 and 2 <= problem.kv_length // 128 <= 4 and items > 1:
         found.append(HopperForwardParams(128, 128, 3, True, True))
     return found
 
