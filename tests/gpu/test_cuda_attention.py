@@ -50,12 +50,14 @@ def exact_products() -> Iterator[None]:
 
 class TestCuda(Conformance):
     backend: ClassVar[Implementation] = BACKEND
+    low_bias = False
     deterministic: ClassVar[bool] = False
     cases = CASES[::2]
 
 
 class TestCudaDeterministic(Conformance):
     backend: ClassVar[Implementation] = BACKEND
+    low_bias = False
     cases = CASES[1::2]
 
     def params(self, problem: AttentionProblem, direction: Direction) -> CudaForwardParams | CudaBackwardParams:

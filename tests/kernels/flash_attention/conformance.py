@@ -281,9 +281,13 @@ def judge_gradients(backend: Implementation, inputs: AttentionInputs, configs: S
 
 
 class Conformance(abc.ABC):
-    """Set ``backend``, and ``cases`` to what `chosen` takes; extend ``params`` if its heuristic has no small tiles."""
+    """Set ``backend``, and ``cases`` to what `chosen` takes; extend ``params`` if its heuristic has no small tiles.
+
+    ``low_bias`` says whether a bias near the lowest number of float32 does not overflow.
+    """
 
     backend: ClassVar[Implementation]
+    low_bias: ClassVar[bool] = True
     deterministic: ClassVar[bool] = True
     cases: ClassVar[Sequence[Any]] = CASES
 
@@ -402,6 +406,38 @@ class Conformance(abc.ABC):
         bias[:, 30:] = bias[5] = -np.inf
         args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
         self.run_and_check(args, kwargs)
+
+    @pytest.mark.parametrize(
+        ("lowest", "dtype"), crossed([float(jnp.finfo(jnp.bfloat16).min), -1e10], ["bfloat16", "float32"])
+    )
+    def test_rows_hidden_by_a_low_bias(self, lowest: float, dtype: str):
+        """A softmax does not overflow in base 2, and is uniform where all logits are equal; such rows have no gradient.
+
+        With P recomputed from the log-sum-exp, which has lost the number of keys, they would have it as often.
+        """
+        if not self.low_bias:
+            pytest.skip("the backend's logits in base 2 overflow, or what they do is not documented")
+        case = AttentionCase("", batch=1, q_length=70, heads=2, head_dim=16, dtype=dtype, causal=True)
+        arrays, kwargs = case.arguments()
+        bias, hidden = np.zeros((70, 70), np.float32), np.zeros(70, bool)
+        hidden[[0, 5, 33, 69]] = True
+        bias[hidden] = lowest  # the keys that they do not see are masked
+        bias[33, 10:20] = bias[44, 30:] = -np.inf
+        bias[40, :7] = bias[41, 7:] = bias[50:60, :35] = lowest
+        bias = jnp.asarray(bias, dtype)
+        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
+        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        d_out, d_lse = cotangents(inputs)
+        out, lse = self.forward(inputs, problem)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        shown = d_out * ~hidden[:, None, None], d_lse * ~hidden
+        exact, low = (judged.arrays for judged in oracles(inputs, *shown))
+        assert np.array_equal(np.asarray(lse)[..., hidden], np.full((1, 2, 4), bias[0, 0], np.float32))
+        assert np.array_equal(np.asarray(exact["lse"])[..., hidden], np.asarray(lse)[..., hidden])
+        found = {"out": out, "lse": lse, **gradients}
+        for part in (found, exact, low):
+            part["lse"] = jnp.where(hidden, 0.0, part["lse"])
+        judge(found, exact, low, 2.0)
 
     @pytest.mark.slow
     def test_batch_of_none(self):

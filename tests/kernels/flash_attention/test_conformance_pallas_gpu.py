@@ -189,6 +189,36 @@ def test_a_constant_bias_gets_no_gradient(deterministic: bool):
     judge({"out": out, "lse": lse, **gradients}, exact, low, 2.0)
 
 
+INTERLEAVED: dict[str, tuple[dict[str, Any], GroupParts, int]] = {
+    "causal": ({"causal": True}, GroupParts(3), 1),
+    "causal, one group": ({"causal": True}, GroupParts(3), 2),
+    "window": ({"causal": True, "sliding_window": 170}, GroupParts(3), 1),
+    "later keys, dropout": ({"sliding_window": (0, 140), "dropout_prob": 0.2}, GroupParts(3), 1),
+    "parts": ({"causal": True, "heads": 8, "logits_soft_cap": 5.0}, GroupParts(4, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", sampled(INTERLEAVED, test=["causal"]))
+@pytest.mark.parametrize("index", sampled([1, 2, 3], test=[3]))
+def test_interleaved_query_heads(name: str, index: int):
+    """Query heads of one key head step by step, in groups of key heads with tiles in descending and ascending order."""
+    options, group, at_once = INTERLEAVED[name]
+    sizes = {"q_length": 520, "kv_length": 400, "heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    inputs = inputs_of(AttentionCase("", 1, **sizes | options))
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"].astype(jnp.float32)
+    run_backward = functools.partial(PallasGpuFlashAttention().backward, params=BACKWARD[index])
+    with (
+        mock.patch.object(backend, "num_sms", return_value=3),
+        mock.patch.object(backend, "group_parts", return_value=group),
+        mock.patch.object(backend, "interleaved_at_once", return_value=at_once) as asked,
+    ):
+        gradients = jax.jit(run_backward)(inputs, results, (d_out, d_lse))
+    assert asked.called
+    judge(gradients, exact.gradients, low.gradients, 3.0 if "cap" in str(options) else 2.0)
+
+
 @pytest.mark.parametrize("scale", sampled([-0.5, 0.0], test=[-0.5]))
 def test_a_scale_that_turns_masked_logits(scale: float):
     case = AttentionCase(
@@ -208,6 +238,27 @@ def test_a_bias_of_minus_infinity_over_whole_tiles():
     backend, (exact, low) = PallasGpuFlashAttention(), oracles(inputs, d_out, d_lse)
     results = jax.jit(lambda inputs: backend.forward(inputs, FORWARD[0]))(inputs)
     judge(dict(zip(("out", "lse"), results, strict=True)), exact.results, low.results, 2.0)
+
+
+@pytest.mark.parametrize("sinks", sampled([0, 1], test=[0]))
+@pytest.mark.parametrize("index", sampled(range(len(FORWARD)), test=[0]))
+def test_a_bias_of_the_lowest_number(index: int, sinks: int):
+    """In whole rows, in the first tiles of others, and before and behind tiles of −∞."""
+    case = AttentionCase("", 1, 130, 300, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", bias="qk", sinks=sinks)
+    inputs, lowest = inputs_of(case), float(jnp.finfo(jnp.bfloat16).min)
+    rows = np.arange(130)
+    bias = np.array(inputs.bias, np.float32)[0, 0]
+    bias[rows % 8 < 5, :] = lowest
+    bias[rows % 8 == 1, 128:] = bias[rows % 8 == 2, :128] = -np.inf
+    bias[rows % 8 == 3, 140:] = bias[rows % 8 == 4, :130] = 3.0
+    inputs = dataclasses.replace(inputs, bias=jnp.asarray(bias, jnp.bfloat16)[None, None])
+    out, lse = jax.jit(lambda inputs: PallasGpuFlashAttention().forward(inputs, FORWARD[index]))(inputs)
+    hidden = (rows % 8 < 3) & (sinks == 0)
+    exact, low = ({**each.results} for each in oracles(inputs, *cotangents(inputs)))
+    assert np.all(np.asarray(lse)[..., hidden] == lowest)
+    assert np.all(np.asarray(exact["lse"])[..., hidden] == lowest)
+    exact["lse"], low["lse"] = (jnp.where(hidden, 0.0, part["lse"]) for part in (exact, low))
+    judge({"out": out, "lse": jnp.where(hidden, 0.0, lse)}, exact, low, 2.0)
 
 
 @pytest.mark.full

@@ -73,10 +73,10 @@ def test_the_only_step_is_not_masked_by_three_consumers():
     ("of", "params"),
     [
         (problem(64, 197, 16, 64), HopperForwardParams(128, 208, 2, True, False, False)),
-        (problem(66, 256, 14, 64), HopperForwardParams(128, 256, 2, True, False, False)),
+        (problem(66, 256, 14, 64), HopperForwardParams(128, 128, 3, True, True)),
         (problem(32, 1024, 20, 64, kv_length=77), HopperForwardParams(128, 80, 2, True, False, False)),
         (problem(8, 4096, 16, 64, kv_length=120), HopperForwardParams(128, 128, 2, True, False, False)),
-        (problem(32, 512, 12, 64), HopperForwardParams(128, 128, 5, True, True)),
+        (problem(32, 512, 12, 64), HopperForwardParams(128, 128, 3, True, True)),
         (problem(8, 4096, 16, 72, kv_length=120), HopperForwardParams(128, 128, 2, True, False)),
         (problem(66, 256, 14, 80), HopperForwardParams(128, 128, 2, True, False)),
         (problem(66, 256, 14, 160), HopperForwardParams(128, 128, 2, True, False)),

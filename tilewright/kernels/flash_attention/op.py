@@ -346,7 +346,9 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
     Returns:
       ``[batch, q_length, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A query that
-      attends to nothing gives zeros, −inf (the log-sum-exp of its sinks if there are any) and zero gradients.
+      attends to nothing gives zeros, −inf (the log-sum-exp of its sinks if there are any) and zero gradients. One whose
+      log-sum-exp is below −2²⁴, since a bias lowers all of its keys, has zero gradients, too: it no longer tells how
+      many keys there are.
 
     Raises:
       ValueError, TypeError: a wrong argument; the message holds its value.

@@ -6,6 +6,13 @@ from jaxtyping import Array, Float
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.softmax import accumulation_dtype, sinks_statistics
 
+LOWEST_LSE = -float(1 << 24)
+"""Log-sum-exp below which a row has no gradient.
+
+Numbers of that size are 2 apart: it has lost the number of keys whose logits are at the maximum, as in a row that a
+bias of −1e9 or of the lowest number of a dtype hides. P = exp(logit − lse) would then be 1 for each of these keys.
+"""
+
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 
 
@@ -40,7 +47,7 @@ def row_terms(
 ) -> tuple[Array, Array]:
     """Delta, rowsum(dO ∘ O) − dlse, and lse with −inf replaced by +inf, each ``[batch, heads, q_length]``.
 
-    A fully masked row then has the probability exp(x − inf) = 0 everywhere.
+    A row without a gradient then has the probability exp(x − inf) = 0 everywhere.
     """
     dtype = accumulation_dtype(inputs.query.dtype)
     delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
@@ -50,8 +57,8 @@ def row_terms(
 
 
 def zero_fully_masked_rows(term: Array, lse: Array) -> tuple[Array, Array]:
-    """A row term set to 0 and lse set to +inf for fully masked rows, whose lse is −inf."""
-    masked = lse == -jnp.inf
+    """A row term set to 0 and lse set to +inf for rows whose lse is below `LOWEST_LSE`: −inf if fully masked."""
+    masked = lse < LOWEST_LSE
     return jnp.where(masked, 0.0, term), jnp.where(masked, jnp.inf, lse)
 
 

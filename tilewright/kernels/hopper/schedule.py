@@ -84,6 +84,14 @@ def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tu
     Each item of ``order`` goes to the program that is done first with those it has: the assignment of a dynamic
     scheduler if every step took the same time.
     """
+    owners, _ = _owners(order, row_steps, programs)
+    starts = np.searchsorted(np.sort(owners), np.arange(programs + 1))
+    # Stable: each program keeps the order in which its items start.
+    return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
+
+
+def _owners(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tuple[np.ndarray, float]:
+    """The program of each item of ``order`` by `program_lists`, and the time, in steps, until all are done."""
     costs = (row_steps + ITEM_OVERHEAD)[order % len(row_steps)]
     # A heap of the programs by the time at which they are done.
     busy = [(0.0, program) for program in range(programs)]
@@ -92,9 +100,32 @@ def program_lists(order: np.ndarray, row_steps: np.ndarray, programs: int) -> tu
         until, program = busy[0]
         heapq.heapreplace(busy, (until + cost, program))
         owners[index] = program
-    starts = np.searchsorted(np.sort(owners), np.arange(programs + 1))
-    # Stable: each program keeps the order in which its items start.
-    return starts.astype(np.int32), order[np.argsort(owners, kind="stable")]
+    return owners, max(until for until, _ in busy)
+
+
+def fewest_at_once(row_steps: np.ndarray, matrices: int, cached: int, group: int, programs: int) -> int:
+    """Matrices at once for `program_order`: the fewest that keep all programs busy.
+
+    The rows of tiles of a matrix then start at about the same time, so that its columns, which all of them read, come
+    from memory once and from the L2 cache after that. A group of matrices has one row of tiles for each program at
+    least. More are taken, twice as many each time, where rows differ in steps and fewer would leave programs idle at
+    the end.
+
+    Args:
+      cached: matrices whose columns fit the cache together: never more than these.
+      group: matrices that have the same columns, and stay together.
+    """
+    at_once = -(-programs // (len(row_steps) * group)) * group
+    if at_once >= cached or np.ptp(row_steps) == 0:
+        return min(at_once, cached)
+
+    def time(at_once: int) -> float:
+        return _owners(program_order(row_steps, matrices, at_once), row_steps, programs)[1]
+
+    longest = time(cached)
+    while at_once < cached and time(at_once) > longest:
+        at_once *= 2
+    return min(at_once, cached)
 
 
 def even_lists(items: int, programs: int) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,7 @@ class SoftmaxTile(NamedTuple):
     Attributes:
       p: P, ``[64, keys]``, of which PV is computed.
       alpha: ``[64]``, exp2(m before the tile − m): rescales what was summed before.
-      m: ``[64]``, running maximum of a row's logits, in base 2.
+      m: ``[64]``, running maximum of a row's logits, in base 2 or, if so asked, in their unit.
       row_sum: l, ``[64]``, running sum of a row's P.
     """
 
@@ -70,7 +70,12 @@ class SoftmaxTile(NamedTuple):
 
 
 def online_softmax(
-    logits: jax.Array, multiplier: float, m: jax.Array, row_sum: jax.Array, guarded: bool = True
+    logits: jax.Array,
+    multiplier: float,
+    m: jax.Array,
+    row_sum: jax.Array,
+    guarded: bool = True,
+    natural: bool = False,
 ) -> SoftmaxTile:
     """P of a tile in float32, alpha, and the new m and l.
 
@@ -78,7 +83,15 @@ def online_softmax(
       logits: ``[64, keys]``; times ``multiplier``, which is positive, they are in base 2. −∞ is masked.
       m, row_sum: ``[64]``, before this tile.
       guarded: whether a row may have no visible key so far.
+      natural: whether m is in the unit of the logits, not in base 2: for logits that may be so large that their
+        product overflows, or has an error that is large in an exponent. It costs an addition for each element.
     """
+    if natural:
+        m_new = jnp.maximum(m, logits.max(axis=1))
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if guarded else m_new
+        alpha = jnp.exp2((m - shift) * multiplier)
+        p = jnp.exp2((logits - across(shift, logits.shape[1])) * multiplier)
+        return SoftmaxTile(p, alpha, m_new, row_sum * alpha + p.sum(axis=1))
     # The multiplier is positive: scaling the maximum is enough, and below it is one FMA with the subtraction.
     m_new = jnp.maximum(m, logits.max(axis=1) * multiplier)
     # A row that is fully masked so far has m = −∞, and is shifted by 0: −∞ − −∞ is NaN.

@@ -17,6 +17,7 @@
 namespace tilewright::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowestLse = -16777216.0f;  // LOWEST_LSE in results.py, below which a row has no gradient
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kRangeQueries = 64;  // queries (or keys) that one entry of Ranges covers
 
@@ -209,7 +210,7 @@ struct BiasGradient {
 };
 
 // Computes, one warp per row, (delta, lse2): delta = rowsum(dO * O) - dlse, and lse in units of log 2. A row that sees
-// no key gets (0, +inf), so that P = exp2(logit2 - lse2) is 0.
+// no key, or has a lower lse than kLowestLse, gets (0, +inf), so that P = exp2(logit2 - lse2) is 0.
 template <class Element>
 __global__ void row_terms(const Element* out, const Element* d_out, const float* lse, const float* d_lse, float2* terms,
                           int q_length, int heads, int value_dim, int64_t rows) {
@@ -224,9 +225,9 @@ __global__ void row_terms(const Element* out, const Element* d_out, const float*
   if (threadIdx.x == 0) {
     const int64_t head = row % heads, query = row / heads % q_length, batch = row / heads / q_length;
     const int64_t at = (batch * heads + head) * q_length + query;
-    const bool is_visible = lse[at] != -INFINITY;
+    const bool has_gradient = !(lse[at] < kLowestLse);
     if (d_lse != nullptr) total -= d_lse[at];
-    terms[at] = is_visible ? make_float2(total, lse[at] * kLog2e) : make_float2(0, INFINITY);
+    terms[at] = has_gradient ? make_float2(total, lse[at] * kLog2e) : make_float2(0, INFINITY);
   }
 }
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.hopper.backward import key_value_kernel
+from tilewright.kernels.flash_attention.hopper.backward_context import interleaved_at_once
 from tilewright.kernels.flash_attention.hopper.backward_query import query_kernel
 from tilewright.kernels.flash_attention.hopper.bias_gradient import (
     AnyBiasGradient,
@@ -344,7 +345,16 @@ class PallasGpuFlashAttention(
             if overlaps and q_padded == kv_padded and group.parts == 1:
                 conversion = OverlappedConversion.plan(lists, queue, q_length // params.block_k)
             counters_ref = None if conversion is None else jax.new_ref(counters)
-            kernel = functools.partial(key_value_kernel, lists=lists, conversion=conversion, counters=counters_ref)
+            matrices = batch * kv_heads * group.parts
+            interleaved = 0
+            if bias_gradient is None:
+                row_bytes = (dims[0] + dims[1]) * query.dtype.itemsize + dims[0] * 4  # Q, dO, and dQ in float32
+                sizes = matrices, at_once, group.size * q_length * row_bytes
+                interleaved = interleaved_at_once(schedule, queue, group, *sizes, num_sms(current_device()))
+            kernel = functools.partial(
+                key_value_kernel, lists=lists, interleaved_at_once=interleaved,
+                conversion=conversion, counters=counters_ref,
+            )  # fmt: skip
         else:
             listed = are_listed(params, inputs.mask)
             wide_lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
@@ -392,11 +402,12 @@ def _query_gradient(call: BackwardCall[BackwardParams], mask: Mask | None) -> ja
     # Queries beyond the end need no mask, their −lse is −∞; keys do.
     schedule, tables = plan_schedule(mask, extent, transposed=False, masked_rows=False, masked_columns=True)
     queue = row_steps(schedule)
-    at_once = heads_at_once(kv_length, head_dim + value_dim, key.dtype, heads // kv_heads)
+    sms = num_sms(current_device())
+    at_once = heads_at_once(schedule, batch * heads, head_dim + value_dim, key.dtype, heads // kv_heads, sms)
     order = program_order(queue, batch * heads, at_once)
     kernel: Any
     if isinstance(params, HopperBackwardParams):
-        lists = program_lists(order, queue, min(num_sms(current_device()), len(order)))
+        lists = program_lists(order, queue, min(sms, len(order)))
         kernel = functools.partial(query_kernel, lists=lists, block_k=block_k)
     else:
         kernel = functools.partial(wide_query_kernel, order=jnp.asarray(order))

@@ -88,6 +88,7 @@ def key_value_kernel(
     tables: Tables | tuple[()],
     *,
     lists: tuple[np.ndarray, np.ndarray],
+    interleaved_at_once: int = 0,
     dq_accumulator: jax.Ref | None,
     d_bias: jax.Ref | None = None,
     bias_gradient: AnyBiasGradient | None = None,
@@ -98,6 +99,7 @@ def key_value_kernel(
 
     Args:
       lists: of ``program_lists``, over tiles of keys.
+      interleaved_at_once: of the function of that name.
       dq_accumulator: float32 of ``dq_accumulator_shape``; None if deterministic.
       d_bias: a reference to zeros, the array of ``bias_gradient``; None if the steps store all of it.
       counters: with ``conversion``, a reference to float32 zeros, ``[batch, kv_heads, *COUNTER_SHAPE]``.
@@ -131,7 +133,9 @@ def key_value_kernel(
         operands: KeyValueOperands[Ref], results: KeyValueResults[Ref], scratch: KeyValueScratch[Ring, Ref]
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        ctx = KeyValueContext(plan, options, schedule, kv_heads, call.parts, operands, results, scratch, warpgroup)
+        ctx = KeyValueContext(
+            plan, options, schedule, kv_heads, call.parts, operands, results, scratch, warpgroup, interleaved_at_once
+        )
         run = functools.partial(run_warpgroup, operands.item_lists)
         registers, has_dq = plan.registers, plan.has_dq_warpgroup
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)

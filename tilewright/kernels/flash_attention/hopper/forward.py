@@ -11,7 +11,8 @@ Q       queries of an item                                     [block_q, head_di
 K, V    keys and values of a step                              [block_k, ·_dim]       SMEM, ``k`` and ``v``
 S       QKᵀ; with scale, bias, soft cap and mask: the logits   [64, block_k] float32  registers, accumulator of QKᵀ
 P       exp2(logits · multiplier − m), zero where dropped out  [64, block_k]          registers, operand A of PV
-m       running maximum of the logits, in base 2               [64] float32           registers
+m       running maximum of the logits, in base 2; beside a     [64] float32           registers
+        bias in natural units (``natural_maximum``)
 l       running sum of P before dropout (``row_sum``)          [64] float32           registers
 alpha   exp2(m before the step − m): rescales l and O          [64] float32           registers
 O       PV, summed over the steps and not yet divided by l     [64, value_dim] f32    registers, accumulator of PV
@@ -70,6 +71,7 @@ from tilewright.kernels.hopper.ring import Ring, when
 from tilewright.kernels.hopper.schedule import (
     STEPS_OF_RESIDENT_KEYS,
     even_lists,
+    fewest_at_once,
     item_by_arithmetic,
     program_lists,
     program_order,
@@ -87,6 +89,9 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""
+
+SECTOR_BYTES = 32
+"""Bytes of a sector, the unit in which the L2 cache is filled."""
 
 
 # The producer.
@@ -244,7 +249,7 @@ def softmax_tile(
     # One loop with a branch, not a loop for masked and one for other steps: ptxas serialises the wgmmas of two (C7513).
     needs_mask = step < work.steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
-    tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded)
+    tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded, options.natural_maximum)
     p = tile.p
     if bits is not None:
         return tile._replace(p=zero_dropped(p, bits, coord))
@@ -438,17 +443,19 @@ def store_item(
     work = ctx.decode(item)
     q_rows = pl.ds(ctx.q_start(work), ROWS)
     alpha: jax.Array | None = None
+    # m times ``unit`` is in base 2, and in natural units times ``natural``.
+    unit, natural = (LOG2E, 1.0) if call.options.natural_maximum else (1.0, 1 / LOG2E)
     if ctx.operands.sinks is not None:
         # A sink is one more key, without a value.
-        sink = ctx.operands.sinks[work.head] * LOG2E
+        sink = ctx.operands.sinks[work.head] * (LOG2E / unit)
         shift = jnp.maximum(m, sink)
         shift = jnp.where(shift == -jnp.inf, 0.0, shift)
-        alpha = jnp.exp2(m - shift)
-        row_sum = row_sum * alpha + jnp.exp2(sink - shift)
+        alpha = jnp.exp2((m - shift) * unit)
+        row_sum = row_sum * alpha + jnp.exp2((sink - shift) * unit)
         m = shift
     scale = jnp.where(row_sum == 0.0, 0.0, 1 / (row_sum * (1 - call.options.dropout_prob)))
     scale = scale if alpha is None else scale * alpha
-    lse = (m + jnp.log2(row_sum)) * (1 / LOG2E)
+    lse = (m + jnp.log2(row_sum) * (1 / unit)) * natural
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the item before still reads this memory
     target = out_smem.at[ctx.my_rows]
     target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
@@ -485,14 +492,22 @@ def resident_steps(schedule: TileSchedule, params: HopperForwardParams, items_of
     return steps if isinstance(schedule, BandSchedule) and schedule.has_same_steps else 0
 
 
-def heads_at_once(kv_length: int, dims: int, dtype: DTypeLike, group: int) -> int:
-    """Query heads that are worked on at a time: ``group`` for each key head whose K and V fit the cache together.
+def heads_at_once(schedule: TileSchedule, matrices: int, dims: int, dtype: DTypeLike, group: int, num_sms: int) -> int:
+    """Query heads that are worked on at a time, whose K and V fit the cache together; a multiple of ``group``.
 
     Args:
+      matrices: query heads of all batch elements.
       dims: head_dim + value_dim.
     """
-    per_head = kv_length * dims * np.dtype(dtype).itemsize
-    return max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+    per_head = schedule.extent.columns * dims * np.dtype(dtype).itemsize
+    cached = max(CACHED_KEYS_AND_VALUES // per_head, 1) * group
+    if not isinstance(schedule, BandSchedule):  # the steps of rows are known on the device only
+        return cached
+    if dims // 2 * np.dtype(dtype).itemsize % SECTOR_BYTES:
+        # Rows cut sectors of their neighbours: SMs that read one tile at a time were slower, 85 µs where 66 × 14 heads
+        # of 256 and head_dim 72 took 79.
+        return cached
+    return fewest_at_once(row_steps(schedule), matrices, cached, group, num_sms)
 
 
 def forward_kernel(
@@ -516,15 +531,16 @@ def forward_kernel(
       num_sms: SMs of the device, each of which has one CTA of a persistent kernel.
     """
     batch, q_length, heads, _ = query.shape
-    kv_length, kv_heads, _ = value.shape[1:]
-    group, q_tiles = heads // kv_heads, schedule.extent.row_tiles
-    params, head_dim, value_dim = plan.params, plan.head_dim, plan.value_dim
+    group, q_tiles = heads // value.shape[2], schedule.extent.row_tiles
+    params, value_dim = plan.params, plan.value_dim
     items = batch * heads * q_tiles
     programs = min(num_sms, items) if params.persistent else items
 
     # Tiles of a bias are others for each item, and counted as steps of the rings.
     resident = 0 if plan.stages_bias else resident_steps(schedule, params, group * q_tiles)
-    queue = row_steps(schedule), batch * heads, heads_at_once(kv_length, head_dim + value_dim, query.dtype, group)
+    dims = query.shape[3] + value.shape[3]
+    at_once = heads_at_once(schedule, batch * heads, dims, query.dtype, group, num_sms)
+    queue = row_steps(schedule), batch * heads, at_once
     item_at, starts, order = None, None, None
     if resident:
         starts, order = even_lists(items, programs)

@@ -26,7 +26,7 @@ from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPla
 from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
-from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, STEPS_OF_RESIDENT_KEYS, makespan
+from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, makespan
 from tilewright.kernels.masks import AndMask
 
 INDEPENDENT_OVERHEAD = 1.3
@@ -36,10 +36,11 @@ At head_dim 64, 64 × 16 heads of 197 keys took 46 µs in one step of 208 and 54
 54 and 57.
 """
 
-RESIDENT_OVERHEAD = 1.0
-"""`ITEM_OVERHEAD` where the keys stay in the rings for all queries of a head.
+CACHED_OVERHEAD = 1.0
+"""`ITEM_OVERHEAD` with a third stage, where K and V come from the cache as other rows of tiles of the head read them.
 
-32 × 12 heads of 512 at head_dim 64 took 69 µs, and with tiles of 192 queries 71.
+At head_dim 64, 66 × 14 heads of 256 keys took 49 µs in two such steps and 53 in one step, 32 × 12 heads of 512 keys 65,
+66 in tiles of 192 queries with two stages, and 69 with keys that stay in the rings.
 """
 
 PERSISTENT_DIM = 160
@@ -94,7 +95,7 @@ def forward_time(problem: AttentionProblem, params: HopperForwardParams, num_sms
     speed = third if params.consumers == 3 else 1.0
     overhead = ITEM_OVERHEAD if params.ahead else INDEPENDENT_OVERHEAD
     if params.num_stages > 2:
-        overhead = RESIDENT_OVERHEAD
+        overhead = CACHED_OVERHEAD
     costs = rows * (params.block_k / 128) + overhead
     return makespan(costs, problem.batch * problem.heads, num_sms) * params.consumers / speed
 
@@ -192,14 +193,14 @@ def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwa
 
 
 def _few_steps(problem: AttentionProblem) -> list[HopperForwardParams]:
-    """Configs up to head_dim 64 for few keys: all of them in one step, or in the rings for all queries of a head."""
+    """Configs up to head_dim 64 for few keys: all of them in one step, or in whole steps a stage further ahead."""
     found = []
     if problem.kv_length <= ONE_STEP:
         block_k = even_block(problem, 1)
         found += [HopperForwardParams(128, block_k, 2, True, turns, ahead=False) for turns in (False, True)]
-    steps, items = -(-problem.kv_length // 128), -(-problem.q_length // 128) * (problem.heads // problem.kv_heads)
-    if 2 < steps <= 4 and steps * items >= STEPS_OF_RESIDENT_KEYS:
-        found.append(HopperForwardParams(128, even_block(problem, steps), steps + 1, True, True))
+    items = -(-problem.q_length // 128) * (problem.heads // problem.kv_heads)
+    if problem.kv_length % 128 == 0 and 2 <= problem.kv_length // 128 <= 4 and items > 1:
+        found.append(HopperForwardParams(128, 128, 3, True, True))
     return found
 
 

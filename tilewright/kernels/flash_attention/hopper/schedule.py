@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from tilewright.kernels.flash_attention.masking import Band, split_mask
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
 
 type TableRefs = tuple[Ref, ...]
@@ -86,7 +86,14 @@ class BandSchedule:
         is_full = band.lowest <= -extent.rows and band.highest >= extent.columns - 1
         return is_full and not self.masked_rows and not self.staggered
 
-    def steps(self, tables: TableRefs, batch: Scalar, head: Scalar, row_tile: Scalar) -> Steps:
+    def steps(
+        self, tables: TableRefs, batch: Scalar, head: Scalar, row_tile: Scalar, descending: Condition = False
+    ) -> Steps:
+        """The steps of a row of tiles.
+
+        Args:
+          descending: whether full tiles come from the last to the first in a staggered schedule.
+        """
         low, full_low, full_high, high = self._bounds(row_tile, lax)
         right = high - full_high
         masked = right + full_low - low
@@ -97,7 +104,8 @@ class BandSchedule:
                 return high - 1 - step
             left, full = step - right, full_high - 1 - (step - masked)
             if self.staggered:
-                full = full_low + _rotated(step - masked, full_high - full_low, row_tile, full_low, self.extent)
+                ascending = full_low + _rotated(step - masked, full_high - full_low, row_tile, full_low, self.extent)
+                full = ascending if descending is False else jnp.where(descending, full, ascending)
             inner = jnp.where(step < masked, full_low - 1 - left, full)
             return jnp.where(step < right, high - 1 - step, inner)
 

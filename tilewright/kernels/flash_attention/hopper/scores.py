@@ -138,6 +138,14 @@ class ScoreOptions:
         return not self.has_bias and self.soft_cap is None and self.scale > 0
 
     @property
+    def natural_maximum(self) -> bool:
+        """True if the softmax subtracts the maximum of a row before it goes to base 2 (`online_softmax`).
+
+        A bias that hides keys may be the lowest number of its dtype, which times log2(e) is −∞.
+        """
+        return self.has_bias
+
+    @property
     def multiplier(self) -> float:
         """Factor of a logit in the exponent of 2: log2(e), times the scale where that has not been applied yet."""
         return self.scale * LOG2E if self.plain else LOG2E

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from tilewright.kernels.flash_attention.triton.scores import (
     LOG2E,
+    LOWEST_LSE,
     accumulator_target,
     add_to_accumulator,
     capped_logits,
@@ -63,7 +64,8 @@ def attention_row_terms(
 ):  # fmt: skip
     """Computes delta and lse_log2 of a tile of rows: float32 ``[batch, heads, padded_length(q_length)]``.
 
-    Fully masked rows get delta = 0 and lse_log2 = +inf, so that P, dS and every gradient of theirs are 0.
+    Fully masked rows, and those below ``LOWEST_LSE``, get delta = 0 and lse_log2 = +inf, so that P, dS and every
+    gradient of theirs are 0.
     """
     tile, head_index = decode_program_id((q_length + BLOCK - 1) // BLOCK, 1, False)
     batch, head = head_index // HEADS, head_index % HEADS
@@ -79,11 +81,11 @@ def attention_row_terms(
     if HAS_D_LSE:
         row_delta -= tl.load(d_lse + row, mask=inside, other=0.0)
     row_lse = tl.load(lse + row, mask=inside, other=0.0)
-    fully_masked = row_lse == float("-inf")
+    no_gradient = row_lse < LOWEST_LSE
     # Results have padded rows, which TMA can load; out and lse have not.
     padded_row = head_index.to(tl.int64) * padded_length(q_length) + rows
-    tl.store(delta + padded_row, tl.where(fully_masked, 0.0, row_delta), mask=inside)
-    tl.store(lse_log2 + padded_row, tl.where(fully_masked, float("inf"), row_lse * LOG2E), mask=inside)
+    tl.store(delta + padded_row, tl.where(no_gradient, 0.0, row_delta), mask=inside)
+    tl.store(lse_log2 + padded_row, tl.where(no_gradient, float("inf"), row_lse * LOG2E), mask=inside)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def probabilities(
         logits, slope = capped_logits(
             scores, first_row, rows, first_column, columns, q_length, kv_length, bias, SCALE, SOFT_CAP, BIAS
         )
-        p = tl.exp2(logits - lse_log2)
+        p = tl.exp2(logits * LOG2E - lse_log2)
     else:
         p = tl.exp2(scores * (SCALE * LOG2E) - lse_log2)
     if MASKED:

@@ -4,7 +4,8 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao,
 
   Q, K, V   query, key, value; tiles ``q`` [BLOCK_Q, DIM], ``k`` [BLOCK_K, DIM], ``v`` [BLOCK_K, VALUE_DIM]
   S         ``scores`` = Q Kᵀ
-  logits    soft_cap(SCALE · S + bias), times log2(e), so that exponentials are exp2
+  logits    soft_cap(SCALE · S + bias), times log2(e), so that exponentials are exp2; beside a bias in natural units
+            until m is subtracted, for a bias that hides keys may be so low that it would overflow
   P         ``p`` = exp2(logits - m), not normalised
   m, l      ``row_max`` of the logits so far, ``row_sum`` of P so far (before the dropout)
   O         ``out`` = P V / l; ``accumulator`` holds P V relative to the current m
@@ -63,6 +64,8 @@ def forward_steps(
             logits, _ = capped_logits(
                 logits, first_row, rows, column, columns, q_length, kv_length, bias, SCALE, SOFT_CAP, BIAS
             )
+            if BIAS < 0:
+                logits = logits * LOG2E
         elif MASKED:
             logits = logits * (SCALE * LOG2E)
         if MASKED:
@@ -75,14 +78,20 @@ def forward_steps(
             new_row_max = tl.maximum(row_max, tl.max(logits, 1))
             # Rows without a visible key so far have m = -inf, and -inf - (-inf) would be NaN.
             shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-            p = tl.exp2(logits - shift[:, None])
+            if BIAS >= 0:
+                p = tl.exp2((logits - shift[:, None]) * LOG2E)
+            else:
+                p = tl.exp2(logits - shift[:, None])
         else:
             # The scale is never negative: it can follow the maximum, and be one FMA with the subtraction.
             new_row_max = tl.maximum(row_max, tl.max(logits, 1) * (SCALE * LOG2E))
             shift = new_row_max
             p = tl.exp2(logits * (SCALE * LOG2E) - shift[:, None])
         # 0 as long as m is −inf: nothing has been summed yet.
-        correction = tl.exp2(row_max - shift)
+        if BIAS >= 0:
+            correction = tl.exp2((row_max - shift) * LOG2E)
+        else:
+            correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         accumulator = accumulator * correction[:, None]
         # Dropout comes after the sum: probabilities are normalised before some are dropped.
@@ -136,6 +145,8 @@ def attention_forward(
     # Sinks are the log-sum-exp of a head's extra logits, whose values are zero: they begin m and l, not O.
     if SINKS:
         row_max = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + head_index) * LOG2E
+        if BIAS >= 0:
+            row_max = row_max * LN2
         # l relative to m, which is their log-sum-exp: 1, or 0 where all sinks are −inf.
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
@@ -152,7 +163,11 @@ def attention_forward(
     fully_masked = row_sum == 0.0
     safe_row_sum = tl.where(fully_masked, 1.0, row_sum)
     rows = first_row + tl.arange(0, BLOCK_Q)
-    log_sum = tl.where(fully_masked, float("-inf"), (row_max + tl.log2(safe_row_sum)) * LN2)
+    if BIAS >= 0:
+        log_sum = row_max + tl.log2(safe_row_sum) * LN2
+    else:
+        log_sum = (row_max + tl.log2(safe_row_sum)) * LN2
+    log_sum = tl.where(fully_masked, float("-inf"), log_sum)
     tl.store(lse + rows, log_sum, mask=rows < q_length)
     accumulator = accumulator * (KEEP_SCALE / safe_row_sum)[:, None]
     store_tile(out, accumulator, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)

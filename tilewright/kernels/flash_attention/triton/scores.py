@@ -23,6 +23,8 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST_LSE: tl.constexpr = tl.constexpr(-16777216.0)
+"""``LOWEST_LSE`` in ``results``, below which a row has no gradient."""
 PHILOX_MULTIPLIER: tl.constexpr = tl.constexpr(0xD256D193)
 
 RANGE: tl.constexpr = tl.constexpr(64)
@@ -335,7 +337,7 @@ def capped_logits(
     scores, first_row, rows, first_column, columns, q_length, kv_length, bias, SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Logits times log2(e), of scores QK^T, and the derivative of the soft cap (``SOFT_CAP`` 0 is none); float32."""
+    """Logits of scores QK^T, and the derivative of the soft cap (``SOFT_CAP`` 0 is none); float32."""
     logits = scores * SCALE
     if BIAS >= 0:
         inside = (columns < kv_length) & (rows < q_length)
@@ -347,7 +349,7 @@ def capped_logits(
         ratio = 1.0 - 2.0 / (tl.exp2(logits * (2.0 / SOFT_CAP * LOG2E)) + 1.0)
         logits = SOFT_CAP * ratio
         slope = 1.0 - ratio * ratio
-    return logits * LOG2E, slope
+    return logits, slope
 
 
 @triton.jit
