@@ -15,8 +15,8 @@ from tilewright.kernels.grouped_matmul.triton.backend import (
     DTYPES,
     GROUP,
     MAX_INT32,
-    over_batch,
     outer_products,
+    over_batch,
     tl_precision,
 )
 from tilewright.kernels.grouped_matmul.triton.gated_params import (

@@ -17,16 +17,17 @@ import triton.language as tl
 def activated(x, ACTIVATION: tl.constexpr):
     """The activation of that name."""
     if ACTIVATION == "silu":
-        return x / (1.0 + tl.exp(-x))
+        y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh u) / 2 is the sigmoid of 2u; the factor is 2 · sqrt(2 / π).
-        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "relu":
-        return tl.where(x < 0.0, 0.0, x)  # keeps NaN, which tl.maximum drops
+        y = tl.where(x < 0.0, 0.0, x)  # keeps NaN, which tl.maximum drops
     else:
-        return x
+        y = x
+    return y
 
 
 @triton.jit
