@@ -241,10 +241,10 @@ def run_cell(
             except Exception as error:
                 said[each]["error"] = f"{type(error).__name__}: {error}"[:300]
     flops = 2.0 * CASES[name].rows * CASES[name].k * CASES[name].n
-    for each in said.values():
-        if each["samples_ms"]:
-            each["median_ms"] = statistics.median(each["samples_ms"])
-            each["tflops"] = round(flops / each["median_ms"] / 1e9, 1)
+    for found in said.values():
+        if found["samples_ms"]:
+            found["median_ms"] = statistics.median(found["samples_ms"])
+            found["tflops"] = round(flops / found["median_ms"] / 1e9, 1)
     return {"case": name, "sizes": dataclasses.asdict(CASES[name]), "kind": kind, "contenders": said}
 
 

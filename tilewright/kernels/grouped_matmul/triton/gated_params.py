@@ -88,6 +88,7 @@ def _listed(problem: GatedProblem, direction: Direction) -> list[GatedParams]:
             for each in grouped.listed_params(one_product(problem), direction)
             if isinstance(each, TritonGroupedBackwardParams)
         ]
+    tiles: tuple[tuple[int, ...], ...]
     is_small = problem.rows <= SMALL_GROUP * max(problem.groups, 1)
     if problem.lhs_dtype.itemsize == 4:
         tiles = _FLOAT32_SMALL_GROUPS if is_small else _FLOAT32
