@@ -45,6 +45,7 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
             "gated_grouped_matmul",
             version="1",
             implementations=(
+                # As for ``grouped_matmul``, which was measured: the loops of XLA are those of this op, too.
                 lazy("tilewright.kernels.grouped_matmul.triton.gated:TritonGatedGroupedMatmul"),
                 lazy("tilewright.kernels.grouped_matmul.xla.gated:XlaGatedGroupedMatmul"),
             ),

@@ -84,6 +84,7 @@ class TritonGatedGroupedMatmul(
         if params.recompute is not None:
             forward = TritonGatedForwardParams(params.recompute)
             results = self.forward(kept_apart(inputs, cotangents), forward)[1:]
+        # What XLA computes here is bound by memory, and rows without a matrix may get NaN: no kernel below reads these.
         d_both = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, jnp.float32)
         gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))
         if "lhs" in inputs.gradients:

@@ -32,12 +32,10 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile_of(tile_matrix, tile_first, tile_end, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The program's matrix, first row, the row behind its segment, and its block of columns out of COLUMNS.
-
-    GROUP tiles of rows take the same columns one after another, which the L2 cache then holds; the last group may have
-    fewer tiles.
-    """
+    """The program's matrix, first row, the row behind its segment, and its block of columns out of COLUMNS."""
     program = tl.program_id(0)
+    # GROUP tiles of rows take the same columns one after another, which the L2 cache then holds; the last group may
+    # have fewer tiles.
     first_tile = program // (GROUP * COLUMNS) * GROUP
     count = tl.minimum(tiles - first_tile, GROUP)
     tile = first_tile + program % (GROUP * COLUMNS) % count
@@ -65,6 +63,7 @@ def gated_rows_by_matrices(
         gate = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         if matrix >= 0:
+            # In 64 bits: an array may have more than 2³¹ elements.
             left = rows + row.to(tl.int64)[:, None] * K + k[None, :]
             of_matrix = matrix.to(tl.int64) * (K * N) + k[:, None] * N + n[None, :]
             gate_pointers, up_pointers = gates + of_matrix, ups + of_matrix
@@ -85,6 +84,7 @@ def gated_rows_by_matrices(
                 up_pointers += BLOCK_K * N
         at = row.to(tl.int64)[:, None] * N + n[None, :]
         mask = inside & (n[None, :] < N)
+        # The output is of what the sums were before they are rounded to be kept, as in XLA's backend.
         if KEEP:
             tl.store(of_gate + at, gate.to(of_gate.dtype.element_ty), mask=mask)
             tl.store(of_up + at, up.to(of_up.dtype.element_ty), mask=mask)
@@ -128,6 +128,7 @@ def gradient_of_rows(
         inside = (row < end)[:, None]
         total = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
         if matrix >= 0:
+            # One sum for both products, one after another: side by side their operands would take twice the memory.
             total = added_product(total, d_gate, gates, row, inside, k, matrix, N, K, BLOCK_N, PRECISION)
             total = added_product(total, d_up, ups, row, inside, k, matrix, N, K, BLOCK_N, PRECISION)
         at = row.to(tl.int64)[:, None] * K + k[None, :]

@@ -44,8 +44,9 @@ _ODD_SMALL_GROUPS = ((16, 64, 32, 4, 3), (16, 32, 32, 4, 3))
 _FLOAT32 = ((64, 64, 32, 8, 2), (32, 64, 32, 4, 2))
 _FLOAT32_SMALL_GROUPS = ((16, 64, 32, 4, 3), (16, 32, 64, 4, 3))
 
+# Registers of a thread that sums may take on cards without wgmma: operands of its matmuls are in registers, too. More
+# spilled in every kernel of rows that was compiled for an A100.
 MAX_SUMS = 64
-"""Registers of a thread that sums may take on cards without wgmma, whose operands are in registers, too."""
 
 
 def one_product(problem: GatedProblem) -> GroupedProblem:

@@ -65,8 +65,8 @@ type Params = TritonGroupedForwardParams | TritonGroupedBackwardParams
 # memory does not hold the first takes the next.
 _SMALL_GROUPS = ((16, 128, 128, 4, 4), (16, 128, 64, 4, 4), (16, 64, 128, 4, 3), (16, 256, 64, 4, 4))
 _LARGE_GROUPS = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4))
+# The gradient of lhs reads the matrices along their rows, which a fourth stage hides better.
 _OF_LHS = ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4))
-"""Of the gradient of lhs: columns of a matrix are rows of it."""
 _OUTER = ((128, 128, 32, 4, 4), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (64, 64, 32, 4, 4))
 _ODD = ((64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (64, 128, 32, 8, 3))
 _ODD_SMALL_GROUPS = ((16, 64, 64, 4, 3), (16, 64, 32, 4, 3))
