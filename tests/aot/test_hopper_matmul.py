@@ -1,4 +1,4 @@
-"""Every config of the Hopper matmuls that selection or tuning can take compiles without spills and serialised wgmmas."""
+"""Configs of the Hopper matmuls that selection or tuning can take: no spills, and no serialised wgmmas."""
 
 import functools
 import itertools

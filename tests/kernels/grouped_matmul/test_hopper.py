@@ -124,7 +124,7 @@ def test_gated(activation: Any, recompute: MatmulParams | None):
 def test_gated_without_gradients_stores_one_array():
     lhs, gate, up, sizes, _ = arrays_of(rows=64, k=72, n=136, groups=2, dtype="bfloat16")
     kernel = HopperGatedGroupedMatmul()
-    inputs = GatedInputs(lhs, gate, up, sizes, None, GatedOptions("bfloat16", "silu"), keeps_pre_activations=False)
+    inputs = GatedInputs(lhs, gate, up, sizes, None, GatedOptions("bfloat16", "silu"), keeps=False)
     with interpret_mosaic():
         out, *rest = kernel.forward(inputs, MatmulParams(64, 128, 2))
     assert rest == [None, None]

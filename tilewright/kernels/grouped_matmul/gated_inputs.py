@@ -15,7 +15,10 @@ from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 GATED_GRADIENTS = frozenset({"lhs", "gate", "up"})
 
 type GatedResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
-"""The output, and both pre-activations if they are kept, which are the residuals; rows of nobody are zeros."""
+"""The output and both pre-activations, of which rows of nobody are zeros; the latter are the residuals.
+
+A backend may return None for these if the inputs say that they are not kept.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class GatedInputs:
     Attributes:
       group_offset: as of ``GroupedInputs``; given on a device that has a part of the matrices.
       gradients: to a backward pass, the names of the operands whose gradients are used.
-      keeps_pre_activations: whether a forward pass gives them; else a backend may give None in their place.
+      keeps: False to a forward pass whose pre-activations are not used.
     """
 
     lhs: Float[Array, "rows k"]
@@ -47,7 +50,7 @@ class GatedInputs:
     group_offset: Int32[Array, ""] | None
     options: GatedOptions
     gradients: frozenset[str] = GATED_GRADIENTS
-    keeps_pre_activations: bool = True
+    keeps: bool = True
 
     def product(self, matrices: Any) -> GroupedInputs:
         """The inputs of the grouped matmul of the rows with gate or up."""
@@ -58,7 +61,7 @@ class GatedInputs:
 jax.tree_util.register_dataclass(
     GatedInputs,
     data_fields=["lhs", "gate", "up", "group_sizes", "group_offset"],
-    meta_fields=["options", "gradients", "keeps_pre_activations"],
+    meta_fields=["options", "gradients", "keeps"],
 )
 
 

@@ -31,9 +31,14 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
 
     cases = GLU_CASES
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1})
+    run_is_forward: ClassVar[bool] = False  # it keeps no pre-activations
 
     def __init__(self) -> None:
-        backends = ("tilewright.kernels.matmul.hopper:HopperGlu", "tilewright.kernels.matmul.xla:XlaGlu")
+        backends = (
+            "tilewright.kernels.matmul.hopper:HopperGlu",
+            "tilewright.kernels.matmul.xla:XlaGlu",
+            "tilewright.kernels.matmul.triton:TritonGlu",
+        )
         super().__init__("glu", version="1", implementations=[lazy(each) for each in backends])
 
     def prepare(
@@ -81,9 +86,9 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
         return out.astype(inputs.options.out_dtype)
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
-        """The result alone, of which no backend has to store the pre-activations."""
+        """The result, without pre-activations in memory where the backend can do without."""
         with without_x64(args, kwargs):
-            inputs = dataclasses.replace(self.inputs(*args, **kwargs), keeps_pre_activations=False)
+            inputs = dataclasses.replace(self.inputs(*args, **kwargs), keeps=False)
             return self.forward_results(inputs, cfg)[0]
 
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, Any]:

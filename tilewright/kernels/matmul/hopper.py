@@ -31,6 +31,7 @@ class HopperMatmul(Implementation[MatmulInputs, MatmulProblem, Any, MatmulParams
     """
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     backward_params: ClassVar[type] = HopperMatmulBackwardParams
 
@@ -121,6 +122,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
     """Serves the same; the activation is in the epilogue, and both gradients of x in one accumulator."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     backward_params: ClassVar[type] = HopperGluBackwardParams
 
@@ -149,7 +151,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
         return [plan.footprint(num_sms(device)) for plan in plans]
 
     def forward(self, inputs: GluInputs, params: MatmulParams) -> tuple[jax.Array | None, ...]:
-        x, keeps = inputs.x, inputs.keeps_pre_activations
+        x, keeps = inputs.x, inputs.keeps
         shape, count = (*x.shape[:-1], inputs.gate.shape[1]), 3 if keeps else 1
         if 0 in (*x.shape, *inputs.gate.shape):
             results = [jnp.zeros(shape, inputs.options.out_dtype)] * count

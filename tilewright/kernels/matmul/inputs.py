@@ -59,7 +59,7 @@ class GluInputs:
     """A call of ``glu`` after ``prepare``; ``gradients`` as in ``MatmulInputs``.
 
     Attributes:
-      keeps_pre_activations: whether a forward pass gives them; else a backend may give None in their place.
+      keeps: False to a forward pass whose pre-activations are not used.
     """
 
     x: Float[Array, "*rows k"]
@@ -67,15 +67,15 @@ class GluInputs:
     up: Float[Array, "k n"]
     options: GluOptions
     gradients: frozenset[str] = frozenset({"x", "gate", "up"})
-    keeps_pre_activations: bool = True
+    keeps: bool = True
 
 
 type GluResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
-"""The output and both pre-activations, if they are kept, of which the latter are the residuals."""
+"""The output and both pre-activations, which are the residuals: a backend may return None for them if not kept."""
 
 jax.tree_util.register_dataclass(MatmulInputs, data_fields=["lhs", "rhs"], meta_fields=["options", "gradients"])
 jax.tree_util.register_dataclass(
-    GluInputs, data_fields=["x", "gate", "up"], meta_fields=["options", "gradients", "keeps_pre_activations"]
+    GluInputs, data_fields=["x", "gate", "up"], meta_fields=["options", "gradients", "keeps"]
 )
 
 

@@ -36,6 +36,7 @@ class HopperGroupedMatmul(
     """Serves 16-bit operands without scales, and forward float8 with them; rows begin at multiples of 16 bytes."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     backward_params: ClassVar[type] = HopperGroupedBackwardParams
 

@@ -36,6 +36,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
     """
 
     platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     backward_params: ClassVar[type] = HopperGatedBackwardParams
 
@@ -75,7 +76,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
         return [plan.footprint(num_sms(device)) for plan in plans]
 
     def forward(self, inputs: GatedInputs, params: MatmulParams) -> tuple[jax.Array | None, ...]:
-        keeps, shape = inputs.keeps_pre_activations, (inputs.lhs.shape[0], inputs.gate.shape[2])
+        keeps, shape = inputs.keeps, (inputs.lhs.shape[0], inputs.gate.shape[2])
         if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
             results = [jnp.zeros(shape, inputs.options.out_dtype)] * (3 if keeps else 1)
         else:
