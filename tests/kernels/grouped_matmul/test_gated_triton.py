@@ -21,10 +21,10 @@ from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.gated_params import TritonGatedBackwardParams, TritonGatedForwardParams
+from tilewright.kernels.grouped_matmul.triton.glu import TritonGlu
 from tilewright.kernels.grouped_matmul.triton.params import TritonTile
 from tilewright.kernels.matmul.glu import Glu
 from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
-from tilewright.kernels.matmul.triton import TritonGlu
 from tilewright.kernels.matmul.xla import XlaGlu
 from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform

@@ -77,11 +77,13 @@ class StagePlan:
         """Scratch types, in the order that ``bind`` takes their references."""
         empty: Any
         if self.cluster > 1:
+            # A consumer arrives on the barriers of both CTAs: either may overwrite what it reads.
             empty = plgpu.ClusterBarrier(
                 collective_axes=(CLUSTER_AXIS,), num_barriers=self.num_stages, num_arrivals=self.consumers
             )
         else:
             empty = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages)
+        # Every copy arrives by itself. One that is shared arrives in each CTA, when its bytes are there.
         copies = sum(part.copies for part in self.parts)
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=self.num_stages)
         return (*(part.tile.scratch(self.num_stages, part.count) for part in self.parts), full, empty)
@@ -108,6 +110,7 @@ class Stages:
 
     def load_from_dram(self, step: Scalar, *sources: Sequence[Ref]) -> None:
         """Producer: waits until the stage is empty, and starts its load, of each part from slices of global memory."""
+        # The first round fills stages that have never been in use.
         when(step >= self.plan.num_stages, functools.partial(self.wait_released, step))
         slot = self.slot(step)
         for part, smem, slices in zip(self.plan.parts, self.smem, sources, strict=True):

@@ -37,7 +37,7 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
         backends = (
             "tilewright.kernels.matmul.hopper:HopperGlu",
             "tilewright.kernels.matmul.xla:XlaGlu",
-            "tilewright.kernels.matmul.triton:TritonGlu",
+            "tilewright.kernels.grouped_matmul.triton.glu:TritonGlu",
         )
         super().__init__("glu", version="1", implementations=[lazy(each) for each in backends])
 

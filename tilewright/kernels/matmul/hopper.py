@@ -145,6 +145,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
         return _plan_reasons(lambda: self.footprints(problem, device, direction, params))
 
     def footprints(self, problem: GluProblem, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
+        # The shape of any array: panels take as much memory as whole tiles.
         dtype, shape = problem.x_dtype, (8, 64)
         each = [(params, 2)] if isinstance(params, MatmulParams) else [(params.x, 1), (params.matrices, 1)]
         plans = [dense_plan(dtype, shape, shape, count, one, problem.options.out_dtype) for one, count in each]
@@ -175,6 +176,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
             return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("x", "gate", "up")}
         if params.recompute is not None:
             results = self.forward(kept_apart(inputs, cotangents), params.recompute)[1:]
+        # By XLA, in one pass over memory: each of the two is an operand of two matmuls.
         found = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, jnp.float32)
         d_gate, d_up = (each.reshape(-1, each.shape[-1]) for each in found)
         x, sms = inputs.x.reshape(-1, inputs.x.shape[-1]), num_sms(current_device())

@@ -52,6 +52,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
         sms, groups = num_sms(device), problem.groups
         if direction == "forward":
             return rows_candidates(problem.rows, groups, problem.n, problem.k, sms, accumulators=2)
+        # Both products in one kernel: twice as many steps.
         of_lhs = rows_candidates(problem.rows, groups, problem.k, 2 * problem.n, sms)
         of_rhs = reduction_candidates(problem.rows, problem.matrices, problem.k, problem.n, sms)
         count = max(len(of_lhs), len(of_rhs))
@@ -100,6 +101,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
             return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("lhs", "gate", "up")}
         if params.recompute is not None:
             results = self.forward(kept_apart(inputs, cotangents), params.recompute)[1:]
+        # By XLA, in one pass over memory: each of the two is an operand of two matmuls.
         of_gate, of_up = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, jnp.float32)
         bounds = bounds_of(inputs)
         gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))

@@ -44,6 +44,7 @@ def rows_by_matrices(
     size, k = rows.shape
     n = matrices[0].shape[2 if k_first else 1]
     plan = rows_plan(rows.dtype, matrices[0].shape, params, out_dtype, k_first=k_first, count=len(matrices))
+    # A tile of rows is a cluster's: its CTAs share the tiles of one matrix.
     block = params.block_m * params.cluster_m
     tiles = row_tiles(*row_segments(*bounds, size, has_offset), size, block)
     steps = -(-k // plan.lhs.block_k) * len(products)
@@ -71,6 +72,7 @@ def rows_plan(
 ) -> MatmulPlan:
     """The plan of `rows_by_matrices`, for matrices of this shape."""
     dtype = jnp.dtype(dtype)
+    # Rows begin anywhere, so theirs are panels; matrices are whole atoms, or not.
     lhs = OperandLayout(dtype, False)
     rhs = OperandLayout(dtype, k_first, stacked=True, panelled=not (k_first and atomic(shape, dtype)))
     return MatmulPlan(params, lhs, (rhs,) * count, out_dtype)

@@ -17,7 +17,7 @@ STORE_BYTES = 40e9
 """Bytes/s of the store of a CTA's tile, which no MMA overlaps with."""
 
 ITEM_SECONDS = 0.7e-6
-"""Of a work item besides its steps and its store: the MMAs of its first and of its last step overlap with nothing."""
+"""Seconds of a work item besides its steps and its store: the first and the last MMAs overlap with nothing."""
 
 BLOCK_K = 64
 

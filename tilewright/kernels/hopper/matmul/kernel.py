@@ -35,7 +35,7 @@ class Factors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a kernel reads: its products, which are summed, the schedule, and the scales of operands of 8 bits."""
+    """Arrays that a kernel reads: its products, which are summed, the schedule, and scales of 8-bit operands."""
 
     products: tuple[Factors, ...]
     schedule: Any
@@ -73,7 +73,7 @@ class MatmulContext:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the kernel, over its references."""
+        """The kernel's schedule, over its references."""
         schedule: Schedule = self.operands.schedule
         return schedule
 
@@ -103,6 +103,7 @@ def matmul_kernel(
       scales: of operands of 8 bits.
     """
     params = plan.params
+    # Persistent, a cluster for as many SMs as it has CTAs: any two SMs of a GPC make one, so none is left over.
     programs = num_sms // params.cluster
     items = schedule.items()
     if isinstance(items, int):
@@ -141,10 +142,12 @@ def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar], None]) 
     The next item is decoded before the role of one begins, so that the latency of tables is hidden.
     """
     schedule, stride = context.schedule, jnp.int32(context.programs)
+    # The items of a cluster are that far apart: all clusters work on neighbouring tiles at a time.
     items = jnp.asarray(schedule.items(), jnp.int32)
     count = lax.div(items - context.program + stride - 1, stride)
 
     def decode(index: Scalar) -> Work:
+        # The one behind the last is decoded, too, and not used.
         item = jnp.minimum(context.program + index * stride, items - 1)
         return schedule.work(item, context.cta)
 
@@ -164,6 +167,7 @@ def run_producer(context: MatmulContext) -> None:
     if params.consumers > 1:
         plgpu.set_max_registers(REGISTERS[params.consumers].producer, action="decrease")
     steps = for_each_item(context, functools.partial(produce_item, context))
+    # Alone, a CTA has waited for all of its loads when its consumers are done.
     if params.cluster > 1:
         stages.drain(steps)
 
@@ -181,6 +185,7 @@ def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
             sources.append(layout.slices(ref, work.matrix, work.column, k, part))
         stages.load_from_dram(first + step, *sources)
 
+    # The consumers do not know of several products: for them an item has that many more steps.
     for number, factors in enumerate(products):
         lax.fori_loop(0, steps, functools.partial(load, factors, first + number * steps), None)
 
@@ -194,6 +199,7 @@ def run_consumer(context: MatmulContext) -> None:
     if ahead is not None:
         pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(ahead))
     steps = for_each_item(context, functools.partial(consume_item, context))
+    # With fewer steps than its lead the first consumer has not let the others begin.
     if ahead is not None:
         pl.when((context.warpgroup == 0) & (steps < params.lag))(lambda: plgpu.barrier_arrive(ahead))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -230,10 +236,12 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
         signal_ahead(context, step)
+        # All MMAs but those of this step are complete, so the stage of the step before is free.
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
 
     lax.fori_loop(0, work.steps, one, None)
+    # The loads wait for the last MMAs. An item without steps has zeros and no stage.
     sums = [accumulator[...] for accumulator in accumulators]
     when(work.steps > 0, lambda: stages.release(first + work.steps - 1))
     return sums

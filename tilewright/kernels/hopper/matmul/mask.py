@@ -27,8 +27,10 @@ def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:
             for part in range(1, len(stages.plan.parts)):
                 zero_rows(stages.tile(step, part), rest)
 
+        # wgmma reads through the async proxy, to which stores of threads are visible only after a fence.
         plgpu.commit_smem()
         if masked is not None:
+            # A barrier for each stage: the first consumer may be as many steps ahead as the ring has stages.
             slot = stages.slot(step)
             pl.when(context.warpgroup == 0)(lambda: plgpu.barrier_arrive(masked.at[slot]))
             pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(masked.at[slot]))

@@ -1,4 +1,4 @@
-"""How tiles are cut from the operands of a matmul, and how wgmma takes them from shared memory."""
+"""The operands of a matmul: tiles that TMA cuts from their arrays, and that wgmma takes from shared memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,10 @@ class OperandLayout:
           consumers: that have tiles of their own, where they cannot take rows of one.
         """
         if self.k_first:
+            # Consumers have columns of their own: panels are chosen while the kernel is traced, not by an index.
             tile = SharedTile((self.block_k, block // consumers), self.dtype, BLOCK_BYTES, self.panelled)
             return StagePart(tile, consumers, multicast)
+        # A row is one swizzle width, so the tile is one panel: one copy from an array of any length.
         return StagePart(SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True), 1, multicast)
 
     def slices(self, ref: Ref, matrix: Scalar | None, start: Scalar, k: Scalar, part: StagePart) -> Sequence[Ref]:
@@ -72,7 +74,7 @@ class OperandLayout:
 
 
 def atomic(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether an array consists of whole swizzle atoms, so that one TMA copy cuts a tile of several widths from it."""
+    """True if an array consists of whole swizzle atoms, so that one TMA copy cuts a tile of several widths from it."""
     return shape[-2] % SWIZZLE_ROWS == 0 and shape[-1] * dtype.itemsize % BLOCK_BYTES == 0
 
 

@@ -41,7 +41,7 @@ class MatmulPlan:
 
     @property
     def tile(self) -> TileShape:
-        """What a CTA computes of each result."""
+        """The part of each result that a CTA computes."""
         params = self.params
         return TileShape(params.block_m, self.columns, params.cluster_m, params.cluster_n, params.band)
 
@@ -49,6 +49,7 @@ class MatmulPlan:
     def stages(self) -> StagePlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
+        # The CTAs of a cluster along n have the same rows, those along m the same columns.
         parts = [self.lhs.part(params.block_m, params.consumers, params.cluster_n > 1)]
         parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
         return StagePlan(tuple(parts), params.num_stages, params.consumers, params.cluster)

@@ -55,6 +55,7 @@ def in_bands(item: Scalar, row_tiles: Scalar, column_tiles: int, band: int) -> T
 
     What the clusters work on at a time is then about as many rows as columns, whose operands the L2 cache holds.
     """
+    # The last band may have fewer rows of tiles.
     items_of_band = jnp.int32(band * column_tiles)
     first = lax.div(item, items_of_band) * band
     index = lax.rem(item, items_of_band)
@@ -150,7 +151,9 @@ class RaggedRowsSchedule:
     def work(self, item: Scalar, cta: Scalar) -> Work:
         """An item of a CTA of its cluster."""
         index = in_bands(item, self.row_tiles, self.column_tiles, self.tile.band)
+        # The rows of a cluster's tile begin anywhere; its CTAs take them one after the other.
         offset, column = self.tile.place(TileIndex(jnp.int32(0), index.column), cta)
+        # Rows without a matrix: a tile without steps, whose accumulators are zeros.
         matrix = self.matrix[index.row]
         steps = jnp.where(matrix < 0, 0, self.steps)
         return Work(
@@ -189,6 +192,7 @@ class RaggedReductionSchedule:
         matrix = lax.div(item, of_matrix)
         index = in_bands(lax.rem(item, of_matrix), self.tiles.row, self.tiles.column, self.tile.band)
         row, column = self.tile.place(index, cta)
+        # A group without rows has no steps, and its matrix zeros.
         start, end = self.starts[matrix], self.ends[matrix]
         steps = lax.div(end - start + (self.block_k - 1), jnp.int32(self.block_k))
         return Work(row, column, matrix, start, steps, None, end)
