@@ -102,9 +102,7 @@ class HopperGroupedMatmul(
     def forward(self, inputs: GroupedInputs, params: MatmulParams) -> jax.Array:
         if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
             return jnp.zeros(inputs.out_shape, inputs.options.out_dtype)
-        scales = None
-        if inputs.lhs.dtype.itemsize == 1:
-            scales = scales_of(inputs.lhs_scale, inputs.rhs_scale, params)
+        scales = scales_of(inputs, params) if inputs.lhs.dtype.itemsize == 1 else None
         return rows_by_matrices(
             [Factors(inputs.lhs, (inputs.rhs,))],
             bounds_of(inputs),

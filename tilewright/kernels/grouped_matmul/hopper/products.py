@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.scales import by_blocks, factor
 from tilewright.kernels.hopper.device import num_sms
 from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
-from tilewright.kernels.hopper.matmul.scaled import Scales
+from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK, Scales
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
 from tilewright.ops.utils.device import current_device
 
@@ -84,15 +85,17 @@ def reduction_plan(dtype: Any, params: MatmulParams, out_dtype: Any) -> MatmulPl
     return MatmulPlan(params, layout, (layout,), out_dtype)
 
 
-def scales_of(lhs_scale: Any, rhs_scale: Any, params: MatmulParams) -> Scales:
-    """The scales of both operands as the kernel reads them."""
-    of_rows = by_blocks(lhs_scale)
-    if of_rows is not None:
-        # A tile's rows beside each other, also where it hangs over the last one.
-        of_rows = jnp.pad(of_rows.T.astype(jnp.float32), [(0, 0), (0, params.block_m * params.cluster_m)])
-    of_columns, number = by_blocks(rhs_scale), factor(lhs_scale, rhs_scale)
-    return Scales(
-        of_rows,
-        None if of_columns is None else of_columns.astype(jnp.float32),
-        None if number is None else number.astype(jnp.float32)[None],
-    )
+def scales_of(inputs: GroupedInputs, params: MatmulParams) -> Scales:
+    """The scales of both operands as the kernel reads them, from blocks, numbers or nothing."""
+    (rows, k), n = inputs.lhs.shape, inputs.out_shape[1]
+    k_blocks, n_blocks = (-(-size // SCALE_BLOCK) for size in (k, n))
+    of_rows, of_columns = by_blocks(inputs.lhs_scale), by_blocks(inputs.rhs_scale)
+    number = factor(inputs.lhs_scale, inputs.rhs_scale)
+    if of_rows is None:
+        of_rows = jnp.ones((rows, k_blocks), jnp.float32)
+    if of_columns is None:
+        of_columns = jnp.ones((inputs.rhs.shape[0], n_blocks, k_blocks), jnp.float32)
+    of_columns = of_columns.astype(jnp.float32) * (1 if number is None else number.astype(jnp.float32))
+    # A tile's rows beside each other, also where it hangs over the last one.
+    padding = [(0, 0), (0, params.block_m * params.cluster_m)]
+    return Scales(jnp.pad(of_rows.T.astype(jnp.float32), padding), of_columns)

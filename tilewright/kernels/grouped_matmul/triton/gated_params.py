@@ -38,7 +38,7 @@ class TritonGatedBackwardParams:
 type GatedParams = TritonGatedForwardParams | TritonGatedBackwardParams
 
 _SMALL_GROUPS = ((16, 64, 128, 4, 3), (16, 128, 64, 4, 3), (16, 64, 64, 4, 4))
-_LARGE_GROUPS = ((128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 64, 64, 8, 3), (64, 64, 64, 4, 3))
+_LARGE_GROUPS = ((128, 128, 32, 8, 4), (128, 128, 64, 8, 3), (128, 64, 64, 8, 3), (64, 64, 64, 4, 3))
 _ODD = ((64, 64, 32, 8, 3), (32, 64, 32, 4, 2))
 _ODD_SMALL_GROUPS = ((16, 64, 32, 4, 3), (16, 32, 32, 4, 3))
 _FLOAT32 = ((64, 64, 32, 8, 2), (32, 64, 32, 4, 2))

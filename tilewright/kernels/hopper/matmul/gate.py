@@ -17,7 +17,13 @@ def gate_epilogue(activation: str, keeps_pre_activations: bool) -> Epilogue:
 
     def epilogue(sums: Sequence[jax.Array]) -> list[jax.Array]:
         gate, up = sums
-        out = _gelu(gate) * up if activation == "gelu" else gated(activation, gate, up)
+        match activation:
+            case "gelu":
+                out = _gelu(gate) * up
+            case "relu":  # jax.nn's is a custom_jvp_call, which Pallas of JAX 0.11 does not take
+                out = jnp.maximum(gate, 0) * up
+            case _:
+                out = gated(activation, gate, up)
         return [out, gate, up] if keeps_pre_activations else [out]
 
     return epilogue

@@ -2,6 +2,9 @@
 
 wgmma adds products of 8 bits with fewer bits than float32 has. So a step's sum, over 128 elements of K, is an
 accumulator of its own, which is scaled and added to the sum of all steps in float32 registers.
+
+Both operands have scales, if only ones: without those of rows or columns ptxas spilled registers, and the kernel took
+twice the time.
 """
 
 from typing import Any, NamedTuple
@@ -22,38 +25,32 @@ SCALE_BLOCK = 128
 
 
 class Scales(NamedTuple):
-    """The scales of both operands; None where there are none.
+    """The scales of both operands, float32.
 
     Attributes:
       lhs: ``[k blocks, m]``, padded by a tile of rows.
       rhs: ``[matrices, n blocks, k blocks]``.
-      factor: ``[1]``, of the whole sum.
     """
 
     lhs: Any
     rhs: Any
-    factor: Any
 
 
-def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -> jax.Array:
+def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -> list[jax.Array]:
     """Sums the scaled products of all K steps of an item, in as many accumulators as its columns have blocks."""
     plan, stages = context.plan, context.scratch.stages
     rows, blocks = plan.params.consumer_rows, plan.columns // SCALE_BLOCK
     first_row = work.row + context.warpgroup * rows
 
-    def scales_of(index: Scalar) -> tuple[Any, ...]:
-        """Of a step; loaded one step ahead, for their latency."""
+    # A block behind the last column is not stored: any scale will do.
+    last = scales.rhs.shape[1] - 1
+    columns = [jnp.minimum(lax.div(work.column, jnp.int32(SCALE_BLOCK)) + i, last) for i in range(blocks)]
+
+    def scales_of(index: Scalar) -> tuple[jax.Array, list[jax.Array]]:
+        """The scales of a step, which are loaded one step ahead, for their latency."""
         index = jnp.minimum(index, jnp.maximum(work.steps - 1, 0))
-        of_rows = None
-        if scales.lhs is not None:
-            of_rows = plgpu.load(scales.lhs.at[index, pl.ds(first_row, rows)], layout=row_layout(), optimized=False)
-        block = lax.div(work.column, jnp.int32(SCALE_BLOCK))
-        # A block behind the last column is not stored: any scale will do.
-        of_columns = None
-        if scales.rhs is not None:
-            last = scales.rhs.shape[1] - 1
-            of_columns = [scales.rhs[work.matrix, jnp.minimum(block + i, last), index] for i in range(blocks)]
-        return of_rows, of_columns
+        of_rows = plgpu.load(scales.lhs.at[index, pl.ds(first_row, rows)], layout=row_layout(), optimized=False)
+        return of_rows, [scales.rhs[work.matrix, column, index] for column in columns]
 
     def one(index: Scalar, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         sums, (of_rows, of_columns) = carry
@@ -68,15 +65,13 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
             )
             if number == blocks - 1:
                 stages.release(step)
-            if of_columns is not None:
-                part = part * of_columns[number]
-            added.append(total + (part if of_rows is None else part * spread(of_rows, part.shape, 0)))
+            part = part * of_columns[number]
+            added.append(total + part * spread(of_rows, part.shape, 0))
         return added, following
 
     zeros = plgpu.layout_cast(jnp.zeros((rows, SCALE_BLOCK), jnp.float32), plgpu.Layout.WGMMA)
+    sums: list[jax.Array]
     sums, _ = lax.fori_loop(0, work.steps, one, ([zeros] * blocks, scales_of(jnp.int32(0))))
-    if scales.factor is not None:
-        sums = [total * scales.factor[0] for total in sums]
     return sums
 
 
