@@ -1,4 +1,4 @@
-"""The grouped matmul on a GPU: conformance of every backend, and Triton's configs at real sizes."""
+"""The grouped matmul on a GPU: conformance of every backend, and the configs of its kernels at real sizes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.grouped_matmul.conformance import GroupedConformance, check, cotangent_of, inputs_of
 from tests.kernels.grouped_matmul.oracle import oracle
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
+from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
@@ -48,21 +49,35 @@ class TestTriton(_OnGpu):
     backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = TritonGroupedMatmul()
 
 
+class TestHopper(_OnGpu):
+    """In 16 bits, which are all that it serves."""
+
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = HopperGroupedMatmul()
+
+    def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
+        return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
+
+
+@pytest.mark.parametrize("backend", [TritonGroupedMatmul(), HopperGroupedMatmul()], ids=lambda x: x.platform)
 @pytest.mark.parametrize(
     "case",
     [
         GroupedMatmulCase("large", rows=3000, k=512, n=704, groups=6, dtype="bfloat16"),
         GroupedMatmulCase("decode", rows=70, k=1024, n=512, groups=32, dtype="float16", transpose_rhs=True),
         GroupedMatmulCase("float32", rows=1500, k=256, n=320, groups=5),
+        GroupedMatmulCase("long", rows=5000, k=1096, n=1544, groups=9, dtype="bfloat16"),
         GroupedMatmulCase("odd", rows=1500, k=130, n=77, groups=5, dtype="bfloat16"),
     ],
     ids=lambda case: case.name,
 )
-def test_tritons_candidates_at_real_sizes(case: GroupedMatmulCase):
+def test_candidates_at_real_sizes(case: GroupedMatmulCase, backend: Any):
     """Right, and repeatable bit for bit."""
-    pytest.importorskip("triton")
-    backend, inputs = TritonGroupedMatmul(), exact(inputs_of(case))
+    if backend.late_import:
+        pytest.importorskip(backend.late_import)
+    inputs = exact(inputs_of(case))
     problem, d_out, device = GroupedProblem.of(inputs), cotangent_of(inputs), current_device()
+    if declined := backend.not_supported_reasons(problem, device, "backward"):
+        pytest.skip("; ".join(declined))
     want = oracle(inputs, d_out)
     forward, backward = (list(backend.candidates(problem, device, way)) for way in ("forward", "backward"))
     for number in range(max(len(forward), len(backward))):
@@ -77,3 +92,22 @@ def test_tritons_candidates_at_real_sizes(case: GroupedMatmulCase):
         check(got, want, str(params))
         for name, x in got.items():
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[name], np.float32))
+
+
+@pytest.mark.parametrize("scales", ["blocks", "number"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8(dtype: str, scales: Any):
+    """K of many steps, whose sums wgmma alone would round."""
+    case = GroupedMatmulCase(
+        "", rows=700, k=4112, n=520, groups=4, dtype=dtype, transpose_rhs=True, lhs_scale=scales, rhs_scale=scales,
+        preferred_element_type="float32",
+    )  # fmt: skip
+    backend, inputs, device = HopperGroupedMatmul(), inputs_of(case), current_device()
+    problem = GroupedProblem.of(inputs)
+    if declined := backend.not_supported_reasons(problem, device, "forward"):
+        pytest.skip("; ".join(declined))
+    want = oracle(inputs, cotangent_of(inputs))["out"]
+    for params in backend.candidates(problem, device, "forward"):
+        got = np.asarray(jax.jit(lambda inputs, params=params: backend.forward(inputs, params))(inputs), np.float64)
+        # wgmma's own sums of a step have about 14 bits.
+        assert np.abs(got - want).max() < 2e-3 * np.abs(want).max(), params

@@ -64,12 +64,21 @@ def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -
     for number, (start, panel) in enumerate(zip(b.starts, b.operands, strict=True)):
         width = panel.shape[-1] if b.transposed else min(panel.shape[-1], accumulator.shape[1] - start)
         columns = pl.ds(start, width)
-        if b.transposed:
+        if transpose_a:
+            # Columns of a, and so its panels, are rows of the accumulator.
+            right = panel.T if b.transposed else panel if width == panel.shape[-1] else panel.at[:, pl.ds(0, width)]
+            target = accumulator if b.transposed else accumulator.at[:, columns]
+            lefts = (a.starts, a.operands) if isinstance(a, PanelRef) else ((0,), (a,))
+            for first, left in zip(*lefts, strict=True):
+                part = target if len(lefts[0]) == 1 else target.at[pl.ds(first, left.shape[-1])]
+                plgpu.wgmma(part, left.T, right)
+        elif b.transposed:
             part = a.operands[number] if isinstance(a, PanelRef) else a.at[:, columns]  # type: ignore[union-attr]
             plgpu.wgmma(accumulator, part, panel.T)
         else:
             panel = panel if width == panel.shape[-1] else panel.at[:, pl.ds(0, width)]
-            plgpu.wgmma(accumulator.at[:, columns], a.T if transpose_a else a, panel)
+            (left,) = a.operands if isinstance(a, PanelRef) else (a,)
+            plgpu.wgmma(accumulator.at[:, columns], left, panel)
 
 
 def _toeplitz_tile(values: Ref, columns: int, *, ascending: bool) -> jax.Array:

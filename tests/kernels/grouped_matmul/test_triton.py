@@ -15,8 +15,9 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.grouped_matmul.conformance import CASES, FUZZED, GroupedConformance, check, inputs_of, random_sizes
 from tests.kernels.grouped_matmul.oracle import oracle, segments
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
+from tilewright.kernels.grouped_matmul.groups import row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
-from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul, tile_schedule
+from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.params import (
     TritonGroupedBackwardParams,
     TritonGroupedForwardParams,
@@ -94,16 +95,18 @@ def test_vmap_is_one_launch_of_more_rows():
 
 def test_the_schedule_has_every_row_once():
     random = np.random.default_rng(6)
-    schedule = jax.jit(tile_schedule, static_argnums=(3, 4))
+    schedule = jax.jit(row_tiles, static_argnums=(3, 4))
     for rows, groups in [(1, 1), (5, 3), (64, 2), (79, 8)] * 10:
         sizes = random_sizes(random, rows, groups)
         found = segments(sizes, rows, groups)
         starts, ends = np.zeros(groups, np.int32), np.zeros(groups, np.int32)
         for matrix, each in found:
             starts[matrix], ends[matrix] = each.start, each.stop
-        which, first, end = map(
+        behind, which, first, end = map(
             np.asarray, schedule(jnp.asarray(starts), jnp.asarray(ends), jnp.arange(groups), rows, 16)
         )
+        assert np.all(first[: behind[-1]] < end[: behind[-1]])
+        assert np.all(first[behind[-1] :] >= end[behind[-1] :])
         seen = np.full(rows, -1)
         for matrix, begin, stop in zip(which, first, end, strict=True):
             assert np.all(seen[begin : min(begin + 16, stop)] == -1)

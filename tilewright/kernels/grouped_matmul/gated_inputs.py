@@ -14,8 +14,11 @@ from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 
 GATED_GRADIENTS = frozenset({"lhs", "gate", "up"})
 
-type GatedResults = tuple[jax.Array, jax.Array, jax.Array]
-"""The output and both pre-activations, of which rows of nobody are zeros; the latter are the residuals."""
+type GatedResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
+"""The output and both pre-activations, of which rows of nobody are zeros; the latter are the residuals.
+
+A backend may return None for these if the inputs say that they are not kept.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class GatedInputs:
     Attributes:
       group_offset: as of ``GroupedInputs``; given on a device that has a part of the matrices.
       gradients: to a backward pass, the names of the operands whose gradients are used.
+      keeps: False to a forward pass whose pre-activations are not used.
     """
 
     lhs: Float[Array, "rows k"]
@@ -46,6 +50,7 @@ class GatedInputs:
     group_offset: Int32[Array, ""] | None
     options: GatedOptions
     gradients: frozenset[str] = GATED_GRADIENTS
+    keeps: bool = True
 
     def product(self, matrices: Any) -> GroupedInputs:
         """The inputs of the grouped matmul of the rows with gate or up."""
@@ -56,7 +61,7 @@ class GatedInputs:
 jax.tree_util.register_dataclass(
     GatedInputs,
     data_fields=["lhs", "gate", "up", "group_sizes", "group_offset"],
-    meta_fields=["options", "gradients"],
+    meta_fields=["options", "gradients", "keeps"],
 )
 
 

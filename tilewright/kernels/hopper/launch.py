@@ -8,6 +8,7 @@ import jax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import TileStack
+from tilewright.kernels.hopper.stages import CLUSTER_AXIS, StagePlan
 from tilewright.kernels.hopper.types import Ref
 
 
@@ -28,6 +29,7 @@ def run_kernel[Operands, Results, Scratch](
     *,
     num_ctas: int,
     warpgroups: int | None = None,
+    cluster: int = 1,
 ) -> Any:
     """Runs ``named_body(operands, results, scratch)`` in every CTA; returns arrays in the places of ``results``.
 
@@ -37,22 +39,24 @@ def run_kernel[Operands, Results, Scratch](
     Args:
       operands: leaves are arrays and references to arrays.
       results: leaves are ``jax.ShapeDtypeStruct``.
-      scratch: leaves are scratch types, and plans of rings and of stacks of tiles, for which the body gets these.
-      num_ctas: of the grid, whose axis is "program".
+      scratch: leaves are scratch types, and plans of rings, of stages and of stacks of tiles, for which the body gets
+        these.
+      num_ctas: of the grid, whose axis is "program"; the number of clusters, if these have several CTAs.
       warpgroups: of a CTA; the body tells them apart by the axis "warpgroup". None is one, without an index.
+      cluster: CTAs of a cluster, told apart by the axis `CLUSTER_AXIS` if there are several.
     """
     arrays, operand_tree = jax.tree.flatten(operands)
     out_types, result_tree = jax.tree.flatten(results)
     parts, scratch_tree = jax.tree.flatten(scratch)
     scratch_types, part_tree = jax.tree.flatten(
-        [part.scratch() if isinstance(part, RingPlan | TileStack) else part for part in parts]
+        [part.scratch() if isinstance(part, RingPlan | StagePlan | TileStack) else part for part in parts]
     )
     first_result, first_scratch = len(arrays), len(arrays) + len(out_types)
 
     def body(*refs: Ref) -> None:
         part_refs = jax.tree.unflatten(part_tree, refs[first_scratch:])
         bound = [
-            part.bind(*each) if isinstance(part, RingPlan | TileStack) else each
+            part.bind(*each) if isinstance(part, RingPlan | StagePlan | TileStack) else each
             for part, each in zip(parts, part_refs, strict=True)
         ]
         named_body(
@@ -68,6 +72,7 @@ def run_kernel[Operands, Results, Scratch](
         scratch_types=scratch_types,
         grid=(num_ctas,),
         grid_names=("program",),
+        **({} if cluster == 1 else {"cluster": (cluster,), "cluster_names": (CLUSTER_AXIS,)}),
         num_threads=warpgroups,
         thread_name=None if warpgroups is None else "warpgroup",
         compiler_params=compiler_params(),

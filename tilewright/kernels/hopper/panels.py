@@ -189,13 +189,17 @@ def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a
     accumulator[...] = issue(in_flight, *operands)
 
 
-def load_tile(source: Ref, target: Ref, barrier: Ref) -> None:
-    """Starts the TMA copies of a tile from global memory, ``[rows, columns]``, each of which arrives on ``barrier``."""
+def load_tile(source: Ref, target: Ref, barrier: Ref, cluster_axis: str | None = None) -> None:
+    """Starts the TMA copies of a tile from global memory, ``[rows, columns]``, each of which arrives on ``barrier``.
+
+    With ``cluster_axis`` all CTAs of the cluster load the same tile, each a part of it for all.
+    """
     if not isinstance(target, PanelRef):
-        plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=cluster_axis)
         return
     for start, panel in zip(target.starts, target.memory, strict=True):
-        plgpu.copy_gmem_to_smem(_columns(source, start, panel.shape[-1]), panel, barrier)
+        part = _columns(source, start, panel.shape[-1])
+        plgpu.copy_gmem_to_smem(part, panel, barrier, collective_axes=cluster_axis)
 
 
 def store_tile(source: Ref, target: Ref, first: int = 0) -> None:

@@ -20,6 +20,7 @@ from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
 from tilewright.kernels.sharding import Partitioning
+from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -30,9 +31,14 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
 
     cases = GLU_CASES
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1})
+    run_is_forward: ClassVar[bool] = False  # it keeps no pre-activations
 
     def __init__(self) -> None:
-        backends = ("tilewright.kernels.matmul.xla:XlaGlu",)
+        backends = (
+            "tilewright.kernels.matmul.hopper:HopperGlu",
+            "tilewright.kernels.matmul.xla:XlaGlu",
+            "tilewright.kernels.grouped_matmul.triton.glu:TritonGlu",
+        )
         super().__init__("glu", version="1", implementations=[lazy(each) for each in backends])
 
     def prepare(
@@ -78,6 +84,12 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
         x, gate, up = (each.astype(wide) for each in (inputs.x, inputs.gate, inputs.up))
         out = gated(inputs.options.activation, jnp.matmul(x, gate), jnp.matmul(x, up))
         return out.astype(inputs.options.out_dtype)
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        """The result, without pre-activations in memory where the backend can do without."""
+        with without_x64(args, kwargs):
+            inputs = dataclasses.replace(self.inputs(*args, **kwargs), keeps=False)
+            return self.forward_results(inputs, cfg)[0]
 
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, Any]:
         """The result, and both pre-activations."""

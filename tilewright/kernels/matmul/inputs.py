@@ -56,20 +56,27 @@ class GluOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GluInputs:
-    """A call of ``glu`` after ``prepare``; ``gradients`` as in ``MatmulInputs``."""
+    """A call of ``glu`` after ``prepare``; ``gradients`` as in ``MatmulInputs``.
+
+    Attributes:
+      keeps: False to a forward pass whose pre-activations are not used.
+    """
 
     x: Float[Array, "*rows k"]
     gate: Float[Array, "k n"]
     up: Float[Array, "k n"]
     options: GluOptions
     gradients: frozenset[str] = frozenset({"x", "gate", "up"})
+    keeps: bool = True
 
 
-type GluResults = tuple[jax.Array, jax.Array, jax.Array]
-"""The output and both pre-activations, of which the latter are the residuals."""
+type GluResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
+"""The output and both pre-activations, which are the residuals: a backend may return None for them if not kept."""
 
 jax.tree_util.register_dataclass(MatmulInputs, data_fields=["lhs", "rhs"], meta_fields=["options", "gradients"])
-jax.tree_util.register_dataclass(GluInputs, data_fields=["x", "gate", "up"], meta_fields=["options", "gradients"])
+jax.tree_util.register_dataclass(
+    GluInputs, data_fields=["x", "gate", "up"], meta_fields=["options", "gradients", "keeps"]
+)
 
 
 @dataclasses.dataclass(frozen=True)

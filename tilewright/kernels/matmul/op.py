@@ -31,7 +31,7 @@ class Matmul(PortfolioKernel[MatmulInputs, MatmulProblem, Any]):
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"lhs": 1})
 
     def __init__(self) -> None:
-        backends = ("tilewright.kernels.matmul.xla:XlaMatmul",)
+        backends = ("tilewright.kernels.matmul.xla:XlaMatmul", "tilewright.kernels.matmul.hopper:HopperMatmul")
         super().__init__("matmul", version="1", implementations=[lazy(each) for each in backends])
 
     def prepare(

@@ -21,7 +21,7 @@ from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 L2_BYTES = 48 << 20
-"""Of an H100 or H200, nearly."""
+"""Nearly the L2 cache of an H100 or H200."""
 
 
 class ConversionOperands[Operand](NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.footprint import Footprint, launch_reasons
-from tilewright.kernels.grouped_matmul.groups import matrix_bounds
+from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.triton.params import (
     Params,
@@ -25,6 +25,9 @@ from tilewright.ops.types import Device, Direction
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_INT32 = (1 << 31) - 1
+
+EXACT = ("HIGH", "FLOAT32", "F32", "BFLOAT16_3X", "BF16_BF16_F32_X", "TENSORFLOAT32_X3", "TF32_TF32_F32_X3")
+"""Prefixes of precisions for which float32 must not be rounded to TensorFloat-32, by XLA's meaning of them."""
 
 GROUP = 8
 """Tiles of rows whose programs are beside each other for the same columns of their matrices."""
@@ -86,25 +89,16 @@ class TritonGroupedMatmul(
         if "lhs" in inputs.gradients:
             gradients["lhs"] = _by_matrices(inputs, cotangents, params.lhs, inputs.lhs.dtype, of_lhs=True)
         if "rhs" in inputs.gradients:
-            gradients["rhs"] = _outer_products(inputs, cotangents, params.rhs)
+            gradients["rhs"] = outer_products(inputs, cotangents, params.rhs)
         return gradients
 
 
 def _by_matrices(inputs: GroupedInputs, rows: jax.Array, tile: TritonTile, dtype: Any, of_lhs: bool) -> jax.Array:
     """Rows times their matrices, or for the gradient of lhs the transposed ones."""
-    starts, ends = _bounds(inputs)
-    size, matrices = inputs.lhs.shape[0], inputs.rhs.shape[0]
-    # Rows before the first matrix's and behind the last one's are two more segments, without a matrix.
-    first = jnp.min(jnp.where(starts < ends, starts, size))
-    last = jnp.maximum(jnp.max(jnp.where(starts < ends, ends, 0)), first)
-    segments = [
-        jnp.concatenate([starts, jnp.stack([jnp.int32(0), last])]),
-        jnp.concatenate([ends, jnp.stack([first, jnp.int32(size)])]),
-        jnp.concatenate([jnp.arange(matrices, dtype=jnp.int32), jnp.full(2, -1, jnp.int32)]),
-    ]
+    segments = row_segments(*_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
     depth_is_last = of_lhs != inputs.options.transpose_rhs
     run = functools.partial(_launch_by_matrices, tile, jnp.dtype(dtype), depth_is_last, _precision(inputs))
-    return _over_batch(run, [rows[None], *(each[None] for each in segments)], inputs.rhs[None])[0]
+    return over_batch(run, [rows[None], *(each[None] for each in segments)], inputs.rhs[None])[0]
 
 
 def _launch_by_matrices(
@@ -120,9 +114,8 @@ def _launch_by_matrices(
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     if matrices.shape[0] > 1:
         which = jnp.where(which < 0, which, which + index * matrices.shape[1])
-    schedule = tile_schedule(
-        (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel(), batch * size, tile.rows
-    )
+    segments = (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel()
+    _, *schedule = row_tiles(*segments, batch * size, tile.rows)
     tiles = schedule[0].shape[0]
     (out,) = launch(
         kernels.rows_by_matrices,
@@ -147,30 +140,12 @@ def _launch_by_matrices(
     return out
 
 
-def tile_schedule(
-    starts: jax.Array, ends: jax.Array, which: jax.Array, rows: int, block_rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each tile its matrix, its first row and the row behind its segment; tiles beyond the last have no rows.
-
-    There are as many tiles as there may be, whatever the segments' sizes are; the segments are disjoint.
-    """
-    counts = -(-(ends - starts) // block_rows)
-    last = jnp.cumsum(counts, dtype=jnp.int32)
-    segments = starts.shape[0]
-    index = jnp.arange(min((rows + segments * (block_rows - 1)) // block_rows, rows), dtype=jnp.int32)
-    segment = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    known = jnp.minimum(segment, segments - 1)
-    first = starts[known] + (index - (last - counts)[known]) * block_rows
-    end = jnp.where(segment < segments, ends[known], first)
-    return which[known], first, end
-
-
-def _outer_products(inputs: GroupedInputs, d_out: jax.Array, tile: TritonTile) -> jax.Array:
+def outer_products(inputs: GroupedInputs, d_out: jax.Array, tile: TritonTile) -> jax.Array:
     """The gradient of rhs, in its layout."""
     left, right = (d_out, inputs.lhs) if inputs.options.transpose_rhs else (inputs.lhs, d_out)
     run = functools.partial(_launch_outer_products, tile, inputs.rhs.dtype, _precision(inputs))
     mapped = [each[None] for each in (left, right, *_bounds(inputs))]
-    return _over_batch(run, mapped, None)[0]
+    return over_batch(run, mapped, None)[0]
 
 
 def _launch_outer_products(
@@ -207,23 +182,30 @@ def _bounds(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _precision(inputs: GroupedInputs) -> str:
-    """The input precision of ``tl.dot``: that of XLA by default, which rounds float32 to TensorFloat-32."""
-    exact = inputs.options.precision in (jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
-    return "tf32x3" if exact else "tf32"
+    return tl_precision(inputs.options.precision)
 
 
-def _over_batch(run: Callable[[Any, Any], jax.Array], mapped: Sequence[jax.Array], matrices: Any) -> jax.Array:
+def tl_precision(precision: jax.lax.Precision | None = None) -> str:
+    """The input precision of ``tl.dot``: float32 is rounded to TensorFloat-32 unless the call says otherwise.
+
+    A call without a precision has that of ``jax.default_matmul_precision``, as in XLA.
+    """
+    given = jax.config.jax_default_matmul_precision if precision is None else precision
+    return "tf32x3" if getattr(given, "name", str(given)).upper().startswith(EXACT) else "tf32"
+
+
+def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matrices: Any) -> Any:
     """Returns ``run(mapped, matrices)``, whose arrays have a batch as their first axis; ``vmap`` multiplies it.
 
-    Matrices that are the same for the whole batch have a first axis of 1.
+    Matrices that are the same for the whole batch have a first axis of 1; of several, all have it or none.
     """
 
     @jax.custom_batching.custom_vmap
-    def call(mapped: Any, matrices: Any) -> jax.Array:
+    def call(mapped: Any, matrices: Any) -> Any:
         return run(mapped, matrices)
 
     @call.def_vmap
-    def _(size: int, batched: Any, mapped: Any, matrices: Any) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Any, mapped: Any, matrices: Any) -> tuple[Any, Any]:
         batch = mapped[0].shape[1 if batched[0][0] else 0]
 
         def merged(array: jax.Array, is_batched: bool) -> jax.Array:
@@ -231,9 +213,12 @@ def _over_batch(run: Callable[[Any, Any], jax.Array], mapped: Sequence[jax.Array
             return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(-1, *array.shape[2:])
 
         together = [merged(*each) for each in zip(mapped, batched[0], strict=True)]
-        if matrices is not None and (batched[1] or matrices.shape[0] > 1):
-            matrices = merged(matrices, batched[1])
-        out = _over_batch(run, together, matrices)
-        return out.reshape(size, batch, *out.shape[1:]), True
+        flags = jax.tree.leaves(batched[1])
+        shared = not any(flags) and all(x.shape[0] == 1 for x in jax.tree.leaves(matrices))
+        if not shared:
+            matrices = jax.tree.map(merged, matrices, batched[1])
+        out = over_batch(run, together, matrices)
+        out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
 
     return call(list(mapped), matrices)

@@ -61,9 +61,13 @@ class TritonGroupedBackwardParams:
 
 type Params = TritonGroupedForwardParams | TritonGroupedBackwardParams
 
-_SMALL_GROUPS = ((16, 128, 64, 4, 4), (16, 64, 128, 4, 3), (16, 256, 64, 4, 3))
-_LARGE_GROUPS = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (128, 256, 32, 8, 3), (64, 64, 32, 4, 4))
-_OUTER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (128, 256, 32, 8, 3), (64, 64, 32, 4, 4))
+# Measured on an H100 in bfloat16 with 8 to 256 groups (benchmarks/results/nvidia-h100-80gb-hbm3); a card whose shared
+# memory does not hold the first takes the next.
+_SMALL_GROUPS = ((16, 128, 128, 4, 4), (16, 128, 64, 4, 4), (16, 64, 128, 4, 3), (16, 256, 64, 4, 4))
+_LARGE_GROUPS = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4))
+# The gradient of lhs reads the matrices along their rows, which a fourth stage hides better.
+_OF_LHS = ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4))
+_OUTER = ((128, 128, 32, 4, 4), (128, 128, 32, 4, 3), (64, 128, 32, 4, 4), (64, 64, 32, 4, 4))
 _ODD = ((64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (64, 128, 32, 8, 3))
 _ODD_SMALL_GROUPS = ((16, 64, 64, 4, 3), (16, 64, 32, 4, 3))
 """For sizes that no step of the sum divides: the masks of both operands take registers."""
@@ -75,16 +79,18 @@ SMALL_GROUP = 24
 
 
 def listed_params(problem: GroupedProblem, direction: Direction) -> list[Params]:
-    """Params worth measuring, best guess first; they were measured on no device yet."""
+    """Params worth measuring, best guess first."""
     by_rows: tuple[tuple[int, ...], ...]
     outer: tuple[tuple[int, ...], ...]
     is_small = problem.rows <= SMALL_GROUP * max(problem.groups, 1)
     if problem.lhs_dtype.itemsize == 4:
         by_rows, outer = _FLOAT32_SMALL_GROUPS if is_small else _FLOAT32, _FLOAT32
+    elif problem.k % 32 or problem.n % 32:
+        by_rows, outer = _ODD_SMALL_GROUPS if is_small else _ODD, _OUTER
+    elif is_small:
+        by_rows, outer = _SMALL_GROUPS, _OUTER
     else:
-        by_rows, outer = _SMALL_GROUPS if is_small else _LARGE_GROUPS, _OUTER
-        if problem.k % 32 or problem.n % 32:
-            by_rows = _ODD_SMALL_GROUPS if is_small else _ODD
+        by_rows, outer = _LARGE_GROUPS if direction == "forward" else _OF_LHS, _OUTER
     tiles = [TritonTile(*each) for each in by_rows]
     if direction == "forward":
         return [TritonGroupedForwardParams(tile) for tile in tiles]

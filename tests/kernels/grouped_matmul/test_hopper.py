@@ -1,0 +1,204 @@
+"""Conformance of the Hopper backends of the grouped matmuls, interpreted on the CPU."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, check, inputs_of
+from tests.kernels.grouped_matmul.oracle import oracle
+from tests.kernels.grouped_matmul.test_gated import all_of, arrays_of, expected
+from tests.kernels.matmul.gates import near
+from tests.support.mosaic_interpret import interpret_mosaic
+from tests.support.suites import sampled
+from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions
+from tilewright.kernels.grouped_matmul.hopper import products
+from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
+from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMatmul
+from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
+from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.registry import Implementation
+from tilewright.ops.types import Device
+from tilewright.ops.utils.serialize import tagged, untagged
+
+BACKEND = HopperGroupedMatmul()
+SMALL = MatmulParams(64, 64, 2, band=2)
+PAIR = MatmulParams(128, 64, 3, cluster_m=2, band=1, lag=2)
+SIDE = MatmulParams(128, 64, 2, cluster_n=2, band=2)
+
+
+@pytest.fixture(autouse=True)
+def few_sms() -> Iterator[None]:
+    """Few programs, so that each has several items."""
+    with mock.patch.object(products, "num_sms", return_value=4):
+        yield
+
+
+class TestHopper(GroupedConformance):
+    """Two consumers, and a cluster along the rows."""
+
+    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+
+    def machine(self) -> AbstractContextManager[Any]:
+        return interpret_mosaic()
+
+    def device(self) -> Device:
+        return H100
+
+    def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
+        return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
+
+    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+        return PAIR, HopperGroupedBackwardParams(SIDE, PAIR)
+
+
+def everything(case: GroupedMatmulCase, forward: MatmulParams, backward: HopperGroupedBackwardParams) -> None:
+    inputs = inputs_of(case)
+    d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), inputs.options.out_dtype)
+
+    def both(inputs: Any, d_out: Any) -> dict[str, Any]:
+        gradients = BACKEND.backward(inputs, None, d_out, backward)
+        return {"out": BACKEND.forward(inputs, forward)} | {f"d_{name}": x for name, x in gradients.items()}
+
+    with interpret_mosaic(detect_races=case.rows < 200):
+        got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
+    check(got, oracle(inputs, d_out))
+
+
+TILES = {
+    "one consumer": (SMALL, HopperGroupedBackwardParams(SMALL, SMALL)),
+    "three consumers": (MatmulParams(192, 64, 2), HopperGroupedBackwardParams(SMALL, MatmulParams(192, 64, 2))),
+    "two rows of tiles of a consumer": (
+        MatmulParams(256, 64, 2),
+        HopperGroupedBackwardParams(MatmulParams(256, 128, 2, cluster_n=2), MatmulParams(256, 64, 2)),
+    ),
+    "many buffers": (
+        MatmulParams(128, 256, 2, store_buffers=4),
+        HopperGroupedBackwardParams(MatmulParams(128, 256, 2, lag=1), MatmulParams(128, 192, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("transposed", sampled([False, True], test=[False], quick=[]))
+@pytest.mark.parametrize("name", sampled(list(TILES), test=list(TILES), quick=[]))
+def test_tiles(name: str, transposed: bool):
+    """Sizes that no tile divides, arrays with and without whole atoms, groups without and with rows of many tiles."""
+    sizes = (70, 0, 3, 290, 1, 20)
+    case = GroupedMatmulCase("", rows=400, k=136, n=320, groups=6, dtype="bfloat16", sizes=sizes)
+    everything(dataclasses.replace(case, transpose_rhs=transposed), *TILES[name])
+
+
+@pytest.mark.parametrize("params", sampled([SMALL, PAIR, SIDE], test=[SMALL, PAIR, SIDE], quick=[PAIR]))
+def test_no_races(params: MatmulParams):
+    case = GroupedMatmulCase("", rows=130, k=72, n=136, groups=3, dtype="bfloat16", sizes=(50, 70, 2))
+    everything(case, params, HopperGroupedBackwardParams(params, params))
+
+
+@pytest.mark.parametrize(
+    "activation", sampled(["silu", "gelu", "gelu_tanh", "relu", "identity"], test=["silu", "gelu"], quick=["silu"])
+)
+@pytest.mark.parametrize("recompute", sampled([None, SMALL], test=[None], quick=[None]))
+@pytest.mark.usefixtures("on_an_h100")
+def test_gated(activation: Any, recompute: MatmulParams | None):
+    params = MatmulParams(128, 128, 2)
+    backward = HopperGatedBackwardParams(SMALL, SMALL, None if recompute is None else params)
+    lhs, gate, up, sizes, d_out = arrays_of(rows=200, k=72, n=136, groups=3, dtype="bfloat16")
+    cfg = PerDirection(Choice("pallas", None, params), Choice("pallas", None, backward))
+    with interpret_mosaic():
+        run = jax.jit(functools.partial(all_of, activation=activation, cfg=cfg))
+        got = jax.block_until_ready(run(lhs, gate, up, sizes, d_out))
+    near(got, expected(lhs, gate, up, sizes, d_out, activation))
+
+
+def test_gated_without_gradients_stores_one_array():
+    lhs, gate, up, sizes, _ = arrays_of(rows=64, k=72, n=136, groups=2, dtype="bfloat16")
+    kernel = HopperGatedGroupedMatmul()
+    inputs = GatedInputs(lhs, gate, up, sizes, None, GatedOptions("bfloat16", "silu"), keeps=False)
+    with interpret_mosaic():
+        out, *rest = kernel.forward(inputs, MatmulParams(64, 128, 2))
+    assert rest == [None, None]
+    near({"out": out}, {"out": expected(lhs, gate, up, sizes, jnp.zeros_like(out))["out"]})
+
+
+def test_what_it_declines():
+    def reasons(name: str, direction: Any = "forward", device: Device = H100, **fields: Any) -> str:
+        problem = GroupedProblem.of(inputs_of(dataclasses.replace(CASES[name], **fields)))
+        return "; ".join(BACKEND.not_supported_reasons(problem, device, direction))
+
+    assert not reasons("bfloat16")
+    assert not reasons("offset", "backward")
+    assert not reasons("float32_from_bfloat16")
+    assert "must have the dtype of lhs, got float32" in reasons("float32_from_bfloat16", "backward")
+    assert "scale operands of float8 alone" in reasons("blocks", k=256, n=136)
+    assert "one dtype, got lhs: bfloat16, rhs: float32" in reasons("two_dtypes")
+    assert "lhs must be one of" in reasons("float32")
+    assert "multiples of 16 bytes, got n=20" in reasons("bfloat16", n=20)
+    assert "compute capability 9.0" in reasons("bfloat16", device=A100)
+
+
+SCALES = {
+    "blocks": {"lhs_scale": "blocks", "rhs_scale": "blocks"},
+    "of rhs": {"rhs_scale": "blocks", "lhs_scale": "number"},
+    "numbers": {"lhs_scale": "number", "rhs_scale": "number"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("name", sampled(list(SCALES), test=["blocks", "numbers"], quick=["blocks"]))
+@pytest.mark.parametrize("dtype", sampled(["float8_e4m3fn", "float8_e5m2"], test=["float8_e4m3fn"]))
+def test_float8(name: str, dtype: str):
+    """Blocks that no K step and no tile of columns fills, and rows of nobody."""
+    case = GroupedMatmulCase(
+        "", rows=150, k=272, n=200, groups=3, dtype=dtype, sizes=(37, 90, 4), transpose_rhs=True,
+        preferred_element_type="float32", **SCALES[name],
+    )  # fmt: skip
+    inputs = inputs_of(case)
+    problem = GroupedProblem.of(inputs)
+    assert not BACKEND.not_supported_reasons(problem, H100, "forward")
+    assert BACKEND.not_supported_reasons(problem, H100, "backward")
+    for params in (MatmulParams(128, 256, 2, cluster_m=2), MatmulParams(64, 128, 2)):
+        with interpret_mosaic():
+            out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
+        check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
+    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(128, 64, 2))
+    listed = list(BACKEND.candidates(problem, H100, "forward"))
+    assert listed
+    assert all(not BACKEND.config_reasons(problem, H100, "forward", params) for params in listed)
+
+
+@pytest.mark.parametrize("groups", [1, 8, 64, 300])
+@pytest.mark.parametrize("rows", [1, 64, 8192])
+def test_params(rows: int, groups: int):
+    case = GroupedMatmulCase("", rows=1, k=64, n=4096, groups=1, dtype="bfloat16")
+    problem = dataclasses.replace(GroupedProblem.of(inputs_of(case)), rows=rows, groups=groups, matrices=groups)
+    for direction in ("forward", "backward"):
+        listed = list(BACKEND.candidates(problem, H100, direction))
+        assert len(listed) == len(set(listed)) > 1
+        assert BACKEND.heuristic(problem, H100, direction) == listed[0]
+        for params in listed:
+            assert untagged(tagged(params)) == params
+            assert not BACKEND.config_reasons(problem, H100, direction, params)
+    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(128, 256, 5))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_m": 32}, {"block_n": 100}, {"block_m": 256, "block_n": 256}, {"block_m": 192, "block_n": 256},
+        {"cluster_m": 2, "cluster_n": 2}, {"num_stages": 1}, {"band": 0}, {"lag": 4}, {"store_buffers": 3},
+    ],
+)  # fmt: skip
+def test_wrong_params(wrong: dict[str, int]):
+    with pytest.raises(ValueError):
+        dataclasses.replace(MatmulParams(), **wrong)

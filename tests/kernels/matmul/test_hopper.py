@@ -1,0 +1,179 @@
+"""The dense matmuls on Hopper, interpreted on the CPU, beside NumPy in float64."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.matmul.gates import gate_oracle, near
+from tests.support.mosaic_interpret import interpret_mosaic
+from tests.support.suites import sampled
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.store import batches_of
+from tilewright.kernels.matmul import hopper
+from tilewright.kernels.matmul.inputs import (
+    GluInputs,
+    GluOptions,
+    GluProblem,
+    MatmulInputs,
+    MatmulOptions,
+    MatmulProblem,
+)
+from tilewright.kernels.matmul.params import HopperGluBackwardParams, HopperMatmulBackwardParams
+from tilewright.modules import matmul
+from tilewright.ops.utils.serialize import tagged, untagged
+
+SMALL = MatmulParams(64, 64, 2, band=2)
+PARAMS = {
+    "small": SMALL,
+    "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1, lag=2),
+    "side": MatmulParams(256, 128, 2, cluster_n=2, band=2),
+    "three": MatmulParams(192, 128, 2, band=2),
+    "wide": MatmulParams(128, 256, 2, cluster_m=2, band=1, store_buffers=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_sms() -> Iterator[None]:
+    """Few programs, so that each has several items."""
+    with mock.patch.object(hopper, "num_sms", return_value=4):
+        yield
+
+
+def drawn(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def exact(x: jax.Array) -> np.ndarray[Any, Any]:
+    return np.asarray(x).astype(np.float64)
+
+
+def check(
+    m: int, n: int, k: int, flags: tuple[bool, bool], params: MatmulParams, races: bool = False, **options: Any
+) -> None:
+    lhs, rhs = drawn(0, *((k, m) if flags[0] else (m, k))), drawn(1, *((n, k) if flags[1] else (k, n)))
+    d_out = drawn(2, m, n)
+    inputs = MatmulInputs(lhs, rhs, MatmulOptions("bfloat16", *flags))
+    backend = hopper.HopperMatmul()
+
+    def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
+        gradients = backend.backward(inputs, None, d_out, HopperMatmulBackwardParams(params, params))
+        return {"out": backend.forward(inputs, params), **gradients}
+
+    with interpret_mosaic(detect_races=races):
+        got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
+    left, right = (exact(x).T if flag else exact(x) for x, flag in zip((lhs, rhs), flags, strict=True))
+    want = {"out": left @ right, "lhs": exact(d_out) @ right.T, "rhs": left.T @ exact(d_out)}
+    want |= {name: want[name].T for name, flag in zip(("lhs", "rhs"), flags, strict=True) if flag}
+    near(got, want)
+
+
+SIZES = {"whole": (256, 256, 128), "odd": (200, 136, 72), "small": (8, 520, 8)}
+FLAGS = {"NN": (False, False), "NT": (False, True), "TN": (True, False), "TT": (True, True)}
+
+
+@pytest.mark.parametrize("layout", sampled(list(FLAGS), test=list(FLAGS), quick=["NN", "TN"]))
+@pytest.mark.parametrize("name", sampled(list(SIZES), test=["odd"], quick=["odd"]))
+def test_layouts(layout: str, name: str):
+    """Of whole atoms and not, and all four layouts, forward and backward."""
+    check(*SIZES[name], FLAGS[layout], PARAMS["pair"])
+
+
+@pytest.mark.parametrize("name", sampled(list(PARAMS), test=["side", "wide"], quick=["small"]))
+@pytest.mark.parametrize("layout", sampled(list(FLAGS), test=["TN"], quick=["NN"]))
+def test_tiles(name: str, layout: str):
+    check(392, 328, 136, FLAGS[layout], PARAMS[name])
+
+
+@pytest.mark.parametrize("name", sampled(list(PARAMS), test=list(PARAMS), quick=["pair"]))
+def test_no_races(name: str):
+    check(264, 136, 200, (True, False), PARAMS[name], races=True)
+
+
+def test_leading_dimensions_and_float32_results():
+    lhs, rhs = drawn(0, 2, 3, 40, 64), drawn(1, 64, 24)
+    inputs = MatmulInputs(lhs, rhs, MatmulOptions("float32"))
+    with interpret_mosaic():
+        out = jax.block_until_ready(jax.jit(lambda inputs: hopper.HopperMatmul().forward(inputs, SMALL))(inputs))
+    assert out.shape == (2, 3, 40, 24)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact(lhs) @ exact(rhs), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", sampled([False, True], test=[False], quick=[]))
+def test_glu(recompute: bool):
+    x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
+    d_out = drawn(3, 2, 70, 200)
+    inputs, backend = GluInputs(x, gate, up, GluOptions("bfloat16", "gelu_tanh")), hopper.HopperGlu()
+    params = MatmulParams(128, 128, 2)
+    of_backward = HopperGluBackwardParams(SMALL, PARAMS["pair"], params if recompute else None)
+
+    def both(inputs: GluInputs, d_out: Any) -> dict[str, Any]:
+        out, *kept = backend.forward(inputs, params)
+        gradients = backend.backward(inputs, kept, d_out, of_backward)
+        return {"out": out, **{f"d_{name}": each for name, each in gradients.items()}}
+
+    with interpret_mosaic():
+        got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
+    got = {name: each.reshape(-1, each.shape[-1]) if each.ndim == 3 else each for name, each in got.items()}
+    flat = exact(x).reshape(-1, 72), exact(gate), exact(up), exact(d_out).reshape(-1, 200)
+    near(got, gate_oracle("gelu_tanh", *flat))
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_the_op_takes_it_by_name():
+    lhs, rhs = drawn(0, 64, 64), drawn(1, 64, 64)
+    with interpret_mosaic():
+        out = jax.block_until_ready(jax.jit(functools.partial(matmul, platform="pallas"))(lhs, rhs))
+    near({"out": out}, {"out": exact(lhs) @ exact(rhs)})
+
+
+def test_vmap():
+    lhs, rhs = drawn(0, 3, 64, 64), drawn(1, 64, 64)
+    inputs = MatmulInputs(lhs, rhs, MatmulOptions("bfloat16"))
+    one = lambda x: hopper.HopperMatmul().forward(MatmulInputs(x, rhs, inputs.options), SMALL)
+    with interpret_mosaic():
+        out = jax.block_until_ready(jax.jit(jax.vmap(one))(lhs))
+    near({"out": out}, {"out": exact(lhs) @ exact(rhs)})
+
+
+@pytest.mark.parametrize("buffers", [2, 4, 8])
+@pytest.mark.parametrize("parts", range(1, 9))
+def test_no_buffer_is_written_before_it_is_read(parts: int, buffers: int):
+    """Stores finish in order, and as late as they may; three tiles one after the other."""
+    batches = batches_of(parts, buffers)
+    used = min(buffers, 2 * len(batches[0][0]))
+    in_flight: list[int] = []
+    for numbers, allowed in batches * 3:
+        del in_flight[: max(len(in_flight) - allowed, 0)]
+        taken = [number % used for number in numbers]
+        assert not set(taken) & set(in_flight)
+        in_flight += taken
+    assert [number for numbers, _ in batches for number in numbers] == list(range(parts))
+
+
+def test_params_and_what_is_declined():
+    problem = MatmulProblem.of(MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), MatmulOptions("bfloat16")))
+    backend = hopper.HopperMatmul()
+    for direction in ("forward", "backward"):
+        for params in backend.candidates(problem, H100, direction):
+            assert untagged(tagged(params)) == params
+            assert not backend.config_reasons(problem, H100, direction, params)
+    assert backend.config_reasons(problem, H100, "forward", MatmulParams(128, 256, 5))
+    assert "9.0" in "; ".join(backend.not_supported_reasons(problem, A100, "forward"))
+    odd = MatmulProblem.of(MatmulInputs(drawn(0, 63, 64), drawn(1, 64, 128), MatmulOptions("bfloat16")))
+    assert not backend.not_supported_reasons(odd, H100, "forward")
+    assert "rows=63" in "; ".join(backend.not_supported_reasons(odd, H100, "backward"))
+    glu = GluProblem.of(
+        GluInputs(drawn(0, 64, 64), drawn(1, 64, 128), drawn(2, 64, 128), GluOptions("bfloat16", "silu"))
+    )
+    for direction in ("forward", "backward"):
+        for params in hopper.HopperGlu().candidates(glu, H100, direction):
+            assert untagged(tagged(params)) == params
+            assert not hopper.HopperGlu().config_reasons(glu, H100, direction, params)

@@ -1,0 +1,1 @@
+"""The grouped matmuls on Hopper, by ``kernels/hopper/matmul``."""

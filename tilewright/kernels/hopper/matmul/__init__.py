@@ -1,0 +1,42 @@
+"""The matmul core for Hopper: one persistent, warp-specialised kernel, to which an op gives its parts.
+
+A CTA computes tiles of ``block_m × block_n`` elements of the result, one work item after the other. A producer
+warpgroup loads the tiles of both operands by TMA, a K step of 128 bytes at a time, into a ring of stages; one to three
+consumer warpgroups share the rows of the tile, multiply by wgmma, and store through shared memory by TMA. The two CTAs
+of a cluster share the tiles of one operand, of which each loads a half for both::
+
+    producer      A0 B0   A1 B1   ...   A(T-1) B(T-1)   A0' B0'   A1' B1'     (as far ahead as the ring has stages)
+    consumer      wait 0 · MMA 0 | wait 1 · MMA 1 · wait for MMA 0, release stage 0 | ... | epilogue · store
+
+======================  ===========================================================================================
+part                    what an op gives
+======================  ===========================================================================================
+``schedule``            the work items as data: `DenseSchedule`; `RaggedRowsSchedule`, rows in groups, each with a
+                        matrix; `RaggedReductionSchedule`, a sum over a group's own range of K. Sizes may be known on
+                        the device only. A new kind has ``items()`` and ``work(item, cta)``, and arrays as leaves.
+``products``            one lhs, and the operands of rhs that it is multiplied with, each of which has an accumulator;
+                        several products of one shape are summed (the gradient of lhs of a gated pair).
+operands' layouts       ``[x, k]`` or ``[k, x]``: wgmma transposes 16-bit tiles as it reads them, nothing is copied.
+                        Ranges of K that end within a step are zeroed in shared memory (``mask.py``).
+``scales``              of float8 operands: each step is scaled as it is added to the sum (``scaled.py``).
+``epilogue``            from the float32 accumulators the tiles of the results, in registers: a bias, the activation of
+                        a gated pair (``gate.py``), a residual.
+store                   whole tiles by TMA, which leaves out what is beyond an array's end; of a group's last tile of
+                        rows a copy for each bit of their number (``store.py``).
+======================  ===========================================================================================
+
+==========================================  ==================  ==========================================
+case                                        served by           notes
+==========================================  ==================  ==========================================
+NN, NT, TN, TT, 16 bits                     `dense_products`    rows of operands at multiples of 16 bytes
+sizes that no tile divides                  all                 TMA reads zeros and stores nothing beyond
+rows in groups, forward and dgrad           RaggedRows          rows of nobody: tiles without steps, zeros
+sum over the rows of a group (wgrad)        RaggedReduction     NaN in rows of others reaches nothing
+gated pair                                  two operands        columns are shared out: ``block_n / 2`` each
+float8, forward                             `accumulate_scaled` K in the rows of both; 64 rows a consumer
+float32, other strides                      declined            TF32 wgmma wants K in the rows of both
+==========================================  ==================  ==========================================
+
+Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``store``; ``heuristics`` has the
+model by which configs are ordered.
+"""

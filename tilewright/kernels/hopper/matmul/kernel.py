@@ -1,0 +1,266 @@
+"""The matmul kernel: a persistent, warp-specialised pipeline of a producer and its consumer warpgroups."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.matmul.mask import mask_step
+from tilewright.kernels.hopper.matmul.plan import MatmulPlan
+from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
+from tilewright.kernels.hopper.matmul.store import store_accumulator
+from tilewright.kernels.hopper.panels import PanelRef, mma
+from tilewright.kernels.hopper.ring import when
+from tilewright.kernels.hopper.stages import CLUSTER_AXIS, Stages
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+type Epilogue = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+"""From the float32 accumulators, one for each operand of rhs, the tiles of the results."""
+
+
+class Factors(NamedTuple):
+    """An lhs, and the operands of rhs that it is multiplied with, each of which has an accumulator."""
+
+    lhs: Any
+    rhs: tuple[Any, ...]
+
+
+class Operands(NamedTuple):
+    """Arrays that a kernel reads: its products, which are summed, the schedule, and scales of 8-bit operands."""
+
+    products: tuple[Factors, ...]
+    schedule: Any
+    scales: Scales | None
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a CTA.
+
+    Attributes:
+      store: parts of the result, ``[consumers, store_buffers, 64, columns]``.
+      masked: of each stage, when the first consumer has zeroed what is behind the range of K in it; None where that
+        has no end of its own.
+      ahead: when the first consumer has had as many steps as it is to be ahead; None where it is not.
+    """
+
+    stages: Any
+    store: Any
+    masked: Any
+    ahead: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulContext:
+    """A CTA's references, and where it is."""
+
+    plan: MatmulPlan
+    epilogue: Epilogue
+    operands: Operands
+    results: tuple[Ref, ...]
+    scratch: Scratch
+    warpgroup: Scalar
+    program: Scalar
+    programs: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """The kernel's schedule, over its references."""
+        schedule: Schedule = self.operands.schedule
+        return schedule
+
+    @property
+    def cta(self) -> Scalar:
+        """The CTA's index in its cluster."""
+        return lax.axis_index(CLUSTER_AXIS) if self.plan.params.cluster > 1 else 0
+
+
+def matmul_kernel(
+    products: Sequence[Factors],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    plan: MatmulPlan,
+    schedule: Any,
+    epilogue: Epilogue,
+    num_sms: int,
+    scales: Scales | None = None,
+) -> list[jax.Array]:
+    """Multiplies lhs with every operand of rhs, sums over the products, and stores what the epilogue makes of it.
+
+    Args:
+      products: of one shape; the steps of an item are shared out among them.
+      results: all of ``plan.out_dtype``, ``[m, n]`` or, where the items have matrices that are summed over ranges of
+        K, ``[matrices, m, n]``.
+      schedule: of ``schedule.py``, with arrays as its leaves.
+      scales: of operands of 8 bits.
+    """
+    params = plan.params
+    # Persistent, a cluster for as many SMs as it has CTAs: any two SMs of a GPC make one, so none is left over.
+    programs = num_sms // params.cluster
+    items = schedule.items()
+    if isinstance(items, int):
+        programs = min(programs, items)
+    masks = isinstance(schedule, RaggedReductionSchedule)
+
+    def body(operands: Operands, results: tuple[Ref, ...], scratch: Scratch) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        context = MatmulContext(
+            plan, epilogue, operands, results, scratch, warpgroup, lax.axis_index("program"), programs
+        )
+        pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
+        pl.when(warpgroup == params.consumers)(lambda: run_producer(context))
+
+    scratch = Scratch(
+        plan.stages,
+        plan.store_tile.stack(params.consumers, params.store_buffers),
+        plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.consumers > 1 else None,
+        plgpu.Barrier(num_arrivals=1) if params.lag and params.consumers > 1 else None,
+    )
+    out: tuple[jax.Array, ...] = run_kernel(
+        body,
+        Operands(tuple(products), schedule, scales),
+        tuple(results),
+        scratch,
+        num_ctas=programs,
+        warpgroups=params.consumers + 1,
+        cluster=params.cluster,
+    )
+    return list(out)
+
+
+def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar], None]) -> Scalar:
+    """Calls ``role(work, first)`` for each item of this CTA, whose step 0 is ``first``; returns the number of steps.
+
+    The next item is decoded before the role of one begins, so that the latency of tables is hidden.
+    """
+    schedule, stride = context.schedule, jnp.int32(context.programs)
+    # The items of a cluster are that far apart: all clusters work on neighbouring tiles at a time.
+    items = jnp.asarray(schedule.items(), jnp.int32)
+    count = lax.div(items - context.program + stride - 1, stride)
+
+    def decode(index: Scalar) -> Work:
+        # The one behind the last is decoded, too, and not used.
+        item = jnp.minimum(context.program + index * stride, items - 1)
+        return schedule.work(item, context.cta)
+
+    def one(index: Scalar, carry: tuple[Scalar, Work]) -> tuple[Scalar, Work]:
+        first, work = carry
+        following = decode(index + 1)
+        role(work, first)
+        return first + work.steps, following
+
+    steps, _ = lax.fori_loop(0, count, one, (jnp.int32(0), decode(0)))
+    return steps
+
+
+def run_producer(context: MatmulContext) -> None:
+    """Loads the tiles of all items of this CTA."""
+    params, stages = context.plan.params, context.scratch.stages
+    if params.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[params.consumers].producer, action="decrease")
+    steps = for_each_item(context, functools.partial(produce_item, context))
+    # Alone, a CTA has waited for all of its loads when its consumers are done.
+    if params.cluster > 1:
+        stages.drain(steps)
+
+
+def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+    """Loads the tiles of an item, whose step 0 is step ``first`` of the ring."""
+    plan, stages, products = context.plan, context.scratch.stages, context.operands.products
+    lhs_part, *rhs_parts = plan.stages.parts
+    steps = lax.div(work.steps, jnp.int32(len(products)))
+
+    def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
+        k = work.k + step * plan.lhs.block_k
+        sources = [plan.lhs.slices(factors.lhs, work.matrix, work.row, k, lhs_part)]
+        for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
+            sources.append(layout.slices(ref, work.matrix, work.column, k, part))
+        stages.load_from_dram(first + step, *sources)
+
+    # The consumers do not know of several products: for them an item has that many more steps.
+    for number, factors in enumerate(products):
+        lax.fori_loop(0, steps, functools.partial(load, factors, first + number * steps), None)
+
+
+def run_consumer(context: MatmulContext) -> None:
+    """Computes this warpgroup's rows of all items of this CTA."""
+    params = context.plan.params
+    if params.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
+    ahead = context.scratch.ahead
+    if ahead is not None:
+        pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(ahead))
+    steps = for_each_item(context, functools.partial(consume_item, context))
+    # With fewer steps than its lead the first consumer has not let the others begin.
+    if ahead is not None:
+        pl.when((context.warpgroup == 0) & (steps < params.lag))(lambda: plgpu.barrier_arrive(ahead))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+    """Computes and stores this warpgroup's rows of an item, whose step 0 is step ``first`` of the ring."""
+    plan = context.plan
+    rows = plan.params.consumer_rows
+    first_row = work.row + context.warpgroup * rows
+    if context.operands.scales is None:
+        accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
+        sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+    else:
+        sums = accumulate_scaled(context, work, first, context.operands.scales)
+    buffers = context.scratch.store.at[context.warpgroup]
+    tiles, results = context.epilogue(sums), context.results
+    of_blocks = context.operands.scales is not None  # accumulators are then columns of one result
+    for number, tile in enumerate(tiles):
+        result = results[0 if of_blocks else number]
+        target = result if len(result.shape) == 2 else result.at[work.matrix]
+        column = work.column + (number * tile.shape[1] if of_blocks else 0)
+        store_accumulator(tile, target, buffers, work._replace(column=column), first_row)
+
+
+def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:
+    """Sums the products of all K steps of an item; one step's MMAs are in flight while the next one's are issued."""
+    plan, stages = context.plan, context.scratch.stages
+
+    def one(index: Scalar, _: None) -> None:
+        step = first + index
+        stages.wait_loaded(step)
+        if work.k_end is not None:
+            mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
+        issue(context, stages, step, accumulators)
+        signal_ahead(context, step)
+        # All MMAs but those of this step are complete, so the stage of the step before is free.
+        plgpu.wgmma_wait(len(accumulators))
+        pl.when(index > 0)(lambda: stages.release(step - 1))
+
+    lax.fori_loop(0, work.steps, one, None)
+    # The loads wait for the last MMAs. An item without steps has zeros and no stage.
+    sums = [accumulator[...] for accumulator in accumulators]
+    when(work.steps > 0, lambda: stages.release(first + work.steps - 1))
+    return sums
+
+
+def signal_ahead(context: MatmulContext, step: Scalar) -> None:
+    """Lets the other consumers begin, in the step of the first one that makes its lead."""
+    ahead = context.scratch.ahead
+    if ahead is not None:
+        is_lead = (context.warpgroup == 0) & (step == context.plan.params.lag - 1)
+        pl.when(is_lead)(lambda: plgpu.barrier_arrive(ahead))
+
+
+def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:
+    """Issues the MMAs of a K step, one for each operand of rhs."""
+    plan = context.plan
+    lhs = plan.lhs.lhs_tile(stages, step, context.warpgroup, plan.params.consumer_rows)
+    for number, (accumulator, layout) in enumerate(zip(accumulators, plan.rhs, strict=True)):
+        rhs = layout.rhs_tile(stages, step, number + 1)
+        # A single panel is a tile that is not panelled, too.
+        left = lhs.operands[0] if isinstance(lhs, PanelRef) and not isinstance(rhs, PanelRef) else lhs
+        mma(accumulator, left, rhs, transpose_a=plan.lhs.k_first)

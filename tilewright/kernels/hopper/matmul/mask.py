@@ -1,0 +1,44 @@
+"""Zeros in what a stage holds beyond the end of an item's range of K."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.panels import PanelRef
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+
+def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:
+    """Zeroes the rows of a stage's tiles from ``rest`` on, where that is not behind their end.
+
+    In both operands: what other groups have there may be NaN, and zero times NaN is NaN. Each consumer masks its own
+    tile of lhs, and the first one those of rhs, for which the others wait.
+    """
+    plan, stages, masked = context.plan, context.scratch.stages, context.scratch.masked
+
+    @pl.when(rest < plan.lhs.block_k)
+    def _() -> None:
+        zero_rows(stages.tile(step, 0, context.warpgroup), rest)
+
+        @pl.when(context.warpgroup == 0)
+        def _() -> None:
+            for part in range(1, len(stages.plan.parts)):
+                zero_rows(stages.tile(step, part), rest)
+
+        # wgmma reads through the async proxy, to which stores of threads are visible only after a fence.
+        plgpu.commit_smem()
+        if masked is not None:
+            # A barrier for each stage: the first consumer may be as many steps ahead as the ring has stages.
+            slot = stages.slot(step)
+            pl.when(context.warpgroup == 0)(lambda: plgpu.barrier_arrive(masked.at[slot]))
+            pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(masked.at[slot]))
+
+
+def zero_rows(tile: Ref, first: Scalar) -> None:
+    """Zeroes the rows of a tile from ``first`` on."""
+    for panel in tile.operands if isinstance(tile, PanelRef) else (tile,):
+        row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
+        values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
+        panel[...] = jnp.where(row < first, values, jnp.zeros_like(values))

@@ -1,0 +1,70 @@
+"""The static half of a matmul kernel: its tiles in shared memory."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WARPGROUP_THREADS, WGMMA_M
+from tilewright.kernels.hopper.matmul.operands import OperandLayout
+from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
+from tilewright.kernels.hopper.matmul.schedule import TileShape
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.stages import StagePlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulPlan:
+    """Tiles and shared memory of a kernel.
+
+    Attributes:
+      lhs: its layout.
+      rhs: the layouts of the operands that lhs is multiplied with, each of which has an accumulator.
+      out_dtype: of all results.
+    """
+
+    params: MatmulParams
+    lhs: OperandLayout
+    rhs: tuple[OperandLayout, ...]
+    out_dtype: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"takes {self.shared_bytes} bytes of shared memory, of {SHARED_BYTES}: {self.params}")
+
+    @property
+    def columns(self) -> int:
+        """Columns of an accumulator: the operands of rhs share the CTA's."""
+        return self.params.block_n // len(self.rhs)
+
+    @property
+    def tile(self) -> TileShape:
+        """The part of each result that a CTA computes."""
+        params = self.params
+        return TileShape(params.block_m, self.columns, params.cluster_m, params.cluster_n, params.band)
+
+    @property
+    def stages(self) -> StagePlan:
+        """The ring of the operands: lhs, then those of rhs."""
+        params = self.params
+        # The CTAs of a cluster along n have the same rows, those along m the same columns.
+        parts = [self.lhs.part(params.block_m, params.consumers, params.cluster_n > 1)]
+        parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
+        return StagePlan(tuple(parts), params.num_stages, params.consumers, params.cluster)
+
+    @property
+    def store_tile(self) -> SharedTile:
+        """A part of the result: the rows of one wgmma, and a swizzle width of columns."""
+        return SharedTile((WGMMA_M, BLOCK_BYTES // self.out_dtype.itemsize), self.out_dtype, BLOCK_BYTES, True)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        stores = self.store_tile.stack_bytes(self.params.consumers * self.params.store_buffers)
+        return self.stages.shared_bytes + stores + (self.params.num_stages + 1) * BARRIER_BYTES
+
+    def footprint(self, num_sms: int) -> Footprint:
+        """Blocks, threads and shared memory; the grid is persistent."""
+        return Footprint(num_sms, (self.params.consumers + 1) * WARPGROUP_THREADS, self.shared_bytes)

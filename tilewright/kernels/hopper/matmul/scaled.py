@@ -1,0 +1,84 @@
+"""Sums of products of 8 bits, with scales of blocks of K.
+
+wgmma adds products of 8 bits with fewer bits than float32 has. So a step's sum, over 128 elements of K, is an
+accumulator of its own, which is scaled and added to the sum of all steps in float32 registers.
+
+Both operands have scales, if only ones: without those of rows or columns ptxas spilled registers, and the kernel took
+twice the time.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.matmul.schedule import Work
+from tilewright.kernels.hopper.panels import mma
+from tilewright.kernels.hopper.tiles import row_layout, spread
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+SCALE_BLOCK = 128
+"""Elements of K, and of n, that share a scale; an accumulator has as many columns."""
+
+
+class Scales(NamedTuple):
+    """The scales of both operands, float32.
+
+    Attributes:
+      lhs: ``[k blocks, m]``, padded by a tile of rows.
+      rhs: ``[matrices, n blocks, k blocks]``.
+    """
+
+    lhs: Any
+    rhs: Any
+
+
+def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -> list[jax.Array]:
+    """Sums the scaled products of all K steps of an item, in as many accumulators as its columns have blocks."""
+    plan, stages = context.plan, context.scratch.stages
+    rows, blocks = plan.params.consumer_rows, plan.columns // SCALE_BLOCK
+    first_row = work.row + context.warpgroup * rows
+
+    # A block behind the last column is not stored: any scale will do.
+    last = scales.rhs.shape[1] - 1
+    columns = [jnp.minimum(lax.div(work.column, jnp.int32(SCALE_BLOCK)) + i, last) for i in range(blocks)]
+
+    def scales_of(index: Scalar) -> tuple[jax.Array, list[jax.Array]]:
+        """The scales of a step, which are loaded one step ahead, for their latency."""
+        index = jnp.minimum(index, jnp.maximum(work.steps - 1, 0))
+        of_rows = plgpu.load(scales.lhs.at[index, pl.ds(first_row, rows)], layout=row_layout(), optimized=False)
+        return of_rows, [scales.rhs[work.matrix, column, index] for column in columns]
+
+    def one(index: Scalar, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        sums, (of_rows, of_columns) = carry
+        step = first + index
+        following = scales_of(index + 1)
+        stages.wait_loaded(step)
+        added = []
+        for number, total in enumerate(sums):
+            part = pl.run_scoped(
+                lambda accumulator, number=number: product(context, step, number, accumulator),
+                plgpu.ACC((rows, SCALE_BLOCK), jnp.float32),
+            )
+            if number == blocks - 1:
+                stages.release(step)
+            part = part * of_columns[number]
+            added.append(total + part * spread(of_rows, part.shape, 0))
+        return added, following
+
+    zeros = plgpu.layout_cast(jnp.zeros((rows, SCALE_BLOCK), jnp.float32), plgpu.Layout.WGMMA)
+    sums: list[jax.Array]
+    sums, _ = lax.fori_loop(0, work.steps, one, ([zeros] * blocks, scales_of(jnp.int32(0))))
+    return sums
+
+
+def product(context: Any, step: Scalar, number: int, accumulator: Ref) -> jax.Array:
+    """The sum of a step for one block of columns."""
+    plan, stages = context.plan, context.scratch.stages
+    lhs = plan.lhs.lhs_tile(stages, step, context.warpgroup, plan.params.consumer_rows)
+    rhs = stages.tile(step, 1).at[pl.ds(number * SCALE_BLOCK, SCALE_BLOCK)].T
+    mma(accumulator, lhs, rhs)
+    return accumulator[...]

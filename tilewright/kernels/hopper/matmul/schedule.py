@@ -1,0 +1,198 @@
+"""Tile schedules: the work items of a matmul as data, which the kernel decodes on the device."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.hopper.types import Scalar
+
+
+class Work(NamedTuple):
+    """A work item of a CTA: a tile of the result, and the range of K that it sums over.
+
+    Attributes:
+      row, column: of the tile's first element.
+      matrix: of the stacked operands and results; None if there are none.
+      k: the first element of the range of K.
+      steps: K steps; 0 gives zeros.
+      row_end: the row behind the last one that is stored, or None: all that the result has.
+      k_end: behind the last element of the range of K, or None: the operands' own end, behind which TMA reads zeros.
+    """
+
+    row: Scalar
+    column: Scalar
+    matrix: Scalar | None
+    k: Scalar
+    steps: Scalar
+    row_end: Scalar | None = None
+    k_end: Scalar | None = None
+
+
+class Schedule(Protocol):
+    """The items of a kernel. Its leaves are arrays, in the kernel references to them."""
+
+    def items(self) -> Scalar:
+        """The number of items of all clusters."""
+        ...
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster."""
+        ...
+
+
+class TileIndex(NamedTuple):
+    """A tile of a cluster, by its number along m and n."""
+
+    row: Any
+    column: Any
+
+
+def in_bands(item: Scalar, row_tiles: Scalar, column_tiles: int, band: int) -> TileIndex:
+    """The tile of an item: in bands of ``band`` rows of tiles, column by column.
+
+    What the clusters work on at a time is then about as many rows as columns, whose operands the L2 cache holds.
+    """
+    # The last band may have fewer rows of tiles.
+    items_of_band = jnp.int32(band * column_tiles)
+    first = lax.div(item, items_of_band) * band
+    index = lax.rem(item, items_of_band)
+    rows = jnp.minimum(row_tiles - first, band)
+    return TileIndex(first + lax.rem(index, rows), lax.div(index, rows))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileShape:
+    """The tile of the result that a CTA computes, and the CTAs of a cluster along both.
+
+    Attributes:
+      columns: fewer than ``block_n`` where several accumulators share these.
+    """
+
+    rows: int
+    columns: int
+    cluster_m: int
+    cluster_n: int
+    band: int
+
+    def tiles(self, rows: int, columns: int) -> TileIndex:
+        """Tiles of a cluster in so many rows and columns, of which the last may hang over."""
+        return TileIndex(-(-rows // (self.rows * self.cluster_m)), -(-columns // (self.columns * self.cluster_n)))
+
+    def place(self, index: TileIndex, cta: Scalar) -> tuple[Scalar, Scalar]:
+        """First row and column of a CTA's tile in the tile of its cluster."""
+        row, column = index.row * self.cluster_m, index.column * self.cluster_n
+        row, column = (row + cta, column) if self.cluster_m > 1 else (row, column + cta)
+        return row * self.rows, column * self.columns
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseSchedule:
+    """All tiles of one matmul."""
+
+    rows: int = dataclasses.field(metadata={"static": True})
+    columns: int = dataclasses.field(metadata={"static": True})
+    steps: int = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tiles(self) -> TileIndex:
+        """Tiles of a cluster along both."""
+        return self.tile.tiles(self.rows, self.columns)
+
+    def items(self) -> int:
+        """The number of items of all clusters."""
+        return self.tiles.row * self.tiles.column
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster."""
+        index = in_bands(item, self.tiles.row, self.tiles.column, self.tile.band)
+        row, column = self.tile.place(index, cta)
+        return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedRowsSchedule:
+    """Rows in groups, each of which has a matrix: the tiles of a group begin at its first row.
+
+    Attributes:
+      behind: its last element is the number of tiles of rows.
+      matrix, first, end: ``[tiles]``, of each tile of rows (of a cluster) its matrix, its first row, and the row behind
+        the last one of its group; matrix is -1 for rows without one, which get zeros.
+    """
+
+    behind: Any
+    matrix: Any
+    first: Any
+    end: Any
+    columns: int = dataclasses.field(metadata={"static": True})
+    steps: int = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def row_tiles(self) -> Scalar:
+        """Tiles of rows."""
+        tiles: Scalar = self.behind[self.behind.shape[0] - 1]
+        return tiles
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of a cluster along the columns."""
+        return self.tile.tiles(1, self.columns).column
+
+    def items(self) -> Scalar:
+        """The number of items of all clusters."""
+        return self.row_tiles * self.column_tiles
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster."""
+        index = in_bands(item, self.row_tiles, self.column_tiles, self.tile.band)
+        # The rows of a cluster's tile begin anywhere; its CTAs take them one after the other.
+        offset, column = self.tile.place(TileIndex(jnp.int32(0), index.column), cta)
+        # Rows without a matrix: a tile without steps, whose accumulators are zeros.
+        matrix = self.matrix[index.row]
+        steps = jnp.where(matrix < 0, 0, self.steps)
+        return Work(
+            self.first[index.row] + offset, column, jnp.maximum(matrix, 0), jnp.int32(0), steps, self.end[index.row]
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedReductionSchedule:
+    """A matmul for each group, which sums over the group's own range of K.
+
+    Attributes:
+      starts, ends: ``[groups]``, the range of each.
+    """
+
+    starts: Any
+    ends: Any
+    rows: int = dataclasses.field(metadata={"static": True})
+    columns: int = dataclasses.field(metadata={"static": True})
+    block_k: int = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tiles(self) -> TileIndex:
+        """Tiles of a cluster of one matrix, along both."""
+        return self.tile.tiles(self.rows, self.columns)
+
+    def items(self) -> int:
+        """The number of items of all clusters."""
+        return self.starts.shape[0] * self.tiles.row * self.tiles.column
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster."""
+        of_matrix = jnp.int32(self.tiles.row * self.tiles.column)
+        matrix = lax.div(item, of_matrix)
+        index = in_bands(lax.rem(item, of_matrix), self.tiles.row, self.tiles.column, self.tile.band)
+        row, column = self.tile.place(index, cta)
+        # A group without rows has no steps, and its matrix zeros.
+        start, end = self.starts[matrix], self.ends[matrix]
+        steps = lax.div(end - start + (self.block_k - 1), jnp.int32(self.block_k))
+        return Work(row, column, matrix, start, steps, None, end)
