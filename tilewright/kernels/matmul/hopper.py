@@ -16,6 +16,7 @@ from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.matmul.inputs import GluInputs, GluProblem, MatmulInputs, MatmulProblem
 from tilewright.kernels.matmul.params import HopperGluBackwardParams, HopperMatmulBackwardParams
 from tilewright.kernels.registry import Implementation, Platform
@@ -63,7 +64,7 @@ class HopperMatmul(Implementation[MatmulInputs, MatmulProblem, Any, MatmulParams
         return [HopperMatmulBackwardParams(*each) for each in zip(of_lhs, of_rhs, strict=True)]
 
     def config_reasons(self, problem: MatmulProblem, device: Device, direction: Direction, params: Any) -> list[str]:
-        return _plan_reasons(lambda: self.footprints(problem, device, direction, params))
+        return plan_reasons(lambda: self.footprints(problem, device, direction, params))
 
     def footprints(
         self, problem: MatmulProblem, device: Device, direction: Direction, params: Any
@@ -142,7 +143,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
         return [HopperGluBackwardParams(*each) for each in pairs]
 
     def config_reasons(self, problem: GluProblem, device: Device, direction: Direction, params: Any) -> list[str]:
-        return _plan_reasons(lambda: self.footprints(problem, device, direction, params))
+        return plan_reasons(lambda: self.footprints(problem, device, direction, params))
 
     def footprints(self, problem: GluProblem, device: Device, direction: Direction, params: Any) -> Sequence[Footprint]:
         # The shape of any array: panels take as much memory as whole tiles.
@@ -197,11 +198,3 @@ def _rows(inputs: MatmulInputs) -> tuple[jax.Array, tuple[int, ...]]:
         return inputs.lhs, inputs.lhs.shape[1:]
     shape = inputs.lhs.shape[:-1]
     return inputs.lhs.reshape(math.prod(shape), inputs.lhs.shape[-1]), shape
-
-
-def _plan_reasons(plan: Any) -> list[str]:
-    try:
-        plan()
-    except ValueError as error:
-        return [str(error)]
-    return []

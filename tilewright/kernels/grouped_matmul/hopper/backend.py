@@ -23,6 +23,7 @@ from tilewright.kernels.hopper.matmul.heuristics import reduction_candidates, ro
 from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import NARROW_DTYPES, operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
@@ -78,11 +79,7 @@ class HopperGroupedMatmul(
             assert isinstance(params, MatmulParams)
             if params.block_n % SCALE_BLOCK or params.consumer_rows != WGMMA_M:
                 return [f"sums of float8 are of 64 rows and {SCALE_BLOCK} columns each, got {params}"]
-        try:
-            self.footprints(problem, device, direction, params)
-        except ValueError as error:
-            return [str(error)]
-        return []
+        return plan_reasons(lambda: self.footprints(problem, device, direction, params))
 
     def footprints(
         self, problem: GroupedProblem, device: Device, direction: Direction, params: Params

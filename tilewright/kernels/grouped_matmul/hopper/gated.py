@@ -23,6 +23,7 @@ from tilewright.kernels.hopper.matmul.heuristics import reduction_candidates, ro
 from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 
@@ -59,11 +60,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
         return [HopperGatedBackwardParams(of_lhs[i % len(of_lhs)], of_rhs[i % len(of_rhs)]) for i in range(count)]
 
     def config_reasons(self, problem: GatedProblem, device: Device, direction: Direction, params: Params) -> list[str]:
-        try:
-            self.footprints(problem, device, direction, params)
-        except ValueError as error:
-            return [str(error)]
-        return []
+        return plan_reasons(lambda: self.footprints(problem, device, direction, params))
 
     def footprints(
         self, problem: GatedProblem, device: Device, direction: Direction, params: Params

@@ -1,6 +1,7 @@
 """The static half of a matmul kernel: its tiles in shared memory."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,3 +69,12 @@ class MatmulPlan:
     def footprint(self, num_sms: int) -> Footprint:
         """Blocks, threads and shared memory; the grid is persistent."""
         return Footprint(num_sms, (self.params.consumers + 1) * WARPGROUP_THREADS, self.shared_bytes)
+
+
+def plan_reasons(plan: Callable[[], object]) -> list[str]:
+    """The reason why plans cannot be made, which is their ``ValueError``; empty if they can."""
+    try:
+        plan()
+    except ValueError as error:
+        return [str(error)]
+    return []
