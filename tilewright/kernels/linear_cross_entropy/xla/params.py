@@ -6,7 +6,7 @@ from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device
 from tilewright.ops.utils.stable_ids import stable_id
 
-WORKSPACE = {"cpu": 64 << 20, "gpu": 256 << 20, "tpu": 128 << 20}
+WORKSPACE = {"cpu": 64 << 20, "gpu": 512 << 20, "tpu": 128 << 20}
 """Bytes of the logits of a block of tokens, in float32, of the whole vocabulary if gradients are computed from them."""
 
 MIN_VOCAB = 128
