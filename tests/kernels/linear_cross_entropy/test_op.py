@@ -119,6 +119,7 @@ def test_a_scan_of_steps_keeps_no_gradients_if_they_are_recomputed(one_device: N
         (r"z_loss must not be negative", {"z_loss": -1.0}),
         (r"logits_soft_cap must be positive", {"logits_soft_cap": 0.0}),
         (r"gradient_epsilon must be positive", {"gradient_epsilon": 0.0}),
+        (r"gradient_epsilon=0.1 is not taken with", {"gradient_epsilon": 0.1, "axis_name": "vocab"}),
     ],
 )
 def test_what_it_does_not_take(said: str, change: Any):

@@ -89,9 +89,12 @@ def test_labels_and_lse_of_a_split_vocabulary(check_vma: bool):
     wrong = np.array(args[2])
     wrong[:3] = 96, -1, -100
     mesh = mesh_of(AxisType.Auto, vocab=8)
-    both = lambda x, w: linear_log_probs(x, w, wrong, axis_name="vocab", return_lse=True)
-    split = jax.shard_map(both, mesh=mesh, in_specs=(P(), P(None, "vocab")), out_specs=P(), check_vma=check_vma)
-    got, lse = jax.jit(split)(*args[:2])
+    both = lambda x, w, labels: linear_log_probs(x, w, labels, axis_name="vocab", return_lse=True)
+    split = jax.shard_map(both, mesh=mesh, in_specs=(P(), P(None, "vocab"), P()), out_specs=P(), check_vma=check_vma)
+    got, lse = jax.jit(split)(*args[:2], wrong)
+    known = lambda x, w: both(x, w, wrong)
+    with pytest.raises(ValueError, match="labels must be from 0 to 95 or ignore_index=-100, got 96"):
+        jax.shard_map(known, mesh=mesh, in_specs=(P(), P(None, "vocab")), out_specs=P())(*args[:2])
     want = cross_entropy(*args[:2], np.where(np.arange(16) < 3, -100, wrong), reduction="none", d_loss=np.ones(16))
     assert np.all(np.isnan(got[:2]))
     np.testing.assert_allclose(got[2:], -want["loss"][2:], rtol=1e-5)

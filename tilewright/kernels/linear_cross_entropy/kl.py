@@ -33,6 +33,7 @@ from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
 from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_mesh, typed_spec
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -276,7 +277,7 @@ def linear_kl_divergence(*args: Any, **kwargs: Any) -> jax.Array:
     axis_name = kwargs.get("axis_name")
     if axis_name is None:
         return _LINEAR_KL_DIVERGENCE(*args, **kwargs)
-    given, checked = _LINEAR_KL_DIVERGENCE.prepare(*args, **kwargs)
+    given, checked = prepare(_LINEAR_KL_DIVERGENCE, args, kwargs)
     inputs, reduction = _LINEAR_KL_DIVERGENCE.inputs(*given, **checked), checked["reduction"]
     statistics = _LINEAR_KL_DIVERGENCE(*args, **kwargs)
     parts = gathered(jnp.stack(statistics), axis_name)

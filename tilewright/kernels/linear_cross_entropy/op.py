@@ -43,6 +43,7 @@ from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
 from tilewright.kernels.sharding import Partitioning, explicit_mesh
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
 BACKENDS = ("tilewright.kernels.linear_cross_entropy.xla.backend:XlaLinearCrossEntropy",)
@@ -106,6 +107,9 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
             arrays.append(options["token_weights"])
         if gradient_epsilon is not None:
             options["gradient_epsilon"] = positive("gradient_epsilon", gradient_epsilon)
+            if axis_name is not None:
+                # A device knows the probabilities in its own part alone.
+                raise ValueError(f"{gradient_epsilon=} is not taken with a split vocabulary, {axis_name=}")
         if axis_name is None:
             canonical = labels_array(labels, tokens, vocab, ignored)
         else:
@@ -251,6 +255,7 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
         device's part, x and labels are whole.
       return_lse: also return ``log Σ exp(logits)`` of each token, 0 for those that are ignored; differentiable.
       gradient_epsilon: probabilities below it count as zero in gradients. By default nothing is dropped.
+        Not with axis_name.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
 
@@ -292,11 +297,12 @@ def _split_vocabulary(
     """The loss over a vocabulary that is split over a mesh axis, from each device's statistics."""
     kernel = _LINEAR_CROSS_ENTROPY
     # The checks of a call; labels of the whole vocabulary have the part's bounds here, so they are checked below.
-    given, checked = kernel.prepare(
-        x, weight, labels, axis_name=axis_name, token_weights=token_weights, reduction=reduction,
-        ignore_index=ignore_index, return_lse=return_lse, **options,
-    )  # fmt: skip
+    call = {"axis_name": axis_name, "token_weights": token_weights, "reduction": reduction, "return_lse": return_lse}
+    given, checked = prepare(kernel, (x, weight, labels), call | options | {"ignore_index": ignore_index})
     inputs = kernel.inputs(*given, **checked)
+    check_labels_on_host(
+        labels, inputs.vocab * jax.lax.axis_size(axis_name), arguments.integer("ignore_index", ignore_index)
+    )
     whole = arguments.to_int32(arguments.as_array("labels", labels))
     whole = jnp.where(whole == ignore_index, IGNORED, jnp.where(whole < 0, np.iinfo(np.int32).max, whole))
     own, wrong = local_labels(whole, inputs.vocab, axis_name)
