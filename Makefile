@@ -153,7 +153,7 @@ generate: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/generate.py
 
 bench: $(STAMP)
-	@for benchmark in import_time eager_overhead selection_cost flash_attention_cpu; do $(PYTHON) -m benchmarks.$$benchmark; done
+	@for benchmark in import_time eager_overhead selection_cost flash_attention_cpu linear_cross_entropy_cpu; do $(PYTHON) -m benchmarks.$$benchmark; done
 
 table: $(STAMP)
 	@$(PYTHON) docs/capability_table.py --write

@@ -25,6 +25,7 @@ SCALARS: dict[str, Any] = {
     "softmax_scale": 0.25,
     "dropout_prob": 0.0,
     "kv_lora_rank": 512,
+    "label_smoothing": 0.1,
 }
 """A value for every option of a public function that is a number, where that of its type does not do."""
 OPERANDS_ALONE = frozenset({"matmul", "grouped_matmul"})

@@ -28,6 +28,8 @@ _OPS = {
     "glu": "tilewright.kernels.matmul.glu:Glu",
     "grouped_matmul": "tilewright.kernels.grouped_matmul.op:GroupedMatmul",
     "gated_grouped_matmul": "tilewright.kernels.grouped_matmul.gated:GatedGroupedMatmul",
+    "linear_cross_entropy": "tilewright.kernels.linear_cross_entropy.op:LinearCrossEntropy",
+    "linear_kl_divergence": "tilewright.kernels.linear_cross_entropy.kl:LinearKlDivergence",
 }
 
 OPS: Mapping[str, str] = MappingProxyType(_OPS)

@@ -6,6 +6,9 @@ from typing import Any
 from tilewright import kernels
 from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul, gated_grouped_matmul
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
+from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
+from tilewright.kernels.linear_cross_entropy.log_probs import linear_log_probs
+from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy
 from tilewright.kernels.matmul.glu import Glu, glu
 from tilewright.kernels.matmul.op import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
@@ -38,6 +41,8 @@ __all__ = [
     "Glu",
     "GroupedMatmul",
     "LayerNorm",
+    "LinearCrossEntropy",
+    "LinearKlDivergence",
     "Matmul",
     "MlaDecode",
     "PageAttention",
@@ -56,6 +61,9 @@ __all__ = [
     "glu",
     "grouped_matmul",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_kl_divergence",
+    "linear_log_probs",
     "matmul",
     "mla_decode",
     "page_attention",

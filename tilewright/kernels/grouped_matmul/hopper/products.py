@@ -1,10 +1,10 @@
 """The three matmuls of a grouped matmul on Hopper, each a call of the matmul kernel with a schedule of its own."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
@@ -23,7 +23,7 @@ def rows_by_matrices(
     products: Sequence[Factors],
     bounds: tuple[jax.Array, jax.Array],
     params: MatmulParams,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     *,
     k_first: bool,
     has_offset: bool,
@@ -56,7 +56,7 @@ def rows_by_matrices(
 
 
 def outer_products(
-    left: jax.Array, right: jax.Array, bounds: tuple[jax.Array, jax.Array], params: MatmulParams, out_dtype: Any
+    left: jax.Array, right: jax.Array, bounds: tuple[jax.Array, jax.Array], params: MatmulParams, out_dtype: DTypeLike
 ) -> jax.Array:
     """``leftᵀ · right`` over the rows of each group, ``[groups, columns of left, columns of right]``."""
     plan = reduction_plan(left.dtype, params, out_dtype)
@@ -69,7 +69,13 @@ def outer_products(
 
 
 def rows_plan(
-    dtype: Any, shape: tuple[int, ...], params: MatmulParams, out_dtype: Any, *, k_first: bool, count: int = 1
+    dtype: DTypeLike,
+    shape: tuple[int, ...],
+    params: MatmulParams,
+    out_dtype: DTypeLike,
+    *,
+    k_first: bool,
+    count: int = 1,
 ) -> MatmulPlan:
     """The plan of `rows_by_matrices`, for matrices of this shape."""
     dtype = jnp.dtype(dtype)
@@ -79,7 +85,7 @@ def rows_plan(
     return MatmulPlan(params, lhs, (rhs,) * count, out_dtype)
 
 
-def reduction_plan(dtype: Any, params: MatmulParams, out_dtype: Any) -> MatmulPlan:
+def reduction_plan(dtype: DTypeLike, params: MatmulParams, out_dtype: DTypeLike) -> MatmulPlan:
     """The plan of `outer_products`: in panels, for a group's rows begin anywhere."""
     layout = OperandLayout(jnp.dtype(dtype), True)
     return MatmulPlan(params, layout, (layout,), out_dtype)

@@ -1,10 +1,10 @@
 """Dense matmuls on Hopper."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
@@ -19,7 +19,7 @@ def dense_matmul(
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     params: MatmulParams,
     num_sms: int,
 ) -> jax.Array:
@@ -45,7 +45,7 @@ def dense_products(
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     params: MatmulParams,
     num_sms: int,
     results: int = 1,
@@ -63,12 +63,12 @@ def dense_products(
 
 
 def dense_plan(
-    dtype: Any,
+    dtype: DTypeLike,
     lhs_shape: tuple[int, ...],
     rhs_shape: tuple[int, ...],
     count: int,
     params: MatmulParams,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
 ) -> MatmulPlan:

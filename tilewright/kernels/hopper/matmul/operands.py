@@ -26,7 +26,7 @@ class OperandLayout:
         one copy, and the array must consist of whole atoms (`atomic`), and the ranges of K too.
     """
 
-    dtype: Any
+    dtype: np.dtype
     k_first: bool
     stacked: bool = False
     panelled: bool = True
@@ -73,7 +73,7 @@ class OperandLayout:
         return tile if self.k_first else tile.T
 
 
-def atomic(shape: tuple[int, ...], dtype: Any) -> bool:
+def atomic(shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """True if an array consists of whole swizzle atoms, so that one TMA copy cuts a tile of several widths from it."""
     return shape[-2] % SWIZZLE_ROWS == 0 and shape[-1] * dtype.itemsize % BLOCK_BYTES == 0
 

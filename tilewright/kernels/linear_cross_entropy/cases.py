@@ -1,0 +1,185 @@
+"""Named calls of the vocabulary losses, for tests, tuning and benchmarks."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
+
+type Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearCrossEntropyCase(Case):
+    """The sizes and options of one call of ``linear_cross_entropy``.
+
+    Attributes:
+      leading: dimensions of x before its tokens.
+      ignored: the share of tokens that are ignored.
+      scale: standard deviation of the logits.
+    """
+
+    tokens: int = 1024
+    d: int = 256
+    vocab: int = 8192
+    leading: tuple[int, ...] = ()
+    weight_dtype: str | None = None
+    vocab_first: bool = False
+    bias: bool = False
+    token_weights: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logits_soft_cap: float | None = None
+    reduction: Reduction = "mean"
+    return_lse: bool = False
+    gradient_epsilon: float | None = None
+    ignored: float = 0.0
+    scale: float = 1.0
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = np.random.default_rng(seed)
+        tokens = (*self.leading, self.tokens)
+        x = normal(random, (*tokens, self.d), self.dtype)
+        shape = (self.vocab, self.d) if self.vocab_first else (self.d, self.vocab)
+        scale = self.scale / max(self.d, 1) ** 0.5
+        weight = (scale * normal(random, shape, "float32")).astype(self.weight_dtype or self.dtype)
+        labels = random.integers(0, self.vocab, tokens)
+        labels = jnp.asarray(np.where(random.random(tokens) < self.ignored, -100, labels), jnp.int32)
+        options: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                "vocab_first", "label_smoothing", "z_loss", "logits_soft_cap", "reduction", "return_lse",
+                "gradient_epsilon",
+            )
+        }  # fmt: skip
+        if self.bias:
+            options["bias"] = normal(random, (self.vocab,), self.weight_dtype or self.dtype)
+        if self.token_weights:
+            options["token_weights"] = jnp.asarray(random.uniform(0.0, 2.0, tokens), jnp.float32)
+        return (x, weight, labels), options
+
+
+def dense(case: LinearCrossEntropyCase) -> Peer | str:
+    """The logits in memory, and ``jax.nn.log_softmax``; or the reason why that cannot do the case."""
+    if case.label_smoothing or case.z_loss or case.logits_soft_cap or case.return_lse or case.gradient_epsilon:
+        return "plain cross-entropy alone"
+
+    def cross_entropy(
+        x: jax.Array, weight: jax.Array, labels: jax.Array, *, vocab_first: bool, reduction: str,
+        bias: jax.Array | None = None, token_weights: jax.Array | None = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        logits = jnp.matmul(x, weight.T if vocab_first else weight, preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        valid = labels >= 0
+        losses = -jnp.take_along_axis(log_probs, jnp.where(valid, labels, 0)[..., None], -1)[..., 0]
+        weights = valid if token_weights is None else jnp.where(valid, token_weights, 0)
+        losses = losses * weights
+        if reduction == "none":
+            return losses
+        return losses.sum() / jnp.where(reduction == "mean", weights.sum(), 1)
+
+    return cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearKlDivergenceCase(Case):
+    """The sizes and options of one call of ``linear_kl_divergence``; ``teacher_d`` is d if it is ``None``."""
+
+    tokens: int = 1024
+    d: int = 256
+    vocab: int = 8192
+    teacher_d: int | None = None
+    leading: tuple[int, ...] = ()
+    temperature: float = 1.0
+    vocab_first: bool = False
+    logits_soft_cap: float | None = None
+    token_weights: bool = False
+    reduction: Reduction = "mean"
+    scale: float = 1.0
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = np.random.default_rng(seed)
+        tokens, arrays = (*self.leading, self.tokens), []
+        for d in (self.d, self.d if self.teacher_d is None else self.teacher_d):
+            shape = (self.vocab, d) if self.vocab_first else (d, self.vocab)
+            weight = self.scale / max(d, 1) ** 0.5 * normal(random, shape, "float32")
+            arrays += [normal(random, (*tokens, d), self.dtype), weight.astype(self.dtype)]
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in ("temperature", "vocab_first", "logits_soft_cap", "reduction")
+        }
+        if self.token_weights:
+            options["token_weights"] = jnp.asarray(random.uniform(0.0, 2.0, tokens), jnp.float32)
+        return tuple(arrays), options
+
+
+_GPU: dict[str, dict[str, Any]] = {
+    "8k_128k": {"tokens": 8192, "d": 4096, "vocab": 131072},
+    "32k_128k": {"tokens": 32768, "d": 2560, "vocab": 128256},
+    "16k_257k": {"tokens": 16384, "d": 2304, "vocab": 256000, "vocab_first": True},
+}
+
+CASES = OpCases(
+    shape=("tokens", "d", "vocab"),
+    small=LinearCrossEntropyCase("small", leading=(2,), tokens=5, d=24, vocab=24),
+    large=LinearCrossEntropyCase("large", leading=(2,), tokens=7, d=24, vocab=24),
+    by_device={
+        "cpu": variants(
+            LinearCrossEntropyCase(""),
+            {"8k": {}, "32k": {"tokens": 4096, "d": 512, "vocab": 32768}, "half": {"ignored": 0.5}},
+        ),
+        "gpu": variants(LinearCrossEntropyCase("", dtype="bfloat16"), _GPU),
+    },
+    options=variants(
+        LinearCrossEntropyCase("", tokens=256, d=128, vocab=1024, dtype="bfloat16"),
+        {
+            "float32": {"dtype": "float32"},
+            "bfloat16": {},
+            "float16": {"dtype": "float16"},
+            "bfloat16 with weight in float32": {"weight_dtype": "float32"},
+            "`vocab_first`": {"vocab_first": True},
+            "`bias`": {"bias": True},
+            "`token_weights`": {"token_weights": True},
+            "`label_smoothing`": {"label_smoothing": 0.1},
+            "`z_loss`": {"z_loss": 1e-4},
+            "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+            '`reduction="none"`': {"reduction": "none"},
+            "`return_lse`": {"return_lse": True},
+            "`gradient_epsilon`": {"gradient_epsilon": 1e-6},
+            "a vocabulary of no multiple of 8": {"vocab": 1021},
+        },
+    ),
+    peers={"logits in memory": dense},
+    brief={"tokens": 16, "d": 16, "vocab": 64},
+)
+
+KL_CASES = OpCases(
+    shape=("tokens", "d", "vocab"),
+    small=LinearKlDivergenceCase("small", leading=(2,), tokens=5, d=24, vocab=24),
+    large=LinearKlDivergenceCase("large", leading=(2,), tokens=7, d=24, vocab=24),
+    by_device={
+        "cpu": variants(LinearKlDivergenceCase(""), {"8k": {}}),
+        "gpu": variants(
+            LinearKlDivergenceCase("", dtype="bfloat16"),
+            {"8k_128k": {"tokens": 8192, "d": 2048, "teacher_d": 4096, "vocab": 131072}},
+        ),
+    },
+    options=variants(
+        LinearKlDivergenceCase("", tokens=256, d=128, vocab=1024, dtype="bfloat16"),
+        {
+            "float32": {"dtype": "float32"},
+            "bfloat16": {},
+            "float16": {"dtype": "float16"},
+            "a teacher of another width": {"teacher_d": 256},
+            "`temperature`": {"temperature": 2.0},
+            "`vocab_first`": {"vocab_first": True},
+            "`token_weights`": {"token_weights": True},
+            "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+            '`reduction="none"`': {"reduction": "none"},
+        },
+    ),
+    brief={"tokens": 16, "d": 16, "vocab": 64},
+)

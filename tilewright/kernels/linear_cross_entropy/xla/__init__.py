@@ -1,0 +1,1 @@
+"""Vocabulary losses in plain XLA, in blocks of tokens and of the vocabulary."""

@@ -1,0 +1,206 @@
+"""The divergence between two linear heads in plain XLA: the backend for every device."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.linear_cross_entropy.kl_inputs import (
+    KlInputs,
+    KlProblem,
+    KlResults,
+    completed,
+    of_statistics,
+    token_weights_gradient,
+)
+from tilewright.kernels.linear_cross_entropy.xla.params import (
+    Params,
+    XlaLossBackwardParams,
+    XlaLossParams,
+    block_sizes,
+    candidate_sizes,
+)
+from tilewright.kernels.linear_cross_entropy.xla.tokens import TokenBlocks, rows_of, written
+from tilewright.kernels.linear_cross_entropy.xla.vocabulary import Block, Head, Totals, add_gradients, over_blocks
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.kernel.arrays import is_symbolic
+from tilewright.ops.types import Device, Direction
+
+
+class XlaLinearKlDivergence(Implementation[KlInputs, KlProblem, KlResults, XlaLossParams, XlaLossBackwardParams]):
+    """Serves every problem."""
+
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_params: ClassVar[type] = XlaLossParams
+    backward_params: ClassVar[type] = XlaLossBackwardParams
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+
+    def not_supported_reasons(self, problem: KlProblem, device: Device, direction: Direction) -> list[str]:
+        return []
+
+    def heuristic(self, problem: KlProblem, device: Device, direction: Direction) -> Params:
+        whole = problem.options.is_distributed
+        return _params(direction, block_sizes(problem.tokens, problem.vocab, device, whole=whole))
+
+    def candidates(self, problem: KlProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        whole = problem.options.is_distributed
+        return [
+            _params(direction, each) for each in candidate_sizes(problem.tokens, problem.vocab, device, whole=whole)
+        ]
+
+    def forward(self, inputs: KlInputs, params: XlaLossParams) -> KlResults:
+        heads = heads_of(inputs)
+        if params.block_tokens is None or 0 in inputs.tokens:
+            rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
+            return completed(inputs, *_statistics(heads, rows[0], rows[1], params.block_vocab))
+        flat, valid = _flat(inputs)
+        blocks = TokenBlocks.of(valid, params.block_tokens)
+
+        def step(begin: jax.Array, rows: jax.Array, found: Any) -> Any:
+            parts = _statistics(heads, rows_of(flat[0], rows), rows_of(flat[1], rows), params.block_vocab)
+            return tuple(written(each, part, begin) for each, part in zip(found, parts, strict=True))
+
+        init = tuple(blocks.empty((), inputs.wide) for _ in range(3))
+        found = blocks.over(step, init, (heads[0].weight, heads[1].weight, *flat))
+        return completed(inputs, *(blocks.by_token(each).reshape(inputs.tokens) for each in found))
+
+    def backward(
+        self, inputs: KlInputs, results: KlResults, cotangents: KlResults, params: XlaLossBackwardParams
+    ) -> dict[str, Any]:
+        """Gradients of those arrays that are used, from recomputed logits."""
+        heads, wanted = heads_of(inputs), inputs.gradients
+        wants = tuple(f"{side}_x" in wanted for side in ("student", "teacher"))
+        names = [
+            frozenset({"weight"}) if f"{side}_weight" in wanted else frozenset[str]() for side in ("student", "teacher")
+        ]
+        # A token that does not count has probabilities of zero, whatever its logits.
+        lses = [jnp.where(inputs.valid, x, jnp.inf) for x in (results.student_lse, results.teacher_lse)]
+        by_token = [*lses, results.difference, *of_statistics(inputs, cotangents)]
+        count = inputs.valid.size
+        if params.block_tokens is None or 0 in inputs.tokens:
+            rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
+            totals = tuple(Totals.zeros(head, each, head.weight.dtype) for head, each in zip(heads, names, strict=True))
+            d_xs, totals = _gradients(heads, rows, by_token, totals, params.block_vocab, wants=wants, complete=True)
+        else:
+            flat, valid = _flat(inputs)
+            blocks = TokenBlocks.of(valid, params.block_tokens)
+            complete = not is_symbolic(count) and count <= params.block_tokens
+            totals = tuple(
+                Totals.zeros(head, each, head.weight.dtype if complete else head.wide)
+                for head, each in zip(heads, names, strict=True)
+            )
+            given = [each.reshape(-1) for each in by_token]
+
+            def step(begin: jax.Array, rows: jax.Array, carry: Any) -> Any:
+                d_xs, totals = carry
+                parts = [rows_of(each, rows, jnp.inf if i < 2 else 0) for i, each in enumerate(given)]
+                of_xs = [rows_of(x, rows) for x in flat]
+                parts_of_d_x, totals = _gradients(
+                    heads, of_xs, parts, totals, params.block_vocab, wants=wants, complete=complete
+                )
+                both = zip(d_xs, parts_of_d_x, strict=True)
+                return tuple(None if x is None else written(x, part, begin) for x, part in both), totals
+
+            init = tuple(
+                blocks.empty(x.shape[1:], inputs.wide) if want else None for x, want in zip(flat, wants, strict=True)
+            )
+            operands = (heads[0].weight, heads[1].weight, *flat, *given)
+            d_xs, totals = blocks.over(step, (init, totals), operands)
+            shapes = (inputs.student_x.shape, inputs.teacher_x.shape)
+            d_xs = tuple(
+                None if x is None else blocks.by_token(x).reshape(shape) for x, shape in zip(d_xs, shapes, strict=True)
+            )
+        found = {
+            "student_x": d_xs[0],
+            "student_weight": totals[0].weight,
+            "teacher_x": d_xs[1],
+            "teacher_weight": totals[1].weight,
+            "token_weights": token_weights_gradient(inputs, results, cotangents),
+        }
+        return {
+            name: None if each is None else each.astype(getattr(inputs, name).dtype) for name, each in found.items()
+        }
+
+
+def _params(direction: Direction, sizes: tuple[int | None, int]) -> Params:
+    return XlaLossParams(*sizes) if direction == "forward" else XlaLossBackwardParams(*sizes)
+
+
+def heads_of(inputs: KlInputs) -> tuple[Head, Head]:
+    """Student and teacher."""
+    options, axis = inputs.options, inputs.vocab_axis
+    student, teacher = (
+        Head(weight, None, axis, options.logits_soft_cap, inputs.wide, 1 / options.temperature)
+        for weight in (inputs.student_weight, inputs.teacher_weight)
+    )
+    return student, teacher
+
+
+def _flat(inputs: KlInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    student, teacher = (x.reshape(-1, x.shape[-1]) for x in (inputs.student_x, inputs.teacher_x))
+    return (student, teacher), inputs.valid.reshape(-1)
+
+
+def _statistics(
+    heads: tuple[Head, Head], student_x: jax.Array, teacher_x: jax.Array, size: int
+) -> tuple[Any, Any, Any]:
+    """lse of student and teacher, and the difference of the logits in the mean of the teacher."""
+    shape, wide = student_x.shape[:-1], heads[0].wide
+
+    def rescaled(highest: jax.Array, logits: jax.Array) -> tuple[Any, Any, Any]:
+        new = jnp.maximum(highest, logits.max(-1))
+        finite = jnp.where(new == -jnp.inf, 0, new)
+        return new, jnp.exp(highest - finite), jnp.exp(logits - finite[..., None])
+
+    def step(block: Block, carry: Any) -> Any:
+        (high_u, sum_u), (high_v, sum_v, difference) = carry
+        u, v = (head.logits(block, x) for head, x in zip(heads, (student_x, teacher_x), strict=True))
+        high_u, before_u, of_u = rescaled(high_u, jnp.where(block.fresh, u, -jnp.inf))
+        high_v, before_v, of_v = rescaled(high_v, jnp.where(block.fresh, v, -jnp.inf))
+        # A class that the teacher rules out counts nothing, even where the student does, too: 0 · inf is NaN.
+        of_difference = jnp.where(of_v > 0, of_v * (v - u), 0).sum(-1)
+        # The difference is rescaled like the sum that it will be divided by.
+        student = high_u, sum_u * before_u + of_u.sum(-1)
+        return student, (high_v, sum_v * before_v + of_v.sum(-1), difference * before_v + of_difference)
+
+    low, zeros = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
+    operands = (heads[0].weight, heads[1].weight, student_x, teacher_x)
+    init = ((low, zeros), (low, zeros, zeros))
+    (high_u, sum_u), (high_v, sum_v, difference) = over_blocks(heads[0].vocab, size, step, init, operands)
+    return high_u + jnp.log(sum_u), high_v + jnp.log(sum_v), difference / sum_v
+
+
+def _gradients(
+    heads: tuple[Head, Head],
+    xs: Sequence[jax.Array],
+    by_token: Sequence[jax.Array],
+    totals: tuple[Totals, ...],
+    size: int,
+    *,
+    wants: tuple[bool, ...],
+    complete: bool,
+) -> tuple[tuple[Any, ...], tuple[Totals, ...]]:
+    """The gradients of both x, and those of both matrices with these tokens' added."""
+    lse_u, lse_v, difference, of_u, of_v, of_difference = (each[..., None] for each in by_token)
+    needed = [want or each.weight is not None for want, each in zip(wants, totals, strict=True)]
+
+    def step(block: Block, carry: Any) -> Any:
+        d_xs, totals = carry
+        u, v = (head.logits(block, x) for head, x in zip(heads, xs, strict=True))
+        p, q = jnp.exp(u - lse_u), jnp.exp(v - lse_v)
+        of_student = of_u * p - of_difference * q
+        of_teacher = q * (of_difference * (v - u - difference + 1) + of_v)
+        found = []
+        for i, (logits, gradient) in enumerate(((u, of_student), (v, of_teacher))):
+            if not needed[i]:
+                found.append((d_xs[i], totals[i]))
+                continue
+            gradient = jnp.where(block.fresh, heads[i].before_cap(logits, gradient), 0)
+            found.append(add_gradients(heads[i], block, xs[i], gradient, d_xs[i], totals[i], complete=complete))
+        return tuple(x for x, _ in found), tuple(each for _, each in found)
+
+    init = tuple(jnp.zeros(x.shape, heads[0].wide) if want else None for x, want in zip(xs, wants, strict=True))
+    operands = (heads[0].weight, heads[1].weight, *xs, *by_token)
+    return over_blocks(heads[0].vocab, size, step, (init, totals), operands)
