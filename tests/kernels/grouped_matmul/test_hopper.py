@@ -34,7 +34,7 @@ from tilewright.ops.utils.serialize import tagged, untagged
 
 BACKEND = HopperGroupedMatmul()
 SMALL = MatmulParams(64, 64, 2, band=2)
-PAIR = MatmulParams(128, 64, 3, cluster_m=2, band=1, lag=2)
+PAIR = MatmulParams(128, 64, 3, cluster_m=2, band=1)
 SIDE = MatmulParams(128, 64, 2, cluster_n=2, band=2)
 
 
@@ -85,7 +85,7 @@ TILES = {
     ),
     "many buffers": (
         MatmulParams(128, 256, 2, store_buffers=4),
-        HopperGroupedBackwardParams(MatmulParams(128, 256, 2, lag=1), MatmulParams(128, 192, 2)),
+        HopperGroupedBackwardParams(MatmulParams(128, 256, 2), MatmulParams(128, 192, 2)),
     ),
 }
 
@@ -196,7 +196,7 @@ def test_params(rows: int, groups: int):
     "wrong",
     [
         {"block_m": 32}, {"block_n": 100}, {"block_m": 256, "block_n": 256}, {"block_m": 192, "block_n": 256},
-        {"cluster_m": 2, "cluster_n": 2}, {"num_stages": 1}, {"band": 0}, {"lag": 4}, {"store_buffers": 3},
+        {"cluster_m": 2, "cluster_n": 2}, {"num_stages": 1}, {"band": 0}, {"store_buffers": 3},
     ],
 )  # fmt: skip
 def test_wrong_params(wrong: dict[str, int]):

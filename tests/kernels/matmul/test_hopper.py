@@ -32,7 +32,7 @@ from tilewright.ops.utils.serialize import tagged, untagged
 SMALL = MatmulParams(64, 64, 2, band=2)
 PARAMS = {
     "small": SMALL,
-    "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1, lag=2),
+    "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1),
     "side": MatmulParams(256, 128, 2, cluster_n=2, band=2),
     "three": MatmulParams(192, 128, 2, band=2),
     "wide": MatmulParams(128, 256, 2, cluster_m=2, band=1, store_buffers=4),

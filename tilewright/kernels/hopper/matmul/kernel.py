@@ -49,13 +49,11 @@ class Scratch(NamedTuple):
       store: parts of the result, ``[consumers, store_buffers, 64, columns]``.
       masked: of each stage, when the first consumer has zeroed what is behind the range of K in it; None where that
         has no end of its own.
-      ahead: when the first consumer has had as many steps as it is to be ahead; None where it is not.
     """
 
     stages: Any
     store: Any
     masked: Any
-    ahead: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +120,6 @@ def matmul_kernel(
         plan.stages,
         plan.store_tile.stack(params.consumers, params.store_buffers),
         plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.consumers > 1 else None,
-        plgpu.Barrier(num_arrivals=1) if params.lag and params.consumers > 1 else None,
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
@@ -195,13 +192,7 @@ def run_consumer(context: MatmulContext) -> None:
     params = context.plan.params
     if params.consumers > 1:
         plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
-    ahead = context.scratch.ahead
-    if ahead is not None:
-        pl.when(context.warpgroup > 0)(lambda: plgpu.barrier_wait(ahead))
-    steps = for_each_item(context, functools.partial(consume_item, context))
-    # With fewer steps than its lead the first consumer has not let the others begin.
-    if ahead is not None:
-        pl.when((context.warpgroup == 0) & (steps < params.lag))(lambda: plgpu.barrier_arrive(ahead))
+    for_each_item(context, functools.partial(consume_item, context))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -235,7 +226,6 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
-        signal_ahead(context, step)
         # All MMAs but those of this step are complete, so the stage of the step before is free.
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
@@ -245,14 +235,6 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
     sums = [accumulator[...] for accumulator in accumulators]
     when(work.steps > 0, lambda: stages.release(first + work.steps - 1))
     return sums
-
-
-def signal_ahead(context: MatmulContext, step: Scalar) -> None:
-    """Lets the other consumers begin, in the step of the first one that makes its lead."""
-    ahead = context.scratch.ahead
-    if ahead is not None:
-        is_lead = (context.warpgroup == 0) & (step == context.plan.params.lag - 1)
-        pl.when(is_lead)(lambda: plgpu.barrier_arrive(ahead))
 
 
 def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:

@@ -21,7 +21,6 @@ class MatmulParams:
         and 192 have three.
       num_stages: of the ring.
       cluster_m, cluster_n: CTAs of a cluster along both; those along m share tiles of rhs, those along n of lhs.
-      lag: K steps that the first consumer is ahead of the others, so that their MMAs run beside its epilogue.
       store_buffers: parts of a consumer's tile of the result that shared memory holds while TMA stores them.
       band: tiles of rows (of a cluster) that take the same columns one after another, so that they find them in the L2
         cache.
@@ -33,7 +32,6 @@ class MatmulParams:
     cluster_m: int = 1
     cluster_n: int = 1
     band: int = 8
-    lag: int = 0
     store_buffers: int = 2
 
     def __post_init__(self) -> None:
@@ -49,8 +47,6 @@ class MatmulParams:
             raise ValueError(f"a cluster has one CTA, or two along m or n, got {self}")
         if self.store_buffers not in (2, 4, 8):
             raise ValueError(f"store_buffers must be 2, 4 or 8, got {self}")
-        if not 0 <= self.lag < self.num_stages:
-            raise ValueError(f"the ring must hold the steps between consumers, got {self}")
         if not 2 <= self.num_stages <= 32 or self.band < 1:
             raise ValueError(f"num_stages must be from 2 to 32, and band positive, got {self}")
 
