@@ -3,30 +3,30 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import WGMMA_M
+from tilewright.kernels.hopper.matmul.epilogue import Columns
 from tilewright.kernels.hopper.matmul.schedule import Work
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
-def store_accumulator(tile: jax.Array, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:
+def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:
     """Stores a consumer's tile of the result, of which what lies beyond the result's end is left out.
 
     Args:
-      tile: float32, in the accumulator's layout.
+      tile: in the accumulator's layout; its blocks of columns are multiples of what a buffer holds.
       target: ``[m, n]`` of the work's matrix.
       buffers: of this consumer, ``[store_buffers, 64, columns]``.
       first_row: of the tile in the result.
     """
     count, width = buffers.shape[0], buffers.shape[-1]
-    columns = range(0, tile.shape[1], width)
+    columns = [(block, begin) for block in tile for begin in range(0, block.shape[1], width)]
     batches = batches_of(len(columns), count)
     used = min(count, 2 * len(batches[0][0]))
-    for row in range(0, tile.shape[0], WGMMA_M):
+    for row in range(0, tile[0].shape[0], WGMMA_M):
         own_rows = None if work.row_end is None else work.row_end - (first_row + row)
 
         def store(row: int = row, own_rows: Scalar | None = own_rows) -> None:
@@ -34,12 +34,14 @@ def store_accumulator(tile: jax.Array, target: Ref, buffers: Ref, work: Work, fi
                 # All stores but so many have read their buffers; all threads wait for that.
                 plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
                 for number in numbers:
-                    part = tile[row : row + WGMMA_M, columns[number] : columns[number] + width]
+                    block, begin = columns[number]
+                    part = block[row : row + WGMMA_M, begin : begin + width]
                     buffers.at[number % used][...] = part.astype(buffers.dtype)
                 plgpu.commit_smem()
                 for number in numbers:
-                    column = work.column + columns[number]
-                    store_rows(buffers.at[number % used], target, first_row + row, column, own_rows)
+                    store_rows(
+                        buffers.at[number % used], target, first_row + row, work.column + number * width, own_rows
+                    )
 
         if own_rows is None:
             store()
