@@ -1,4 +1,4 @@
-"""What becomes of the accumulators of a work item."""
+"""The epilogue of a work item: from its accumulators the results."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ type Columns = tuple[jax.Array, ...]
 
 
 class Place(NamedTuple):
-    """Where a consumer's tile is: the first row and column of the result, and the number of its tile of columns."""
+    """A consumer's tile: its first row and column of the result, and the number of its tile of columns."""
 
     row: Scalar
     column: Scalar
@@ -21,10 +21,10 @@ class Place(NamedTuple):
 
 
 class Epilogue(Protocol):
-    """What an op makes of the accumulators. Its leaves are arrays, in the kernel references to them."""
+    """An op's own epilogue. Its leaves are arrays, in the kernel references to them."""
 
     def __call__(self, sums: Sequence[Columns], place: Place) -> Sequence[Columns | jax.Array]:
-        """What each result gets.
+        """Computes a part of each result.
 
         Args:
           sums: one tile for each operand of rhs.
