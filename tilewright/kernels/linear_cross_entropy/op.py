@@ -48,6 +48,7 @@ from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
 BACKENDS = (
+    "tilewright.kernels.linear_cross_entropy.hopper.backend:HopperLinearCrossEntropy",
     "tilewright.kernels.linear_cross_entropy.triton.backend:TritonLinearCrossEntropy",
     "tilewright.kernels.linear_cross_entropy.xla.backend:XlaLinearCrossEntropy",
 )
