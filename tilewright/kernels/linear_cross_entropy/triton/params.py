@@ -12,13 +12,17 @@ from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
-WORKSPACE = 512 << 20
-"""Bytes of what a block of tokens keeps of the whole vocabulary, or of the gradient of a block of both."""
+WORKSPACE = 1 << 30
+"""Bytes of what a block of tokens keeps of the vocabulary, or of the gradient of its logits: with a d of 4096 as much
+as the gradient of the matrix in 16 bits, whose sum in float32 is there all the time."""
 
-MAX_TOKENS = 8192
-"""Tokens of a block for whose matmuls the sum of the matrix's gradient takes little time beside them: of two matmuls it
-takes ``4 · itemsize of a sum / tokens`` bytes per FLOP more, with float32 at 600 TFLOP/s and 3 TB/s 5 %, at 2048 tokens
-20 %."""
+MAX_TOKENS = 4096
+"""Tokens of a block. Reading and writing that sum once for each block takes 8 bytes for every ``6 · tokens`` FLOPs: at
+3 TB/s and 650 TFLOP/s 7 % of the time with 4096 tokens, 14 % with 2048. With more tokens in a block, a call of which
+many are ignored would compute more of them."""
+
+MIN_TOKENS = 1024
+"""Tokens below which recomputed gradients rather have blocks of the vocabulary."""
 
 
 @stable_id("tilewright/linear_cross_entropy.TritonLossParams")
@@ -77,7 +81,7 @@ def _check(params: Params, flag: str) -> None:
         raise TypeError(f"{type(params).__name__} needs a bool, got {flag}={getattr(params, flag)!r}")
 
 
-_HOPPER = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4))
+_HOPPER = ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4))
 _AMPERE = ((128, 128, 64, 8, 3), (128, 128, 32, 8, 3), (64, 128, 32, 4, 4), (128, 64, 32, 4, 3))
 """Operands of matmuls are in registers, too."""
 _FLOAT32 = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3))
@@ -113,17 +117,16 @@ def tiles(problem: LossProblem, device: Device) -> list[TritonTile]:
 def block_sizes(problem: LossProblem, *, keep: bool) -> tuple[int, int]:
     """Tokens and classes of a block within the workspace.
 
-    What is kept of a token is of the whole vocabulary. Otherwise many tokens and few classes: that order reads and
-    writes the sums of the gradient of x, which is the smaller one, more often.
+    Many classes come first: with all of them the matmuls add to the sums themselves, and a compiled program leaves out
+    the gradient of the matrix if it is not used.
     """
     size = jnp.dtype(narrow_dtype(problem.x_dtype, problem.weight_dtype)).itemsize
-    tokens = MAX_TOKENS
-    if keep:
-        while tokens > 128 and tokens * problem.vocab * size > WORKSPACE:
-            tokens //= 2
+    least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
+    while tokens > least and tokens * problem.vocab * size > WORKSPACE:
+        tokens //= 2
+    if keep:  # what is kept of a token is of the whole vocabulary
         return tokens, problem.vocab
-    limit = max(256, WORKSPACE // (size * min(tokens, max(problem.tokens, 1))))
-    return tokens, even_blocks(problem.vocab, limit)
+    return tokens, even_blocks(problem.vocab, max(256, WORKSPACE // (size * tokens)))
 
 
 def even_blocks(vocab: int, limit: int) -> int:
@@ -134,27 +137,20 @@ def even_blocks(vocab: int, limit: int) -> int:
 
 def listed_params(problem: LossProblem, device: Device, direction: Direction) -> list[Params]:
     """Params worth measuring, best guess first."""
-    found = tiles(problem, device)
-    sums = problem.options.keeps_gradients
-    best_tokens, best_vocab = block_sizes(problem, keep=False)
-    halves = {(best_tokens // 2, best_vocab), (best_tokens, even_blocks(problem.vocab, max(256, best_vocab // 2)))}
-    others = sorted(halves - {(best_tokens, best_vocab)})
-    if direction == "backward":
-        recomputing: list[Params] = [
-            *(TritonLossBackwardParams(best_tokens, best_vocab, tile, True) for tile in found),
-            *(TritonLossBackwardParams(*each, found[0], True) for each in others),
-        ]
-        # Gradients that are there have no sizes to tune.
-        return (
-            [TritonLossBackwardParams(best_tokens, best_vocab, found[0], False), *recomputing] if sums else recomputing
-        )
-    keep = sums and not keeping_reasons(problem)
+    found, sums = tiles(problem, device), problem.options.keeps_gradients
+    keep = direction == "forward" and sums and not keeping_reasons(problem)
     tokens, vocab = block_sizes(problem, keep=keep)
-    sizes = [(tokens * 2, vocab), (max(128, tokens // 2), vocab)] if keep else others if sums else []
-    return [
-        *(TritonLossParams(tokens, vocab, tile, tile, keep) for tile in found),
-        *(TritonLossParams(*each, found[0], found[0], keep) for each in sizes),
-    ]
+    sizes = [(2 * tokens, vocab), (tokens // 2, vocab)]
+    if not keep:
+        sizes.append((2 * tokens, even_blocks(problem.vocab, max(256, vocab // 4))))
+    if direction == "forward":
+        listed: list[Params] = [TritonLossParams(tokens, vocab, tile, tile, keep) for tile in found]
+        return [*listed, *(TritonLossParams(*each, found[0], found[0], keep) for each in sizes)]
+    listed = [TritonLossBackwardParams(tokens, vocab, tile, True) for tile in found]
+    listed += [TritonLossBackwardParams(*each, found[0], True) for each in sizes]
+    if sums:  # gradients that are there have no sizes to tune
+        listed.insert(0, TritonLossBackwardParams(tokens, vocab, found[0], False))
+    return listed
 
 
 def footprints(problem: LossProblem, params: Params) -> list[Footprint]:
