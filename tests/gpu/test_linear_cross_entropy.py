@@ -1,4 +1,4 @@
-"""The cross-entropy on a GPU: conformance of XLA and Triton in all forms of the gradients, and at larger sizes."""
+"""The cross-entropy on a GPU: conformance of all backends in all forms of the gradients, and at larger sizes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -15,10 +15,13 @@ from tests.kernels.linear_cross_entropy.conformance import (
     check,
     cotangents_of,
     expected,
+    huge,
+    served,
     through,
 )
 from tests.kernels.linear_cross_entropy.oracle import Found
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
+from tilewright.kernels.linear_cross_entropy.hopper.backend import HopperLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
@@ -51,15 +54,18 @@ def forms_of_xla() -> list[PerDirection]:
     ]
 
 
-def forms_of_triton(problem: LossProblem, block_tokens: int, block_vocab: int) -> list[PerDirection]:
-    """Every tile; the heuristic's form, and the recomputed one, in blocks of these sizes."""
-    backend, device, found = TritonLinearCrossEntropy(), current_device(), []
+def forms_of(
+    backend: Implementation[Any, Any, Any, Any, Any], problem: LossProblem, **sizes: int
+) -> list[PerDirection]:
+    """Every tile of a backend with kernels; the heuristic's form, and the recomputed one, in blocks of these sizes."""
+    device, found = current_device(), []
+    if any(backend.not_supported_reasons(problem, device, way) for way in ("forward", "backward")):
+        return []
     forward, backward = (list(backend.candidates(problem, device, way)) for way in ("forward", "backward"))
     for number, given in enumerate(forward):
         for back in (backward[0], backward[number % len(backward)]):
-            sizes: dict[str, Any] = {"block_tokens": block_tokens, "block_vocab": block_vocab}
             both = dataclasses.replace(given, **sizes), dataclasses.replace(back, **sizes)
-            found.append(PerDirection(*(Choice("triton", None, each) for each in both)))
+            found.append(PerDirection(*(Choice(backend.platform, None, each) for each in both)))
     return list(dict.fromkeys(found))
 
 
@@ -82,7 +88,23 @@ class TestTriton(_OnGpu):
 
     def configs(self, problem: LossProblem) -> list[Any]:
         pytest.importorskip("triton")
-        return forms_of_triton(problem, 24, 128)[:3]
+        return forms_of(self.backend, problem, block_tokens=24, block_vocab=128)[:3]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("float16", "two_dtypes", "no_tokens")])
+def test_hopper(name: str, one_device: None):
+    """The cases in bfloat16, with rows of whole 16 bytes."""
+    case = served(CASES[name])
+    kernel, (args, options) = LinearCrossEntropy(), call_of(case)
+    given, kwargs = kernel.prepare(*args, **options)
+    cotangents = cotangents_of(args[0], options)
+    want = expected(args, options, *cotangents)
+    listed = forms_of(HopperLinearCrossEntropy(), kernel.problem(*given, **kwargs), block_tokens=24, block_vocab=128)
+    if not listed:
+        pytest.skip("not on this GPU")
+    for cfg in listed[:3]:
+        got = results(args, options, cotangents, cfg)
+        check(got, want, str(cfg)) if name != "huge_logits" else huge(got, want)
 
 
 def results(args: Any, options: dict[str, Any], cotangents: Any, cfg: Any) -> Found:
@@ -111,7 +133,9 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
     want = expected(args, options, *cotangents)
     given, kwargs = kernel.prepare(*args, **options)
     problem = kernel.problem(*given, **kwargs)
-    for cfg in (None, *forms_of_xla()[1:2], *forms_of_triton(problem, 384, 4096)):
+    kernels = (TritonLinearCrossEntropy(), HopperLinearCrossEntropy())
+    each = [cfg for backend in kernels for cfg in forms_of(backend, problem, block_tokens=384, block_vocab=4096)]
+    for cfg in (None, *forms_of_xla()[1:2], *each):
         got, again = (results(args, options, cotangents, cfg) for _ in range(2))
         check(got, want, str(cfg))
         for name, x in got.items():

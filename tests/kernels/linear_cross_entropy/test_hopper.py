@@ -19,6 +19,7 @@ from tests.kernels.linear_cross_entropy.conformance import (
     directly,
     expected,
     huge,
+    served,
 )
 from tests.kernels.linear_cross_entropy.oracle import Found
 from tests.support.mosaic_interpret import interpret_mosaic
@@ -30,7 +31,6 @@ from tilewright.kernels.linear_cross_entropy.blocks.sizes import (
     kept_tokens,
     vocab_block,
 )
-from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.hopper import backend
 from tilewright.kernels.linear_cross_entropy.hopper.params import HopperLossBackwardParams, HopperLossParams
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
@@ -67,18 +67,6 @@ def few_sms(one_device: None) -> Iterator[None]:
     """Few programs, so that each has several items."""
     with mock.patch.object(backend, "num_sms", return_value=4):
         yield
-
-
-def served(case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
-    """The case in bfloat16, with rows of whole 16 bytes."""
-    whole = lambda size: -(-size // 8) * 8
-    return dataclasses.replace(
-        case,
-        dtype="float16" if case.dtype == "float16" and case.reduction == "none" else "bfloat16",
-        weight_dtype=None,
-        d=whole(case.d),
-        vocab=max(case.vocab, 8) if case.vocab_first else whole(case.vocab),
-    )
 
 
 def problem_of(args: Any, options: dict[str, Any]) -> LossProblem:
@@ -196,6 +184,27 @@ def test_a_part_of_the_vocabulary(vocab_first: bool):
     np.testing.assert_allclose(got.lse[valid], np.log(np.exp(logits).sum(-1))[valid], rtol=1e-5)
     np.testing.assert_allclose(got.label_logit[valid], own[valid], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got.logit_sum[valid], logits.sum(-1)[valid], rtol=1e-4, atol=1e-3)
+
+
+MAPPED = {"x": (0, None, None), "all": (0, 0, 0)}
+
+
+@pytest.mark.parametrize("mapped", sampled(list(MAPPED), test=["all"], quick=[]))
+def test_vmap(mapped: str):
+    axes = MAPPED[mapped]
+    args, options = call_of(dataclasses.replace(served(CASES["sum"]), tokens=20))
+    given = [x if axis is None else jnp.stack([x, x[::-1]]) for x, axis in zip(args, axes, strict=True)]
+    # One block of everything: the interpreter's effects have no place in a loop that is mapped.
+    cfg = config(None, 1 << 20, keep=False, recompute=True, tiles=(PAIR, SMALL))
+
+    def one(*args: Any) -> Found:
+        return directly(BACKEND, args, options, np.float32(1), None, cfg)
+
+    with interpret_mosaic():
+        got = jax.block_until_ready(jax.jit(jax.vmap(one, axes))(*given))
+    for index in range(2):
+        each = [x if axis is None else x[index] for x, axis in zip(given, axes, strict=True)]
+        check({name: x[index] for name, x in got.items()}, expected(each, options, 1.0, None))
 
 
 def test_reasons():

@@ -30,11 +30,17 @@ class HopperLogits:
 
     def statistics(self, x: jax.Array, labels: jax.Array, *, keep: bool) -> Statistics:
         """The statistics; and with ``keep`` the exponentials of the logits."""
-        shape = x.shape[:-1]
-        sums, shares = softmax_sums(
-            self.head, x.reshape(-1, x.shape[-1]), labels.reshape(-1),
-            sums_logits=self.needs_sum, keep=keep, tile=self.statistics_tile, sms=self.sms,
-        )  # fmt: skip
+        shape, head = x.shape[:-1], self.head
+
+        # One launch after another for mapped calls, which hold one element's exponentials at a time.
+        @jax.custom_batching.sequential_vmap
+        def run(x: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array) -> Any:
+            return softmax_sums(
+                head._replace(weight=weight, bias=bias), x, labels,
+                sums_logits=self.needs_sum, keep=keep, tile=self.statistics_tile, sms=self.sms,
+            )  # fmt: skip
+
+        sums, shares = run(x.reshape(-1, x.shape[-1]), head.weight, head.bias, labels.reshape(-1))
         # A pass over one number for each token and tile, by XLA.
         lse, label_logit, logit_sum = sums.combined()
         kept = None if shares is None else KeptShares(shares, sums.highest, self.statistics_tile.block_n)
@@ -63,10 +69,18 @@ class HopperLogits:
         self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
     ) -> jax.Array:
         """The same from recomputed logits."""
-        shape = x.shape[:-1]
-        vectors: Any = [None if each is None else each.reshape(-1) for each in cotangents]
-        found = logit_gradients(
-            self.head, x.reshape(-1, x.shape[-1]), labels.reshape(-1), lse.reshape(-1), vectors,
-            block.begin, block.first, block.size, epsilon=self.epsilon, tile=self.gradient_tile, sms=self.sms,
-        )  # fmt: skip
+        shape, head = x.shape[:-1], self.head
+
+        @jax.custom_batching.sequential_vmap
+        def run(x: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, *rest: Any) -> jax.Array:
+            return logit_gradients(
+                head._replace(weight=weight, bias=bias), x, labels, *rest,
+                size=block.size, epsilon=self.epsilon, tile=self.gradient_tile, sms=self.sms,
+            )  # fmt: skip
+
+        vectors = [None if each is None else each.reshape(-1) for each in cotangents]
+        rows = x.reshape(-1, x.shape[-1])
+        found: jax.Array = run(
+            rows, head.weight, head.bias, labels.reshape(-1), lse.reshape(-1), vectors, block.begin, block.first
+        )
         return found.reshape(*shape, block.size)
