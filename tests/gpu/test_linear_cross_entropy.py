@@ -118,6 +118,29 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[name], np.float32))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_more_logits_in_a_block_than_32_bits_count(recompute: bool, one_device: None):
+    """Beside XLA, whose blocks are smaller; 5 GB."""
+    pytest.importorskip("triton")
+    case = dataclasses.replace(LARGE, tokens=17000, d=32, vocab=131072, reduction="sum")
+    assert case.tokens * case.vocab > 2**31
+    args, options = call_of(case)
+    cotangents = cotangents_of(args[0], options)
+    kernel = LinearCrossEntropy()
+    given, kwargs = kernel.prepare(*args, **options)
+    problem = kernel.problem(*given, **kwargs)
+    cfgs = forms_of_triton(problem, case.tokens, case.vocab)[1 if recompute else 0 :][:1]
+    assert cfgs[0].backward.params.recompute == recompute
+    xla = PerDirection(
+        Choice("xla", None, XlaLossParams(1024, 1 << 20)),
+        Choice("xla", None, XlaLossBackwardParams(1024, 1 << 20, False)),
+    )
+    want, got = (results(args, options, cotangents, cfg) for cfg in (xla, *cfgs))
+    for name, exact in want.items():
+        exact, found = (np.asarray(x, np.float64) for x in (exact, got[name]))
+        np.testing.assert_allclose(found, exact, atol=0.02 * np.abs(exact).max(), err_msg=name)
+
+
 def test_no_logits_in_memory(one_device: None):
     """The temporaries of the chosen config are a small part of the logits."""
     case = dataclasses.replace(LARGE, tokens=16384, d=64, vocab=65536)
