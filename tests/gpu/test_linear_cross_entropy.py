@@ -103,12 +103,12 @@ def test_hopper(name: str, one_device: None):
     if not listed:
         pytest.skip("not on this GPU")
     for cfg in listed[:3]:
-        got = results(args, options, cotangents, cfg)
+        got = compiled(options, cotangents, cfg)(*args)
         check(got, want, str(cfg)) if name != "huge_logits" else huge(got, want)
 
 
-def results(args: Any, options: dict[str, Any], cotangents: Any, cfg: Any) -> Found:
-    return jax.jit(lambda *xs: through(LinearCrossEntropy(), xs, options, *cotangents, cfg))(*args)
+def compiled(options: dict[str, Any], cotangents: Any, cfg: Any) -> Any:
+    return jax.jit(lambda *xs: through(LinearCrossEntropy(), xs, options, *cotangents, cfg))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,34 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
     kernels = (TritonLinearCrossEntropy(), HopperLinearCrossEntropy())
     each = [cfg for backend in kernels for cfg in forms_of(backend, problem, block_tokens=384, block_vocab=4096)]
     for cfg in (None, *forms_of_xla()[1:2], *each):
-        got, again = (results(args, options, cotangents, cfg) for _ in range(2))
+        program = compiled(options, cotangents, cfg)
+        got, again = program(*args), program(*args)
         check(got, want, str(cfg))
         for name, x in got.items():
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[name], np.float32))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_more_logits_in_a_block_than_32_bits_count(recompute: bool, one_device: None):
+    """Beside XLA, whose blocks are smaller; 5 GB."""
+    pytest.importorskip("triton")
+    case = dataclasses.replace(LARGE, tokens=17000, d=32, vocab=131072, reduction="sum")
+    assert case.tokens * case.vocab > 2**31
+    args, options = call_of(case)
+    cotangents = cotangents_of(args[0], options)
+    kernel = LinearCrossEntropy()
+    given, kwargs = kernel.prepare(*args, **options)
+    problem = kernel.problem(*given, **kwargs)
+    listed = forms_of_triton(problem, case.tokens, case.vocab)
+    cfg = next(each for each in listed if each.backward.params.recompute == recompute)
+    xla = PerDirection(
+        Choice("xla", None, XlaLossParams(1024, 1 << 20)),
+        Choice("xla", None, XlaLossBackwardParams(1024, 1 << 20, False)),
+    )
+    want, got = (compiled(options, cotangents, each)(*args) for each in (xla, cfg))
+    for name, exact in want.items():
+        exact, found = (np.asarray(x, np.float64) for x in (exact, got[name]))
+        np.testing.assert_allclose(found, exact, atol=0.02 * np.abs(exact).max(), err_msg=name)
 
 
 def test_no_logits_in_memory(one_device: None):

@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tilewright
 
 pytest.importorskip("triton")
 
@@ -22,7 +26,7 @@ from tests.kernels.linear_cross_entropy.conformance import (
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.triton.params import TritonTile
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import MAX_VOCAB, TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.params import (
@@ -310,3 +314,37 @@ def test_blocks_fit_into_the_workspace(vocab: int):
     assert count * classes - vocab < 256 * count
     assert even_blocks(vocab, 10**9) == vocab
     assert even_blocks(1000, 256) == 256
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_types_in_shard_map(form: str, check_vma: bool):
+    """What a launch returns can be carried by the loops, and is typed as different on each device."""
+    args, options = arrays_of(tokens=20, dtype="bfloat16", label_smoothing=0.1)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    kernel, cfg = LinearCrossEntropy(), FORMS[form]
+
+    def call(*arrays: Any) -> Any:
+        given, kwargs = kernel.prepare(*arrays, **options)
+        inputs = kernel.inputs(*given, **kwargs)
+        results = BACKEND.forward(inputs, cfg.forward.params)
+        gradients = BACKEND.backward(inputs, results, LossResults(None, None, total=results.total), cfg.backward.params)
+        return [x[None] for x in (results.lse, results.logit_sum, gradients["x"], gradients["weight"])]
+
+    def traced(out: Any) -> Any:
+        specs = (P("tokens"), P(), P("tokens"))
+        return jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma), *args)
+
+    assert [x.shape for x in traced(P("tokens"))] == [(2, 10), (2, 10), (2, 10, 24), (2, 24, 301)]
+    if check_vma:
+        with pytest.raises(ValueError, match="out_specs"):
+            traced(P())
+
+
+def test_types_with_a_mesh_in_context():
+    args, options = arrays_of(tokens=20, label_smoothing=0.1)
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    with tilewright.target_device(H100.name):
+        for form in FORMS.values():
+            call = lambda *arrays, form=form: directly(BACKEND, arrays, options, np.float32(1), None, form)
+            assert jax.eval_shape(call, *given)["weight"].shape == args[1].shape
