@@ -25,7 +25,6 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
-from tilewright.kernels.grouped_matmul.triton.params import TritonTile
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import MAX_VOCAB, TritonLinearCrossEntropy
@@ -40,6 +39,7 @@ from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
+from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import tagged, untagged
 

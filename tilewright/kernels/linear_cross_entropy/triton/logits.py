@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.grouped_matmul.triton.backend import tl_precision
-from tilewright.kernels.grouped_matmul.triton.params import TritonTile, fitted
 from tilewright.kernels.linear_cross_entropy.blocks.kept import KeptShares, narrow_dtype
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
 from tilewright.kernels.sharding import varying_as
 from tilewright.kernels.triton import launch
+from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 
 GROUP = 8
 """Tiles of rows whose programs are beside each other for the same classes."""
