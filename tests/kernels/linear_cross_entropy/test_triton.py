@@ -25,6 +25,7 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
+from tilewright.kernels.linear_cross_entropy.blocks.sizes import even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import MAX_VOCAB, TritonLinearCrossEntropy
@@ -33,7 +34,6 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     TritonLossBackwardParams,
     TritonLossParams,
     block_sizes,
-    even_blocks,
 )
 from tilewright.kernels.portfolio import Choice, PerDirection
 from tilewright.kernels.registry import Implementation
@@ -312,8 +312,8 @@ def test_blocks_fit_into_the_workspace(vocab: int):
     assert 2 * tokens * classes <= 1.01 * WORKSPACE
     count = -(-vocab // classes)
     assert count * classes - vocab < 256 * count
-    assert even_blocks(vocab, 10**9) == vocab
-    assert even_blocks(1000, 256) == 256
+    assert even_blocks(vocab, 10**9, 256) == vocab
+    assert even_blocks(1000, 256, 256) == 256
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons, narrow_dtype
+from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import TritonTile
@@ -126,13 +127,7 @@ def block_sizes(problem: LossProblem, *, keep: bool) -> tuple[int, int]:
         tokens //= 2
     if keep:  # what is kept of a token is of the whole vocabulary
         return tokens, problem.vocab
-    return tokens, even_blocks(problem.vocab, max(256, WORKSPACE // (size * tokens)))
-
-
-def even_blocks(vocab: int, limit: int) -> int:
-    """Classes of a block up to a limit, such that the last block has few in common with the one before."""
-    count = -(-vocab // limit)
-    return min(vocab, -(-vocab // (256 * count)) * 256)
+    return tokens, even_blocks(problem.vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
 
 
 def listed_params(problem: LossProblem, device: Device, direction: Direction) -> list[Params]:
@@ -142,7 +137,7 @@ def listed_params(problem: LossProblem, device: Device, direction: Direction) ->
     tokens, vocab = block_sizes(problem, keep=keep)
     sizes = [(2 * tokens, vocab), (tokens // 2, vocab)]
     if not keep:
-        sizes.append((2 * tokens, even_blocks(problem.vocab, max(256, vocab // 4))))
+        sizes.append((2 * tokens, even_blocks(problem.vocab, max(MULTIPLE, vocab // 4), MULTIPLE)))
     if direction == "forward":
         listed: list[Params] = [TritonLossParams(tokens, vocab, tile, tile, keep) for tile in found]
         return [*listed, *(TritonLossParams(*each, found[0], found[0], keep) for each in sizes)]
