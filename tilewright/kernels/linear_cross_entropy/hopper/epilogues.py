@@ -71,7 +71,7 @@ class LogitTiles:
 
     Attributes:
       begin: ``[1]``, the class of the result's first column; None for 0.
-      bias: float32 ``[vocab]``, padded by a tile; or None.
+      bias: float32, of the result's columns, padded by a tile; or None.
       tail: the number of classes if that of the last tile may be lower than its columns, else None.
     """
 
@@ -84,11 +84,14 @@ class LogitTiles:
         """A tile in parts."""
         (tile,) = sums
         first = place.column if self.begin is None else self.begin[0] + place.column
-        return [self._part(tile[:, at : at + PART], first + at) for at in range(0, tile.shape[1], PART)]
+        return [
+            self._part(tile[:, at : at + PART], first + at, place.column + at) for at in range(0, tile.shape[1], PART)
+        ]
 
-    def _part(self, logits: jax.Array, column: Any) -> Part:
+    def _part(self, logits: jax.Array, column: Any, result_column: Any) -> Part:
         if self.bias is not None:
-            bias = plgpu.load(self.bias.at[pl.ds(column, PART)], layout=column_layout(), optimized=False)
+            # Two columns at a time, so from a multiple of 8 bytes: a block of the vocabulary may begin anywhere.
+            bias = plgpu.load(self.bias.at[pl.ds(result_column, PART)], layout=column_layout(), optimized=False)
             logits = logits + spread(bias, (logits.shape[0], PART), 1)
         if self.soft_cap is not None:
             # tanh by exp2, as the hardware's own has 11 bits. What overflows gives 1, and what underflows -1.

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.epilogue import Epilogue
@@ -71,7 +72,7 @@ def softmax_sums(
     if keep:
         results = [jax.ShapeDtypeStruct((tokens, vocab), x.dtype), *results]
     epilogue = SoftmaxSums(
-        _tiles(head, None, tail, tile), jnp.pad(labels, padding, constant_values=-1), sums_logits, keep
+        _tiles(head, None, vocab, tail, tile), jnp.pad(labels, padding, constant_values=-1), sums_logits, keep
     )
     found = _call(head, x, vocab, None, results, epilogue, tile, sms)
     # Tiles of a cluster behind the last one, and rows behind the last token, hold anything.
@@ -109,7 +110,7 @@ def logit_gradients(
 
     begin = None if size == head.vocab else jnp.asarray(begin, jnp.int32).reshape(1)
     epilogue = LogitGradients(
-        _tiles(head, begin, None, tile),
+        _tiles(head, begin, size, None, tile),
         jnp.pad(labels, padding, constant_values=-1),
         padded(lse),
         padded(of_lse),
@@ -131,9 +132,11 @@ def _padding(tokens: int, tile: MatmulParams) -> tuple[tuple[int, int], int]:
     return (0, padded - tokens), padded
 
 
-def _tiles(head: HeadArrays, begin: jax.Array | None, tail: int | None, tile: MatmulParams) -> LogitTiles:
+def _tiles(head: HeadArrays, begin: jax.Array | None, size: int, tail: int | None, tile: MatmulParams) -> LogitTiles:
     bias = head.bias
     if bias is not None:
+        if begin is not None:
+            bias = lax.dynamic_slice_in_dim(bias, begin[0], size)
         bias = jnp.pad(bias.astype(jnp.float32), (0, tile.block_n * tile.cluster_n))
     return LogitTiles(begin, bias, head.soft_cap, tail)
 
