@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 import jax
 
+from tilewright.ops.config import agreement
 from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides, synchronise
 from tilewright.ops.config.selection import ConfigSelectorChain, default_chain
@@ -117,6 +118,9 @@ class Executor(Generic[Cfg, Out]):
             unbuilt = self.chooser.not_built(inv, selection)
             if unbuilt is not None:
                 step += f", until {', '.join(map(str, unbuilt[1]))} is built, for {describe_config(unbuilt[0])}"
+            leader = self.chooser.leader(inv)
+            if step not in ("explicit", agreement.STEP) and leader not in (None, jax.process_index()):
+                step += f", unless process {leader} decides otherwise when the program is compiled"
             refused = "" if step in ("explicit", "overlay", "lock") else self.chooser.lock_refusal(inv)
             if refused:
                 step += f", but the call is an error: {refused}"

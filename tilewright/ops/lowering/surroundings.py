@@ -147,6 +147,27 @@ def _fields(value: object) -> Any:
     return value
 
 
+def program_devices(ctx: mlir.LoweringRuleContext) -> Iterable[jax.Device] | None:
+    """The devices that will run the program that is being lowered; ``None`` if JAX does not say.
+
+    JAX lowers for a number of devices. It would name them to primitives that it is told to, but then refuses programs
+    with several meshes.
+    """
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, ShardingContext):
+        return jax.local_devices()[:1] if axes.num_devices == 1 else axes.device_assignment
+    mesh = getattr(axes, "mesh", None)
+    return tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def operand_devices(operands: Iterable[object]) -> Iterable[jax.Device] | None:
+    """The devices of concrete arrays; ``None`` if one is traced."""
+    arrays = list(operands)
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
+        return None
+    return {device for x in arrays if isinstance(x, jax.Array) for device in x.devices()}
+
+
 def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:
     """The properties from a lowering rule's context; ``None`` if a shared lowering would not fit into the program.
 
