@@ -27,6 +27,7 @@ from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.lowering.call import Selector, apply
 from tilewright.ops.lowering.programs import Program, Programs
+from tilewright.ops.lowering.surroundings import operand_devices
 from tilewright.ops.types import Cfg, Out
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.target import check_runs_here
@@ -58,7 +59,8 @@ class Executor(Generic[Cfg, Out]):
                 break
         else:
             check_runs_here()
-            out = self._program(kernel, selector, structure, arrays).run(arrays)
+            with agreement.run_by(lambda: operand_devices(arrays)):
+                out = self._program(kernel, selector, structure, arrays).run(arrays)
         return out
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:

@@ -163,6 +163,10 @@ def main():
         os.environ["TILEWRIGHT_AGREE_TIMEOUT_S"] = "1"
         with use_lock(lock_of(kernel, {5: 20 + INDEX})):
             out["two locks"] = failing(kernel, 5) if INDEX else lower_only(executor, kernel, mesh, 5)
+    elif SCENARIO == "ops":
+        out |= real_ops(mesh, records)
+    elif SCENARIO == "local":
+        out |= local_programs(executor, kernel, store)
     elif SCENARIO == "silent":
         if INDEX == 1:
             out["silent"] = failing(kernel, 2)
@@ -175,6 +179,61 @@ def main():
     done = job_store.distributed.global_state.client
     getattr(done, "_client", done).wait_at_barrier("tests-done", 30000)
     os._exit(0)
+
+
+def real_ops(mesh, records):
+    """Attention and a matmul, with gradients, of which process 1 has measured other configs."""
+    from tilewright.kernels import kernel as kernel_of
+    from tilewright.modules import flash_attention, matmul
+    from tilewright.ops.config.selection import default_chain
+    from tilewright.ops.kernel.prepared import prepared
+
+    x = jnp.ones((1, 256, 2, 8))
+    attention = kernel_of("flash_attention")
+    inv, _ = prepared(attention, (x, x, x), {"causal": True}, concrete=False)
+    heuristic = attention.heuristic_cfg(inv)
+    others = [c for c in attention.config_space(inv) if c != heuristic and c.implementation == heuristic.implementation]
+    if INDEX == 1:
+        default_chain().cache.put(inv.key, others[0])
+
+    def loss(x, w):
+        y = flash_attention(x, x, x, causal=True).reshape(x.shape[0], x.shape[1], -1)
+        return jax.lax.psum(jnp.sin(matmul(y, w)).sum(), "x")
+
+    step = jax.jit(jax.value_and_grad(jax.shard_map(loss, mesh=mesh, in_specs=(P("x"), P()), out_specs=P()), (0, 1)))
+    random = np.random.default_rng(0)
+    whole = random.standard_normal((2, 256, 2, 8)).astype(np.float32)
+    given = jax.make_array_from_process_local_data(NamedSharding(mesh, P("x")), whole[INDEX : INDEX + 1])
+    w = jax.make_array_from_process_local_data(NamedSharding(mesh, P()), np.ones((16, 4), np.float32), (16, 4))
+    value, (_, d_w) = step(given, w)
+    text = step.lower(given, w).as_text()
+    return {
+        "differ": len(others) > 0,
+        "value": float(value.addressable_shards[0].data),
+        "d_w": np.asarray(d_w.addressable_shards[0].data).sum().item(),
+        "text": hash_of(text),
+        "warnings": records.found,
+    }
+
+
+def local_programs(executor, kernel, store):
+    """Programs of the two devices that each process has, without an answer from anybody."""
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("y",))
+    sharding = NamedSharding(mesh, P("y"))
+    x = jax.device_put(np.zeros((2, 3), np.float32), sharding)
+    store(kernel, 3, 10 + INDEX)
+    out = {}
+    if INDEX == 1:
+        call = jax.shard_map(lambda x: executor(kernel, x), mesh=mesh, in_specs=P("y"), out_specs=P("y"))
+        out["mapped"] = np.asarray(jax.jit(call)(x)).ravel().tolist()
+        out["eager"] = float(np.asarray(executor(kernel, x)).max())
+        with jax.set_mesh(mesh):
+            out["in a mesh"] = float(np.asarray(jax.jit(lambda x: executor(kernel, x))(x)).max())
+        try:
+            out["by arrays"] = float(np.asarray(jax.jit(lambda x: executor(kernel, x) + 1)(x)).max())
+        except AgreementError as error:
+            out["by arrays"] = str(error)
+    return out
 
 
 def hash_of(text):

@@ -89,6 +89,26 @@ def test_a_lock_or_an_overlay_of_all_processes_decides_and_one_that_differs_is_a
     assert 1 <= one["two locks"]["seconds"] < 10
 
 
+def test_attention_and_matmul_with_gradients_are_one_program():
+    (zero, one), errors = run_job("ops", TILEWRIGHT_AGREE_TIMEOUT_S="20")
+    assert None not in (zero, one), errors
+    assert zero["differ"]
+    assert zero["text"] == one["text"]
+    assert (zero["value"], zero["d_w"]) == (one["value"], one["d_w"])
+    assert zero["warnings"] == []
+    (warning,) = one["warnings"]
+    assert warning.startswith("flash_attention (forward) for ")
+
+
+def test_programs_of_one_process_are_its_own():
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "TILEWRIGHT_AGREE_TIMEOUT_S": "1"}
+    (zero, one), errors = run_job("local", **environment)
+    assert None not in (zero, one), errors
+    assert one["mapped"] == [11] * 6
+    assert one["eager"] == one["in a mesh"] == 0  # of another shape than the one in its cache
+    assert "process 0 did not decide adds (forward) for f32[2,3]" in one["by arrays"]
+
+
 def test_a_process_that_gets_no_answer_raises_in_time():
     (zero, one), errors = run_job("silent", TILEWRIGHT_AGREE_TIMEOUT_S="2")
     assert None not in (zero, one), errors

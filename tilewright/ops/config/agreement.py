@@ -10,8 +10,8 @@ collective takes part, the order of the calls does not matter, and a decision ho
 the case                              what happens
 ====================================  ==========================================================================
 ``jax.distributed`` not initialised   nothing: one process, no cost
-program on devices of one process     nothing, if JAX shows it: for one device, and inside of ``shard_map``; a program
-                                      that may belong to several processes is decided together
+program on devices of one process     nothing, if JAX shows which devices run it (`program_devices`); a program that may
+                                      belong to several processes is decided together
 ``policy_override(agree=False)``,     nothing: each process chooses and measures for itself
 ``TILEWRIGHT_AGREE=0``
 explicit ``cfg=``                     nothing: it is part of the program
@@ -40,6 +40,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -69,14 +70,21 @@ STEP = "agreed"
 _PROCESSES: ContextVar[frozenset[int] | None] = ContextVar("tilewright_processes", default=None)
 
 
+_ALONE = contextlib.nullcontext()
+
+
+def run_by(devices: Callable[[], Iterable[jax.Device] | None]) -> AbstractContextManager[None]:
+    """States which devices run the program whose calls are decided in the context; ``None``: those stated before."""
+    return _run_by(devices) if is_distributed() else _ALONE
+
+
 @contextlib.contextmanager
-def run_by(devices: Callable[[], Iterable[jax.Device] | None]) -> Iterator[None]:
-    """States which devices run the program whose calls are decided in the context; ``None``: any of the job's."""
-    if not is_distributed():
+def _run_by(devices: Callable[[], Iterable[jax.Device] | None]) -> Iterator[None]:
+    found = devices()
+    if found is None:
         yield
         return
-    found = devices()
-    reset = _PROCESSES.set(None if found is None else frozenset(device.process_index for device in found))
+    reset = _PROCESSES.set(frozenset(device.process_index for device in found))
     try:
         yield
     finally:

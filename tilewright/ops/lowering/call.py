@@ -200,7 +200,8 @@ def _impl(*operands: jax.Array, call: Call, mapped: tuple[MappedAxis, ...]) -> A
         return lambda *values: call_p.bind(*values, call=dataclasses.replace(call), mapped=mapped)
 
     selector = call.selector
-    return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
+    with run_by(lambda: operand_devices(operands)):
+        return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
 
 
 call_p.def_impl(_impl)
