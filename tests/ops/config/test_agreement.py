@@ -295,7 +295,18 @@ def test_an_announced_tuning_is_waited_for_longer(job, monkeypatch):
         assert chain_of().choose(inv_of()).config == Step(5)
 
 
-def test_a_tuning_that_fails_is_not_waited_for(job, monkeypatch):
+def test_a_tuning_that_fails_is_not_waited_for_any_longer(job, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_AGREE_TUNING_S", "100")
+    announced = f"{agreement.Topic(inv_of(), 0).name}/measuring"
+    job.store.texts[announced] = "1"
+    threading.Timer(0.3, lambda: job.store.texts.clear()).start()
+    began = time.monotonic()
+    with job.process(1), pytest.raises(AgreementError, match="process 0 did not decide"):
+        chain_of().choose(inv_of())
+    assert 0.2 < time.monotonic() - began < 10
+
+
+def test_a_tuning_that_fails_is_no_longer_announced(job, monkeypatch):
     def fail():
         raise KeyboardInterrupt
 
@@ -352,12 +363,14 @@ def test_overlays_must_decide_alike(job):
     with job.process(1), overlay(10):
         found = chain_of().choose(inv_of())
         assert (found.config, found.step) == (Step(10), "overlay")
+    with job.process(2), overlay(11), pytest.raises(AgreementError, match="decides: give all processes the same one"):
+        chain_of().choose(inv_of())
+    with job.process(0):
+        with overlay(11):  # another overlay later in the program
+            assert chain_of().choose(inv_of()).config == Step(11)
+        assert chain_of(12).choose(inv_of()).config == Step(12)  # and none
     with job.process(2):
-        assert chain_of().choose(inv_of()).config == Step(10)  # without an overlay it follows
-        with overlay(11), pytest.raises(AgreementError, match="overlay or lock decides: give all processes the same"):
-            chain_of().choose(inv_of())
-    with job.process(0), overlay(11):  # another overlay later in the program
-        assert chain_of().choose(inv_of()).config == Step(11)
+        assert chain_of(13).choose(inv_of()).config == Step(12)
 
 
 def test_an_inspected_program_asks_nobody(job):

@@ -81,9 +81,9 @@ def test_a_lock_or_an_overlay_of_all_processes_decides_and_one_that_differs_is_a
     assert zero["locked"] == one["locked"] == [7, 14]
     assert zero["overlaid"] == one["overlaid"] == [8, 16]
     assert zero["one has a lock"] == one["one has a lock"] == [6, 12]
-    assert zero["warnings"] == []
+    assert [text for text in zero["warnings"] if "does not decide" not in text] == []
     (warning,) = one["warnings"]
-    assert all(text in warning for text in ("from: lock, given in the program", "from: heuristic"))
+    assert all(text in warning for text in ("from: lock, /", "from: heuristic"))
     assert zero["two locks"] == "lowered"
     assert "give all processes the same one" in one["two locks"]["error"]
     assert 1 <= one["two locks"]["seconds"] < 10

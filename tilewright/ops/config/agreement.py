@@ -25,9 +25,10 @@ inspection, symbolic sizes,           nothing: nothing runs, or each process exp
 ``target_device``
 ====================================  ==========================================================================
 
-A leader that decides by an overlay or a lock publishes its choice for processes without one too, unless it has decided
-the call before. Calls are named by their keys with the kind of device as JAX names it, so devices of different kinds
-have leaders of their own; what differs between hosts of one kind, such as the number of a CPU's cores, is left out.
+A leader that decides by the environment's lock also publishes its choice for processes that lack the lock. Other locks
+and overlays are in force in parts of a program, and what they decide counts there alone. Calls are named by their keys
+with the kind of device as JAX names it, so devices of different kinds have leaders of their own; what differs between
+hosts of one kind, such as the number of a CPU's cores, is left out.
 """
 
 import contextlib
@@ -68,8 +69,6 @@ STEP = "agreed"
 
 # The processes whose devices run the program that is being lowered; None where that is not known.
 _PROCESSES: ContextVar[frozenset[int] | None] = ContextVar("tilewright_processes", default=None)
-
-
 _ALONE = contextlib.nullcontext()
 
 
@@ -210,8 +209,11 @@ def agree(inv: Invocation[Any, Any], leader: int, own: Callable[[], Selection], 
     return _follow(topic, own(), _wait(topic))
 
 
-def confirm(inv: Invocation[Any, Any], leader: int, selection: Selection) -> Selection:
+def confirm(inv: Invocation[Any, Any], leader: int, selection: Selection, *, everywhere: bool) -> Selection:
     """Returns a choice that an overlay or a lock made, after the leader has made it too.
+
+    Args:
+      everywhere: it holds in the whole program, so that a process without it follows.
 
     Raises:
       AgreementError: the leader has not decided alike, or has not decided in time.
@@ -222,7 +224,7 @@ def confirm(inv: Invocation[Any, Any], leader: int, selection: Selection) -> Sel
         return selection
     if topic.leads:
         _publish(topic, selection)
-        if (leader, inv.key, "") not in memory.known:  # for processes that have no such overlay or lock
+        if everywhere and (leader, inv.key, "") not in memory.known:
             plain = dataclasses.replace(topic, scope="")
             _follow(plain, selection, _publish(plain, selection))
     else:
@@ -272,21 +274,20 @@ def _publish(topic: Topic, selection: Selection) -> dict[str, Any]:
 
 
 def _wait(topic: Topic, own: Selection | None = None) -> dict[str, Any]:
-    """Waits for the leader's choice."""
+    """Waits for the leader's choice, and longer while the leader says that it measures."""
     began = time.monotonic()
-    limit = _seconds("TILEWRIGHT_AGREE_TIMEOUT_S", TIMEOUT_S)
-    while True:
+    usual, tuning = _seconds("TILEWRIGHT_AGREE_TIMEOUT_S", TIMEOUT_S), _seconds("TILEWRIGHT_AGREE_TUNING_S", TUNING_S)
+    waited, measured = 0.0, False
+    while waited < (max(usual, tuning) if measured else usual):
+        left = (usual if waited < usual else tuning) - waited
         with _reaching(topic):
-            text = job_store.wait_for(topic.name, min(limit - (time.monotonic() - began), POLL_S))
+            text = job_store.wait_for(topic.name, min(left, POLL_S))
+            if text is not None:
+                found: dict[str, Any] = json.loads(text)
+                return found
             waited = time.monotonic() - began
-            measured = text is None and waited >= limit and job_store.get(f"{topic.name}/measuring") is not None
-        if text is not None:
-            found: dict[str, Any] = json.loads(text)
-            return found
-        if measured:
-            limit = max(limit, _seconds("TILEWRIGHT_AGREE_TUNING_S", TUNING_S))
-        if waited >= limit:
-            raise AgreementError(_unanswered(topic, own, waited, measured))
+            measured = waited >= usual and job_store.get(f"{topic.name}/measuring") is not None
+    raise AgreementError(_unanswered(topic, own, waited, measured))
 
 
 @contextlib.contextmanager

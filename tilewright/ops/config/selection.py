@@ -154,7 +154,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             selection = selection or self._miss(inv, overrides)
             self._chosen(inv, selection, overrides)
         elif selection is not None and given:
-            selection = agreement.confirm(inv, leader, selection)
+            everywhere = selection.step == "lock" and not overrides.locks
+            selection = agreement.confirm(inv, leader, selection, everywhere=everywhere)
         else:
             selection = self._agreed_choice(inv, selection, leader, overrides)
         if self.on_event is not None:
