@@ -11,7 +11,8 @@ Device i of n gets part i − s from its left neighbour in step s = 1 ... h, and
 step s = 1 ... g. A ring has h = n − 1 and g = 0. In both directions h = ⌊n/2⌋ and g = ⌊(n − 1)/2⌋: half the steps, if
 the links to both neighbours are separate. Sums take the same ways back: S_j starts at the devices that are h steps to
 one and g to the other side of j, each device on the way adds its partial product, and j adds both to its own. The
-transfer of a step does not depend on the matmul beside it, so XLA can run both at the same time.
+transfer of a step does not depend on the matmul beside it, so XLA can run both at the same time. Barriers keep it from
+merging the matmuls of several parts, or one with the sum that its product is added to: either would wait.
 """
 
 import dataclasses
@@ -117,6 +118,13 @@ def _matmul(
     )  # fmt: skip
 
 
+def _part_matmul(part: jax.Array, rhs: jax.Array, options: RingOptions, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """``part · rhs`` as a matmul of its own."""
+    part, rhs = lax.optimization_barrier((part, rhs))
+    product: jax.Array = lax.optimization_barrier(_matmul(part, rhs, options, dtype))
+    return product
+
+
 def _gather_visiting[Carry](
     x: jax.Array,
     options: RingOptions,
@@ -166,7 +174,7 @@ def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> ja
         return _matmul(_gathered(lhs, options), rhs, options, options.out_dtype)
 
     def visit(out: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-        product = _matmul(part, rhs, options, options.out_dtype)
+        product = _part_matmul(part, rhs, options, options.out_dtype)
         return lax.dynamic_update_slice_in_dim(out, product, index * rows, axis=out.ndim - 2)
 
     out = _unwritten((*lhs.shape[:-2], rows * options.devices, n), options.out_dtype, lhs, rhs)
@@ -187,7 +195,7 @@ def scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> j
     here = lax.axis_index(options.axis_name)
 
     def partial(index: jax.Array) -> jax.Array:
-        return _matmul(_rows_of(lhs, index % devices, rows), rhs, options, wide)
+        return _part_matmul(_rows_of(lhs, index % devices, rows), rhs, options, wide)
 
     to_right, to_left = options.steps(strategy)
     total_right = total_left = None
@@ -272,7 +280,7 @@ def _reduce_scatter_backward(
 
     def visit(totals: tuple[jax.Array, jax.Array], part: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_lhs, d_rhs = totals
-        product = _matmul(part, rhs, other, lhs.dtype)
+        product = _part_matmul(part, rhs, other, lhs.dtype)
         d_lhs = lax.dynamic_update_slice_in_dim(d_lhs, product, index * rows, axis=d_lhs.ndim - 2)
         return d_lhs, d_rhs + _of_rhs(_rows_of(lhs, index, rows), part, options, wide)
 
