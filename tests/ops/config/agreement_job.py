@@ -58,7 +58,7 @@ class Adds(Kernel[Step, jax.Array]):
         return ["it is too large for this process"] if cfg.size == 99 and INDEX == 1 else []
 
     def sample_inputs(self, inv, key):
-        time.sleep(2.5)  # a tuning that takes longer than others wait for an answer
+        time.sleep(1.5)  # a tuning that takes longer than others wait for an answer
         return super().sample_inputs(inv, key)
 
 
@@ -174,7 +174,7 @@ def main():
             out["silent"] = failing(kernel, 2)
     elif SCENARIO == "killed":
         if INDEX == 0:
-            threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             time.sleep(60)
         out["killed"] = failing(kernel, 2)
     print("JSON " + json.dumps(out), flush=True)

@@ -110,9 +110,9 @@ def test_programs_of_one_process_are_its_own():
 
 
 def test_a_process_that_gets_no_answer_raises_in_time():
-    (zero, one), errors = run_job("silent", TILEWRIGHT_AGREE_TIMEOUT_S="2")
+    (zero, one), errors = run_job("silent", TILEWRIGHT_AGREE_TIMEOUT_S="1")
     assert None not in (zero, one), errors
-    assert 2 <= one["silent"]["seconds"] < 10
+    assert 1 <= one["silent"]["seconds"] < 10
     for text in ("process 0 did not decide adds (forward)", "TILEWRIGHT_AGREE_TIMEOUT_S", "TILEWRIGHT_AGREE=0"):
         assert text in one["silent"]["error"]
 
