@@ -1,4 +1,4 @@
-"""Attention as functions: ``flash_attention``, and ``dot_product_attention`` in the place of JAX's."""
+"""Attention as functions: ``flash_attention``, the same over split sequences, and JAX's ``dot_product_attention``."""
 
 from typing import Any, Literal
 
@@ -11,9 +11,18 @@ from jax import lax
 from jax.nn import dot_product_attention as jax_dot_product_attention
 from jax.typing import ArrayLike
 
+from tilewright.kernels.context_parallel.layout import unzigzag, zigzag
+from tilewright.kernels.context_parallel.op import context_parallel_attention
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
 
-__all__ = ["FlashAttention", "dot_product_attention", "flash_attention"]
+__all__ = [
+    "FlashAttention",
+    "context_parallel_attention",
+    "dot_product_attention",
+    "flash_attention",
+    "unzigzag",
+    "zigzag",
+]
 
 _FLASH_ATTENTION = FlashAttention()
 
