@@ -4,15 +4,21 @@
 | --- | --- |
 | step of shift s | device i has the keys of device i − s |
 | partial result | out in float32 and lse, over the keys that were seen so far |
-| contribution | dK and dV in float32 of the keys that a device holds, from its own queries |
+| contribution | dK and dV in float32, one after another in one array, of the keys that a device holds |
 
 Order of issue, forward: the hop to step t + 1; the kernels of step t; their combination. Backward: the hop of the keys
 to step t + 1, and that of dK and dV from step t − 1; the kernels of step t; their sum. Transfers read nothing that the
 kernels of the step write, so XLA runs both at once. An ``optimization_barrier`` after each step keeps it from running
 ahead with the transfers of later steps, each of which needs memory for another shard.
+
+XLA has one ``collective-permute`` under way at a time, and waits at once for all others. So what travels together is
+one array: the bits of keys, values and ids one after another, of which kernels read slices.
 """
 
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,18 +48,65 @@ class Keys(NamedTuple):
     ids: jax.Array | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Travelling:
+    """The keys, values and ids of a device as one array of their bits, of which None stands for its own.
+
+    Attributes:
+      own: those with which the device begins.
+    """
+
+    own: Keys
+
+    @property
+    def bits(self) -> np.dtype:
+        """The unsigned integers of the size of a key's elements; no operation changes these, as it may a float."""
+        return np.dtype(f"uint{8 * self.own.key.dtype.itemsize}")
+
+    def hop(self, held: jax.Array | None, axis: AxisName, by: int) -> jax.Array | None:
+        """Sends what a device holds ``by`` devices on."""
+        if by % lax.axis_size(axis) == 0:
+            return held
+        if held is None:
+            parts = [lax.bitcast_convert_type(each, self.bits) for each in (self.own.key, self.own.value)]
+            if self.own.ids is not None:
+                # Wider than 32 bits only for float64 keys.
+                ids = self.own.ids.astype(np.int64) if self.bits.itemsize == 8 else self.own.ids
+                parts.append(lax.bitcast_convert_type(ids, self.bits))
+            held = _in_one(parts)
+        return _hop(held, axis, by)
+
+    def keys(self, held: jax.Array | None) -> Keys:
+        """The arrays that a device holds."""
+        if held is None:
+            return self.own
+        shapes = [self.own.key.shape, self.own.value.shape]
+        halves = max(4 // self.bits.itemsize, 1)
+        if self.own.ids is not None:
+            shapes.append((*self.own.ids.shape, halves) if halves > 1 else self.own.ids.shape)
+        key, value, *ids = _cut(held, shapes)
+        wide = np.int64 if self.bits.itemsize == 8 else np.int32
+        return Keys(
+            lax.bitcast_convert_type(key, self.own.key.dtype),
+            lax.bitcast_convert_type(value, self.own.value.dtype),
+            lax.bitcast_convert_type(ids[0], wide).astype(np.int32) if ids else None,
+        )
+
+    def no_contribution(self, dtype: Any) -> jax.Array:
+        """Gradients of zero."""
+        zeros = [jnp.zeros(each.shape, dtype) for each in (self.own.key, self.own.value)]
+        return vary_over(varying_axes(self.own), _in_one(zeros))
+
+    def gradients(self, flat: jax.Array) -> list[jax.Array]:
+        """The gradients of key and value."""
+        return _cut(flat, [self.own.key.shape, self.own.value.shape])
+
+
 class Partial(NamedTuple):
     """``[batch, q_length, heads, value_dim]`` and ``[batch, heads, q_length]``, both float32 or wider."""
 
     out: jax.Array
     lse: jax.Array
-
-
-class Contribution(NamedTuple):
-    """Gradients of keys and values, float32 or wider."""
-
-    key: jax.Array
-    value: jax.Array
 
 
 def ring_attention(
@@ -97,12 +150,15 @@ def _forward(
     steps = ring_steps(call.layout, call.static_band)
     index = lax.axis_index(call.axis)
     partial = _nothing(query, value)
-    held = _hop(Keys(key, value, ids), call.axis, steps[0].shift if steps else 0)
+    travelling = Travelling(Keys(key, value, ids))
+    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        arriving = None if following is None else _hop(held, call.axis, following.shift - step.shift)
+        arriving = None if following is None else travelling.hop(held, call.axis, following.shift - step.shift)
 
-        def compute(plan: Sequence[Rectangle], operands: tuple[Keys, Partial], shift: int = step.shift) -> Partial:
-            keys, partial = operands
+        def compute(
+            plan: Sequence[Rectangle], operands: tuple[jax.Array | None, Partial], shift: int = step.shift
+        ) -> Partial:
+            keys, partial = travelling.keys(operands[0]), operands[1]
             for part in plan:
                 rows = slice(*part.rows)
                 mask = _mask(call, arrays, keys.ids, index, shift, part)
@@ -123,50 +179,53 @@ def _forward(
 
 
 def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    query, key, value, sinks, (ids, arrays), out, lse = residuals
-    d_out, d_lse = cotangents
+    # Without a barrier XLA takes the hops of the forward pass for those of this one, and keeps their results for it.
+    (query, key, value, sinks, (ids, arrays), out, lse), (d_out, d_lse) = lax.optimization_barrier(
+        (residuals, cotangents)
+    )
     steps = ring_steps(call.layout, call.static_band)
     index = lax.axis_index(call.axis)
     dtype = accumulation_dtype(query.dtype)
     d_query = vary_over(varying_axes(query), jnp.zeros(query.shape, dtype))
-    held = _hop(Keys(key, value, ids), call.axis, steps[0].shift if steps else 0)
-    travelling = _no_contribution(held, dtype)
+    travelling = Travelling(Keys(key, value, ids))
+    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
+    gradients = travelling.no_contribution(dtype)
     for step, previous, following in zip(steps, [None, *steps[:-1]], [*steps[1:], None], strict=True):
-        arriving = None if following is None else _hop(held, call.axis, following.shift - step.shift)
-        received = None if previous is None else _hop(travelling, call.axis, step.shift - previous.shift)
+        arriving = None if following is None else travelling.hop(held, call.axis, following.shift - step.shift)
+        received = None if previous is None else _hop(gradients, call.axis, step.shift - previous.shift)
 
         def compute(
-            plan: Sequence[Rectangle], operands: tuple[Keys, jax.Array], shift: int = step.shift
-        ) -> tuple[jax.Array, Contribution]:
-            keys, d_query = operands
-            contribution = _no_contribution(keys, dtype)
+            plan: Sequence[Rectangle], operands: tuple[jax.Array | None, jax.Array], shift: int = step.shift
+        ) -> tuple[jax.Array, jax.Array]:
+            keys, d_query = travelling.keys(operands[0]), operands[1]
+            sums = [vary_over(varying_axes(query), jnp.zeros(each.shape, dtype)) for each in (key, value)]
             for part in plan:
                 rows, columns = slice(*part.rows), slice(*part.columns)
                 mask = _mask(call, arrays, keys.ids, index, shift, part)
                 d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
                 # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
-                gradients = kernel.gradients(
+                found = kernel.gradients(
                     ("query", "key", "value"), (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part),
                     query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
                     return_lse=call.return_lse, **dict(call.options),
                 )  # fmt: skip
-                d_query = _added(d_query, rows, gradients[0])
-                contribution = Contribution(
-                    *(_added(sum_, columns, each) for sum_, each in zip(contribution, gradients[1:], strict=True))
-                )
-            return d_query, contribution
+                d_query = _added(d_query, rows, found[0])
+                sums = [_added(total, columns, each) for total, each in zip(sums, found[1:], strict=True)]
+            return d_query, _in_one(sums)
 
         d_query, contribution = _on_device(step, index, compute, (held, d_query))
         # Only here does anything wait for what was received: the hop had the time of the kernels.
-        travelling = contribution if received is None else jax.tree.map(jnp.add, received, contribution)
+        gradients = contribution if received is None else received + contribution
         if arriving is not None:
-            held, d_query, travelling = lax.optimization_barrier((arriving, d_query, travelling))
-    d_key, d_value = _hop(travelling, call.axis, -steps[-1].shift if steps else 0)
+            held, d_query, gradients = lax.optimization_barrier((arriving, d_query, gradients))
+    # Complete, so that the rounding that comes anyway may come before the last hop, which nothing hides.
+    complete = gradients.astype(key.dtype)
+    d_key, d_value = travelling.gradients(_hop(complete, call.axis, -steps[-1].shift if steps else 0))
     # Of the sinks and the rows alone.
     inputs = AttentionInputs(query, key, value, None, None, sinks, None, AttentionOptions(1.0))
     terms = row_terms(inputs, out, lse, d_out, d_lse if call.return_lse else None)
     d_sinks = sinks_gradient(inputs, *terms)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), d_sinks, None
+    return d_query.astype(query.dtype), d_key, d_value, d_sinks, None
 
 
 _ring.defvjp(_forward, _backward)
@@ -185,13 +244,13 @@ def _on_device[Operands, Results](
     return results
 
 
-def _hop[T](tree: T, axis: AxisName, by: int) -> T:
-    """Sends arrays ``by`` devices on, around the axis."""
+def _hop(array: jax.Array, axis: AxisName, by: int) -> jax.Array:
+    """Sends an array ``by`` devices on, around the axis."""
     size = lax.axis_size(axis)
     if by % size == 0:
-        return tree
-    pairs = [(source, (source + by) % size) for source in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
+        return array
+    moved: jax.Array = lax.ppermute(array, axis, [(source, (source + by) % size) for source in range(size)])
+    return moved
 
 
 def _mask(
@@ -242,12 +301,18 @@ def _with_sinks(partial: Partial, sinks: jax.Array | None) -> Partial:
     return Partial(partial.out * by_row(jnp.exp(partial.lse - finite_shift(total))), total)
 
 
-def _no_contribution(keys: Keys, dtype: Any) -> Contribution:
-    zeros = (jnp.zeros(each.shape, dtype) for each in (keys.key, keys.value))
-    return vary_over(varying_axes(keys), Contribution(*zeros))
-
-
 def _added(total: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
     """A sum with further terms for some of its rows, along axis 1."""
     part = part.astype(total.dtype)
     return total + part if part.shape == total.shape else total.at[:, rows].add(part)
+
+
+def _in_one(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The elements of arrays of one dtype, one array after another."""
+    return jnp.concatenate([each.reshape(-1) for each in arrays])
+
+
+def _cut(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """The arrays whose elements stand one after another."""
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    return [flat[start:end].reshape(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)]

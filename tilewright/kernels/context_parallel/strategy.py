@@ -92,13 +92,13 @@ def predicted_ms(sizes: Sizes, band: Band) -> dict[StrategyName, float]:
     merging = 8 * sizes.batch * layout.q_length * sizes.heads * sizes.value_dim / MEMORY_BYTES
     hops = [hop] * (len(work) - 1) + [0.0]
     times: dict[StrategyName, float] = {
-        "ring": sum(max(ms, each) for ms, each in zip(work.max(axis=1), hops, strict=True))
+        "ring": sum(max(ms, each) for ms, each in zip(work.max(axis=1).tolist(), hops, strict=True))
         + len(work) * (STEP_MS + merging),
-        "all_gather": work.sum(axis=0).max() + (shards - 1) * sizes.key_bytes / LINK_BYTES + COLLECTIVE_MS,
+        "all_gather": float(work.sum(axis=0).max()) + (shards - 1) * sizes.key_bytes / LINK_BYTES + COLLECTIVE_MS,
     }
     if not sizes.ulysses_reason:
         moved = (sizes.query_bytes + sizes.key_bytes) * (shards - 1) / shards
-        times["ulysses"] = work.sum() / shards + moved / LINK_BYTES + 4 * COLLECTIVE_MS
+        times["ulysses"] = float(work.sum()) / shards + moved / LINK_BYTES + 4 * COLLECTIVE_MS
     return times
 
 
