@@ -24,8 +24,6 @@ __all__ = [
     "zigzag",
 ]
 
-_FLASH_ATTENTION = FlashAttention()
-
 
 def dot_product_attention(
     query: ArrayLike,
@@ -72,7 +70,7 @@ def dot_product_attention(
         bias = jnp.asarray(bias).astype(jnp.promote_types(query.dtype, jnp.float32))
     try:
         window, mask = _window_and_mask(local_window_size, mask, query.shape[1], key.shape[1])
-        out = _FLASH_ATTENTION(
+        out: Any = flash_attention(
             query, key, value, bias, mask,
             causal=is_causal, sliding_window=window, softmax_scale=scale,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,

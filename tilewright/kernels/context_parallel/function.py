@@ -1,5 +1,6 @@
 """Context-parallel attention as a function of arrays, on a given kernel; ``op.py`` has the public one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tilewright.kernels.context_parallel.arguments import prepare
@@ -44,14 +45,7 @@ def attention_over_axis(
     Raises:
       ValueError, TypeError: a wrong argument, or one that has no meaning over several devices.
     """
-    # A probability of 0 is no dropout, as in ``flash_attention``, whose callers may pass it always.
-    refused = {"bias": bias, "mask": mask, "dropout_seed": dropout_seed, "dropout_prob": dropout_prob or None}
-    given = [name for name, argument in refused.items() if argument is not None]
-    if given:
-        raise ValueError(
-            f"attention over a split sequence takes no {' or '.join(given)}: it is of all pairs of queries and keys, "
-            "of which a device has some; mask by causal, sliding_window, segment ids, lengths or cumulative lengths"
-        )
+    check_refused(bias, mask, {"dropout_prob": dropout_prob, "dropout_seed": dropout_seed})
     prepared = prepare(
         query, key, value,
         axis_name=axis_name, strategy=strategy, layout=layout,
@@ -66,3 +60,15 @@ def attention_over_axis(
     if prepared.unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if prepared.call.return_lse else out
+
+
+def check_refused(bias: object, mask: object, options: Mapping[str, Any]) -> None:
+    """Raises for arguments that are of all pairs of queries and keys."""
+    # Without dropout a seed may be given, as to ``flash_attention``.
+    probability = options.get("dropout_prob") or None
+    given = [name for name, each in (("bias", bias), ("mask", mask), ("dropout_prob", probability)) if each is not None]
+    if given:
+        raise ValueError(
+            f"attention over a split sequence takes no {' or '.join(given)}: it is of all pairs of queries and keys, "
+            "of which a device has some; mask by causal, sliding_window, segment ids, lengths or cumulative lengths"
+        )

@@ -79,7 +79,7 @@ def context_parallel_attention(
         Pass the very same array as ``cum_seqlens_k`` for self-attention: a causal ring then leaves steps out.
       cum_seqlens_k: the boundaries among the keys.
       dropout_prob: refused unless 0.
-      dropout_seed: refused.
+      dropout_seed: of no use without dropout.
       return_lse: also return the log-sum-exp of this device's queries, float32 ``[batch, heads, q_length / n]``.
       precision: precision of the matmuls.
       platform: as for ``flash_attention``, of each call that a device makes.
