@@ -125,9 +125,16 @@ def mesh_of(shards: int = SHARDS, kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def split_results(
-    call: str, strategy: str, layout: str, *, check_vma: bool = True, kind: AxisType = AxisType.Auto, dtype: Any = None
+    call: str,
+    strategy: str,
+    layout: str,
+    *,
+    check_vma: bool = True,
+    kind: AxisType = AxisType.Auto,
+    dtype: Any = None,
+    shards: int = SHARDS,
 ) -> dict[str, np.ndarray]:
-    """out, lse and gradients of a call over four devices, in the order of the whole sequence."""
+    """out, lse and gradients of a call over several devices, in the order of the whole sequence."""
     given, arrays = CALLS[call], operands(call)
     *floats, d_lse = (x if dtype is None else x.astype(dtype) for x in arrays)
     names = ("query", "key", "value", "sinks")
@@ -151,12 +158,12 @@ def split_results(
 
     lse_rows = P(None, None, "s")
     specs = {"out": ROWS, "lse": lse_rows, "query": ROWS, "key": ROWS, "value": ROWS, "sinks": P()}
-    mesh = mesh_of(kind=kind)
+    mesh = mesh_of(shards, kind)
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=((ROWS, ROWS, ROWS, P(), ROWS), lse_rows, ROWS, P()), out_specs=specs,
         check_vma=check_vma,
     )  # fmt: skip
-    arranged = functools.partial(_arranged, tilewright.zigzag, layout)
+    arranged = functools.partial(_arranged, tilewright.zigzag, layout, shards)
     operands_ = (
         tuple(arranged(x, specs.get(name, ROWS)) for name, x in zip((*names, "d_out"), floats, strict=True)),
         arranged(d_lse, lse_rows),
@@ -178,15 +185,17 @@ def split_results(
         results = jax.jit(mapped)(*operands_)
     single = jax.devices()[0]
     return {
-        name: np.asarray(_arranged(tilewright.unzigzag, layout, jax.device_put(np.asarray(x), single), specs[name]))
+        name: np.asarray(
+            _arranged(tilewright.unzigzag, layout, shards, jax.device_put(np.asarray(x), single), specs[name])
+        )
         for name, x in results.items()
     }
 
 
-def _arranged(reorder: Callable[..., Any], layout: str, x: jax.Array, spec: P) -> jax.Array:
+def _arranged(reorder: Callable[..., Any], layout: str, shards: int, x: jax.Array, spec: P) -> jax.Array:
     if layout == "contiguous" or "s" not in tuple(spec):
         return x
-    return reorder(x, tuple(spec).index("s"), SHARDS)
+    return reorder(x, tuple(spec).index("s"), shards)
 
 
 def assert_as_expected(call: str, results: dict[str, np.ndarray], atol: float = 2e-5) -> None:

@@ -78,6 +78,18 @@ def test_types_of_axes_change_nothing(strategy: str, check_vma: bool, kind: Axis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("call", "layout"),
+    [
+        ("segments", "zigzag"),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in (("packed", "contiguous"), ("full", "zigzag"))),
+    ],
+)
+def test_eight_devices_of_which_like_steps_are_a_loop(call: str, layout: str) -> None:
+    assert_as_expected(call, split_results(call, "ring", layout, shards=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("strategy", "call"), [("ring", "segments"), pytest.param("ulysses", "lengths", marks=pytest.mark.full)]
 )
 def test_x64_changes_nothing(strategy: str, call: str) -> None:

@@ -1,12 +1,14 @@
 """The plan of a ring: all visible pairs once and no others, equal work, steps that are left out; the reordering."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tilewright
 from tilewright.kernels.context_parallel.layout import Layout
-from tilewright.kernels.context_parallel.plan import Rectangle, ring_steps
+from tilewright.kernels.context_parallel.plan import MIN_LOOP, Rectangle, ring_steps, segments
 from tilewright.kernels.flash_attention.masking import FAR, Band
 
 CAUSAL = Band(-FAR, 0)
@@ -98,3 +100,23 @@ def test_a_size_that_has_no_chunks_is_an_error() -> None:
             reorder(np.zeros((2, 12)), 1, 4)
         with pytest.raises(ValueError, match=r"axis=2"):
             reorder(np.zeros((2, 12)), 2, 4)
+
+
+@pytest.mark.parametrize("band", [CAUSAL, Band(), Band(-70, 5)])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+def test_a_loop_has_like_steps_a_hop_apart(name: str, band: Band) -> None:
+    steps = ring_steps(Layout(name, 16, 8, 8), band)  # type: ignore[arg-type]
+    found = segments(steps)
+    assert [step for segment in found for step in segment.steps] == list(steps)
+    hops = [after.shift - before.shift for before, after in itertools.pairwise(steps)]
+    ends = list(itertools.accumulate(len(segment.steps) for segment in found))
+    assert [segment.hop_in for segment in found] == [None, *(hops[end - 1] for end in ends[:-1])]
+    assert [segment.hop_out for segment in found] == [*(hops[end - 1] for end in ends[:-1]), None]
+    for segment in found:
+        assert len({step.plans for step in segment.steps}) == 1
+        if len(segment.steps) > 1:
+            assert len(segment.steps) >= MIN_LOOP
+            assert segment.hop_in == segment.hop_out == 1
+            assert all(b.shift - a.shift == 1 for a, b in itertools.pairwise(segment.steps))
+    if band == CAUSAL:  # the first, the loop, the last: no more for any number of devices
+        assert [len(segment.steps) for segment in found] == [1, 14, 1]

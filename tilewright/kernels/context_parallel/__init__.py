@@ -9,7 +9,7 @@ Symbols: n devices; device i; a step of shift s, in which device i has the keys 
 
 | strategy | forward | backward | memory beside the operands |
 | --- | --- | --- | --- |
-| ring | K, V (and their ids) by ``ppermute``, n − 1 hops | the same hops; dK, dV in n hops | two shards of each |
+| ring | n − 1 hops of K and V by ``ppermute`` | n + 1 hops of K and V, of dK and dV, or both | two shards of each |
 | all_gather | K and V gathered, one call | dK and dV by ``psum_scatter`` | K and V of all devices |
 | ulysses | rows for heads by ``all_to_all``, one call, and back | the transposes | a copy of each operand |
 

@@ -7,12 +7,17 @@ chunks is that of the whole call shifted by the difference of their first positi
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.flash_attention.masking import FAR, Band
 
 type Bounds = tuple[int, int] | None
 """The lowest and highest visible key − query of a pair of chunks, within the differences that occur; None: empty."""
+
+
+MIN_LOOP = 4
+"""Like steps from which on they are a loop. Fewer are unrolled: a loop copies what arrives into its carry."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +66,47 @@ def ring_steps(layout: Layout, band: Band) -> tuple[Step, ...]:
     for shift in range(layout.shards):
         plans = [rectangles(layout, band, i, (i - shift) % layout.shards) for i in range(layout.shards)]
         if any(plans):
-            distinct = tuple(dict.fromkeys(plans))
+            # In one order whatever device 0 does, so that steps with the same plans are seen to have them.
+            distinct = tuple(sorted(set(plans), key=_sort_key))
             steps.append(Step(shift, distinct, tuple(distinct.index(plan) for plan in plans)))
     return tuple(steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """One step, or several with the same plans that run as a loop.
+
+    Attributes:
+      steps: their shifts ascend by one if there are several.
+      hop_in: devices that keys travel from the step before to the first one; None for the first step of all.
+      hop_out: devices that keys travel to the step after the last one; None for the last step of all.
+    """
+
+    steps: tuple[Step, ...]
+    hop_in: int | None
+    hop_out: int | None
+
+
+def segments(steps: Sequence[Step]) -> list[Segment]:
+    """The steps of a ring, with runs of at least `MIN_LOOP` like ones together, between the first and the last.
+
+    A program then grows no further with the number of devices.
+    """
+    shifts = [step.shift for step in steps]
+    hops = [None, *(after - before for before, after in itertools.pairwise(shifts)), None]
+    found: list[Segment] = []
+    start = 0
+    for end in range(1, len(steps) + 1):
+        like = (
+            end < len(steps) - 1
+            and steps[end].plans == steps[start].plans
+            and hops[start] == hops[start + 1] == hops[end] == hops[end + 1] == 1
+        )
+        if not like:
+            runs = [(start, end)] if end - start >= MIN_LOOP else [(i, i + 1) for i in range(start, end)]
+            found += [Segment(tuple(steps[a:b]), hops[a], hops[b]) for a, b in runs]
+            start = end
+    return found
 
 
 def rectangles(layout: Layout, band: Band, device: int, source: int) -> tuple[Rectangle, ...]:
@@ -128,3 +171,7 @@ def _pairs_up_to(highest: int, height: int, width: int) -> int:
 
     # Row i sees clip(i' + highest + 1, 0, width) keys, i' running through the rows in ascending order.
     return total(highest + 1 + height) - total(highest + 1)
+
+
+def _sort_key(plan: tuple[Rectangle, ...]) -> list[tuple[int, ...]]:
+    return [(*part.rows, *part.columns, part.band.lowest, part.band.highest) for part in plan]

@@ -4,15 +4,19 @@
 | --- | --- |
 | step of shift s | device i has the keys of device i − s |
 | partial result | out in float32 and lse, over the keys that were seen so far |
-| contribution | dK and dV in float32, one after another in one array, of the keys that a device holds |
+| contribution | dK and dV, one after another in one array, of the keys that a device holds, from its own queries |
 
 Order of issue, forward: the hop to step t + 1; the kernels of step t; their combination. Backward: the hop of the keys
-to step t + 1, and that of dK and dV from step t − 1; the kernels of step t; their sum. Transfers read nothing that the
+to step t + 1 and of dK and dV from step t − 1; the kernels of step t; their sum. Transfers read nothing that the
 kernels of the step write, so XLA runs both at once. An ``optimization_barrier`` after each step keeps it from running
 ahead with the transfers of later steps, each of which needs memory for another shard.
 
 XLA has one ``collective-permute`` under way at a time, and waits at once for all others. So what travels together is
-one array: the bits of keys, values and ids one after another, of which kernels read slices.
+one array: the bits of keys, values, ids and gradients one after another, of which kernels read slices.
+
+Kernels round what they compute in a step to the query's dtype, in which those of the first step wait for the second;
+every sum is float32. The branches of a step return results of one shape whatever the device's plan, so that combining
+them is one operation in place.
 """
 
 import dataclasses
@@ -29,7 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from tilewright.kernels.context_parallel.call import AxisName, ContextCall, MaskArrays, mask_of
-from tilewright.kernels.context_parallel.plan import Rectangle, Step, ring_steps
+from tilewright.kernels.context_parallel.plan import Rectangle, Segment, Step, ring_steps, segments
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
@@ -38,6 +42,8 @@ from tilewright.kernels.sharding import vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type AttentionKernel = Portfolio[Any, Any, Any]
+type Index = int | jax.Array
+type Range = tuple[int, int]
 
 
 class Keys(NamedTuple):
@@ -76,6 +82,18 @@ class Travelling:
             held = _in_one(parts)
         return _hop(held, axis, by)
 
+    def hop_both(
+        self, held: jax.Array | None, gradients: Any, axis: AxisName, out: int | None, received: int | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Sends keys ``out`` devices on and gradients ``received``, as one array if equally far; None: not at all."""
+        if held is None or out is None or out != received:
+            arriving = None if out is None else self.hop(held, axis, out)
+            return arriving, None if received is None else _hop(gradients, axis, received)
+        bits = lax.bitcast_convert_type(gradients, self.bits)
+        message = _hop(_in_one([held, bits]), axis, out)
+        arriving, moved = _cut(message, [held.shape, bits.shape])
+        return arriving, lax.bitcast_convert_type(moved, gradients.dtype)
+
     def keys(self, held: jax.Array | None) -> Keys:
         """The arrays that a device holds."""
         if held is None:
@@ -92,18 +110,31 @@ class Travelling:
             lax.bitcast_convert_type(ids[0], wide).astype(np.int32) if ids else None,
         )
 
-    def no_contribution(self, dtype: Any) -> jax.Array:
+    def no_contribution(self) -> jax.Array:
         """Gradients of zero."""
-        zeros = [jnp.zeros(each.shape, dtype) for each in (self.own.key, self.own.value)]
-        return vary_over(varying_axes(self.own), _in_one(zeros))
+        return _in_one([jnp.zeros_like(each) for each in (self.own.key, self.own.value)])
 
     def gradients(self, flat: jax.Array) -> list[jax.Array]:
         """The gradients of key and value."""
         return _cut(flat, [self.own.key.shape, self.own.value.shape])
 
 
+class Turn(NamedTuple):
+    """The shift of a step, and for each device which of its plans it takes."""
+
+    shift: Index
+    choice: jax.Array
+
+
+class Separate(NamedTuple):
+    """True if no two rectangles of any plan of a step share a row, or a column: then a branch sums nothing."""
+
+    rows: bool
+    columns: bool
+
+
 class Partial(NamedTuple):
-    """``[batch, q_length, heads, value_dim]`` and ``[batch, heads, q_length]``, both float32 or wider."""
+    """``[batch, q_length, heads, value_dim]`` and ``[batch, heads, q_length]``; of one step as its kernel gives it."""
 
     out: jax.Array
     lse: jax.Array
@@ -149,30 +180,34 @@ def _forward(
     ids, arrays = masking
     steps = ring_steps(call.layout, call.static_band)
     index = lax.axis_index(call.axis)
-    partial = _nothing(query, value)
     travelling = Travelling(Keys(key, value, ids))
+
+    def compute(plan: Sequence[Rectangle], separate: Separate, held: jax.Array | None, shift: Index) -> Any:
+        keys, found = travelling.keys(held), []
+        for part in plan:
+            rows, columns = slice(*part.rows), slice(*part.columns)
+            mask = _mask(call, arrays, keys.ids, index, shift, part)
+            results = kernel(
+                query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
+                return_lse=True, **dict(call.options),
+            )  # fmt: skip
+            found.append((part.rows, results))
+        if not separate.rows:
+            return functools.reduce(lambda sums, each: _combined(sums, *each), found, _nothing(query, value))
+        shape = (*query.shape[:3], value.shape[3])
+        out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
+        return Partial(out, _placed([(rows, lse) for rows, (_, lse) in found], _of_rows(shape), 2, query, -jnp.inf))
+
+    def step(segment: Segment, carry: tuple[jax.Array | None, Partial | None], turn: Turn) -> Any:
+        held, partial = carry
+        arriving = None if segment.hop_out is None else travelling.hop(held, call.axis, segment.hop_out)
+        found = _on_device(segment, turn, index, compute, held)
+        partial = found if partial is None else _combined(partial, (0, query.shape[1]), found)
+        return (held, partial) if arriving is None else lax.optimization_barrier((arriving, partial))
+
     held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        arriving = None if following is None else travelling.hop(held, call.axis, following.shift - step.shift)
-
-        def compute(
-            plan: Sequence[Rectangle], operands: tuple[jax.Array | None, Partial], shift: int = step.shift
-        ) -> Partial:
-            keys, partial = travelling.keys(operands[0]), operands[1]
-            for part in plan:
-                rows = slice(*part.rows)
-                mask = _mask(call, arrays, keys.ids, index, shift, part)
-                columns = slice(*part.columns)
-                found = kernel(
-                    query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                    return_lse=True, **dict(call.options),
-                )  # fmt: skip
-                partial = _combined(partial, rows, *found)
-            return partial
-
-        partial = _on_device(step, index, compute, (held, partial))
-        held, partial = (held, partial) if arriving is None else lax.optimization_barrier((arriving, partial))
-    partial = _with_sinks(partial, sinks)
+    _, partial = _over_steps(steps, step, (held, None))
+    partial = _with_sinks(_nothing(query, value) if partial is None else partial, sinks)
     out = checkpoint_name(partial.out.astype(query.dtype), "flash_attention_out")
     lse = checkpoint_name(partial.lse, "flash_attention_residuals")
     return (out, lse), (query, key, value, sinks, masking, out, lse)
@@ -186,38 +221,44 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
     steps = ring_steps(call.layout, call.static_band)
     index = lax.axis_index(call.axis)
     dtype = accumulation_dtype(query.dtype)
-    d_query = vary_over(varying_axes(query), jnp.zeros(query.shape, dtype))
     travelling = Travelling(Keys(key, value, ids))
-    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
-    gradients = travelling.no_contribution(dtype)
-    for step, previous, following in zip(steps, [None, *steps[:-1]], [*steps[1:], None], strict=True):
-        arriving = None if following is None else travelling.hop(held, call.axis, following.shift - step.shift)
-        received = None if previous is None else _hop(gradients, call.axis, step.shift - previous.shift)
 
-        def compute(
-            plan: Sequence[Rectangle], operands: tuple[jax.Array | None, jax.Array], shift: int = step.shift
-        ) -> tuple[jax.Array, jax.Array]:
-            keys, d_query = travelling.keys(operands[0]), operands[1]
-            sums = [vary_over(varying_axes(query), jnp.zeros(each.shape, dtype)) for each in (key, value)]
-            for part in plan:
-                rows, columns = slice(*part.rows), slice(*part.columns)
-                mask = _mask(call, arrays, keys.ids, index, shift, part)
-                d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
-                # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
-                found = kernel.gradients(
-                    ("query", "key", "value"), (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part),
-                    query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                    return_lse=call.return_lse, **dict(call.options),
-                )  # fmt: skip
-                d_query = _added(d_query, rows, found[0])
-                sums = [_added(total, columns, each) for total, each in zip(sums, found[1:], strict=True)]
-            return d_query, _in_one(sums)
+    def compute(plan: Sequence[Rectangle], separate: Separate, held: jax.Array | None, shift: Index) -> Any:
+        keys, found = travelling.keys(held), []
+        for part in plan:
+            rows, columns = slice(*part.rows), slice(*part.columns)
+            mask = _mask(call, arrays, keys.ids, index, shift, part)
+            d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
+            # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
+            gradients = kernel.gradients(
+                ("query", "key", "value"), (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part),
+                query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
+                return_lse=call.return_lse, **dict(call.options),
+            )  # fmt: skip
+            found.append(((part.rows, part.columns, part.columns), gradients))
+        d_query, *d_keys = (
+            (_placed if apart else _summed)([(ranges[i], each[i]) for ranges, each in found], operand.shape, 1, query)
+            for i, (operand, apart) in enumerate(
+                ((query, separate.rows), (key, separate.columns), (value, separate.columns))
+            )
+        )
+        return d_query, _in_one(d_keys)
 
-        d_query, contribution = _on_device(step, index, compute, (held, d_query))
+    def step(segment: Segment, carry: tuple[jax.Array | None, jax.Array | None, Any], turn: Turn) -> Any:
+        held, d_query, gradients = carry
+        arriving, received = travelling.hop_both(held, gradients, call.axis, segment.hop_out, segment.hop_in)
+        added, contribution = _on_device(segment, turn, index, compute, held)
+        d_query = added if d_query is None else d_query.astype(dtype) + added.astype(dtype)
         # Only here does anything wait for what was received: the hop had the time of the kernels.
-        gradients = contribution if received is None else received + contribution
-        if arriving is not None:
-            held, d_query, gradients = lax.optimization_barrier((arriving, d_query, gradients))
+        gradients = contribution if received is None else received.astype(dtype) + contribution.astype(dtype)
+        if arriving is None:
+            return held, d_query, gradients
+        return lax.optimization_barrier((arriving, d_query, gradients))
+
+    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
+    _, d_query, gradients = _over_steps(steps, step, (held, None, None))
+    if d_query is None or gradients is None:  # no device has a visible pair
+        d_query, gradients = jnp.zeros_like(query), travelling.no_contribution()
     # Complete, so that the rounding that comes anyway may come before the last hop, which nothing hides.
     complete = gradients.astype(key.dtype)
     d_key, d_value = travelling.gradients(_hop(complete, call.axis, -steps[-1].shift if steps else 0))
@@ -231,17 +272,53 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
 _ring.defvjp(_forward, _backward)
 
 
-def _on_device[Operands, Results](
-    step: Step, index: jax.Array, compute: Callable[[Sequence[Rectangle], Operands], Results], operands: Operands
-) -> Results:
-    """Runs this device's plan of a step."""
+def _over_steps(steps: Sequence[Step], step: Callable[..., Any], carry: Any) -> Any:
+    """The carry after all steps, of which like ones are a loop."""
+    for segment in segments(steps):
+        shifts = np.array([each.shift for each in segment.steps], np.int32)
+        choices = np.array([each.choice for each in segment.steps], np.int32)
+        if len(shifts) == 1:
+            carry = step(segment, carry, Turn(shifts[0], jnp.asarray(choices[0])))
+        else:
+            # Between its steps, as before and after them, keys travel by one.
+            body = functools.partial(_looped, step, segment)
+            carry, _ = lax.scan(body, _widened(carry), Turn(jnp.asarray(shifts), jnp.asarray(choices)))
+    return carry
+
+
+def _looped(step: Callable[..., Any], segment: Segment, carry: Any, turn: Turn) -> tuple[Any, None]:
+    return step(segment, carry, turn), None
+
+
+def _widened[T](carry: T) -> T:
+    """A carry whose sums have the dtype of accumulation; the bits that travel are no floats."""
+    return jax.tree.map(
+        lambda x: x.astype(accumulation_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, carry
+    )
+
+
+def _on_device(
+    segment: Segment, turn: Turn, index: jax.Array, compute: Callable[..., Any], held: jax.Array | None
+) -> Any:
+    """Runs this device's plan of a step, whose results have the same shapes whatever the plan."""
+    plans = segment.steps[0].plans
+    separate = Separate(*(all(map(_are_separate, each)) for each in zip(*map(_ranges, plans), strict=True)))
+
+    def branch(plan: Sequence[Rectangle], held: jax.Array | None) -> Any:
+        return compute(plan, separate, held, turn.shift)
+
     # On a GPU the host reads which branch to launch. Kernels that are masked as a whole would cost more than that.
-    branches = [functools.partial(compute, plan) for plan in step.plans]
-    if len(branches) == 1:
-        return branches[0](operands)
-    choice = jnp.asarray(np.array(step.choice, np.int32))[index]
-    results: Results = lax.switch(choice, branches, operands)
-    return results
+    branches = [functools.partial(branch, plan) for plan in plans]
+    return branches[0](held) if len(branches) == 1 else lax.switch(turn.choice[index], branches, held)
+
+
+def _ranges(plan: Sequence[Rectangle]) -> tuple[list[Range], list[Range]]:
+    return [part.rows for part in plan], [part.columns for part in plan]
+
+
+def _are_separate(ranges: Sequence[Range]) -> bool:
+    """True if no two of some ranges overlap."""
+    return all(first[1] <= second[0] for first, second in itertools.pairwise(sorted(ranges)))
 
 
 def _hop(array: jax.Array, axis: AxisName, by: int) -> jax.Array:
@@ -254,7 +331,7 @@ def _hop(array: jax.Array, axis: AxisName, by: int) -> jax.Array:
 
 
 def _mask(
-    call: ContextCall, arrays: MaskArrays, kv_ids: jax.Array | None, index: jax.Array, shift: int, part: Rectangle
+    call: ContextCall, arrays: MaskArrays, kv_ids: jax.Array | None, index: jax.Array, shift: Index, part: Rectangle
 ) -> Any:
     """The mask of a rectangle: its band, and what arrays say of the positions of its rows and columns."""
     rows, columns, layout = slice(*part.rows), slice(*part.columns), call.layout
@@ -271,40 +348,69 @@ def _mask(
 def _nothing(query: jax.Array, value: jax.Array) -> Partial:
     """The partial result over no key."""
     dtype = accumulation_dtype(query.dtype)
-    batch, length, heads, _ = query.shape
-    empty = Partial(
-        jnp.zeros((batch, length, heads, value.shape[-1]), dtype), jnp.full((batch, heads, length), -jnp.inf, dtype)
-    )
+    shape = (*query.shape[:3], value.shape[3])
+    empty = Partial(jnp.zeros(shape, dtype), jnp.full(_of_rows(shape), -jnp.inf, dtype))
     return vary_over(varying_axes(query), empty)
 
 
-def _combined(partial: Partial, rows: slice, out: jax.Array, lse: jax.Array) -> Partial:
-    """A partial result with further keys for some of its rows."""
-    lse = lse.astype(partial.lse.dtype)
-    old = partial.lse[:, :, rows]
+def _of_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """``[batch, heads, length]`` of ``[batch, length, heads, head_dim]``."""
+    return shape[0], shape[2], shape[1]
+
+
+def _combined(partial: Partial, rows: Range, further: tuple[jax.Array, jax.Array]) -> Partial:
+    """A partial result with further keys for some of its rows, in float32 or wider."""
+    select = slice(*rows)
+    partial = _widened(partial)
+    out, lse = further[0].astype(partial.out.dtype), further[1].astype(partial.lse.dtype)
+    old = partial.lse[:, :, select]
     total = jnp.logaddexp(old, lse)
     # The greater weight is near 1, so nothing overflows, in whatever order the devices' keys come.
     # Of a row without a visible key both weights are exp(−inf − 0).
     shift = finite_shift(total)
     kept, added = (by_row(jnp.exp(each - shift)) for each in (old, lse))
-    merged = kept * partial.out[:, rows] + added * out.astype(partial.out.dtype)
+    merged = kept * partial.out[:, select] + added * out
     if merged.shape == partial.out.shape:
         return Partial(merged, total)
-    return Partial(partial.out.at[:, rows].set(merged), partial.lse.at[:, :, rows].set(total))
+    return Partial(partial.out.at[:, select].set(merged), partial.lse.at[:, :, select].set(total))
 
 
 def _with_sinks(partial: Partial, sinks: jax.Array | None) -> Partial:
     """The result with the sinks among the logits."""
     if sinks is None:
         return partial
+    partial = _widened(partial)
     total = jnp.logaddexp(partial.lse, jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=1)[None, :, None])
     return Partial(partial.out * by_row(jnp.exp(partial.lse - finite_shift(total))), total)
 
 
-def _added(total: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
-    """A sum with further terms for some of its rows, along axis 1."""
-    part = part.astype(total.dtype)
-    return total + part if part.shape == total.shape else total.at[:, rows].add(part)
+def _placed(
+    parts: Sequence[tuple[Range, jax.Array]], shape: tuple[int, ...], axis: int, like: jax.Array, fill: float = 0.0
+) -> jax.Array:
+    """An array with parts in separate ranges of an axis and ``fill`` elsewhere; varies over devices as ``like`` does.
+
+    It has the parts' dtype: the query's for results in it, float32 for its statistics.
+    """
+    dtype = parts[0][1].dtype if parts else like.dtype if len(shape) == 4 else accumulation_dtype(like.dtype)
+
+    def filled(length: int) -> jax.Array:
+        size = (*shape[:axis], length, *shape[axis + 1 :])
+        return vary_over(varying_axes(like), jnp.full(size, fill, dtype))
+
+    pieces, end = [], 0
+    for (start, stop), part in sorted(parts, key=lambda each: each[0]):
+        pieces += [filled(start - end)] * (start > end) + [part]
+        end = stop
+    pieces += [filled(shape[axis] - end)] * (shape[axis] > end)
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+
+
+def _summed(parts: Sequence[tuple[Range, jax.Array]], shape: tuple[int, ...], axis: int, like: jax.Array) -> jax.Array:
+    """The sum of parts in ranges of axis 1 that may overlap, in float32 or wider."""
+    total = vary_over(varying_axes(like), jnp.zeros(shape, accumulation_dtype(like.dtype)))
+    for (start, stop), part in parts:
+        total = total.at[:, start:stop].add(part.astype(total.dtype))
+    return total
 
 
 def _in_one(arrays: Sequence[jax.Array]) -> jax.Array:
