@@ -162,6 +162,21 @@ def test_a_call_without_a_batch_dimension() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_over_two_axes_of_a_mesh(strategy: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("host", "device"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rows = P(None, ("host", "device"))
+
+    def attend(*qkv: Any) -> Any:
+        return tilewright.context_parallel_attention(
+            *qkv, axis_name=("host", "device"), strategy=strategy, layout="contiguous", causal=True
+        )
+
+    split = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows))
+    np.testing.assert_allclose(split(*operands("causal")[:3]), expected("causal").out, atol=2e-5)
+
+
+@pytest.mark.slow
 def test_a_scale_that_is_an_array_has_a_gradient() -> None:
     query, key, value, _, d_out, _ = operands("causal")
 
