@@ -6,7 +6,7 @@ any other parameter.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -215,10 +215,15 @@ def train_step(
     *,
     model: ModelConfig,
     optimizer: OptimizerConfig,
-    attention: Attention,
+    attention: Attention | None,
+    objective: Callable[..., jax.Array] = loss,
 ) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of AdamW; returns the loss before the step."""
-    value, gradients = jax.value_and_grad(loss)(state.parameters, tokens, model, attention)
+    """One step of AdamW; returns the loss before the step.
+
+    Args:
+      objective: ``loss``, or a function of its arguments such as that of ``train_long``, which brings its attention.
+    """
+    value, gradients = jax.value_and_grad(objective)(state.parameters, tokens, model, attention)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
     scale = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))
     gradients = jax.tree.map(lambda g: g * scale, gradients)

@@ -13,9 +13,22 @@ from tilewright.errors import UnsupportedError as UnsupportedError
 if TYPE_CHECKING:
     from tilewright import modules as modules
     from tilewright import ops as ops
+    from tilewright.modules import context_parallel_attention as context_parallel_attention
+    from tilewright.modules import unzigzag as unzigzag
+    from tilewright.modules import zigzag as zigzag
     from tilewright.ops import explain as explain
     from tilewright.ops import target_device as target_device
     from tilewright.ops import tune as tune
+
+_HOMES = {
+    "context_parallel_attention": "tilewright.modules",
+    "explain": "tilewright.ops",
+    "target_device": "tilewright.ops",
+    "tune": "tilewright.ops",
+    "unzigzag": "tilewright.modules",
+    "zigzag": "tilewright.modules",
+}
+"""The modules of the functions that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
@@ -23,11 +36,11 @@ def __getattr__(name: str) -> Any:
     # command line for completions, at every press of a key, not for JAX.
     if name in ("modules", "ops"):
         return importlib.import_module(f"tilewright.{name}")
-    if name in ("explain", "target_device", "tune"):
-        globals()[name] = found = getattr(importlib.import_module("tilewright.ops"), name)
+    if name in _HOMES:
+        globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "explain", "modules", "ops", "target_device", "tune"})
+    return sorted({*globals(), *_HOMES, "modules", "ops"})

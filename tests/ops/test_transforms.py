@@ -433,3 +433,15 @@ def test_a_backward_pass_knows_which_gradients_are_used(argnums, wanted):
     got = jax.grad(loss_of(lambda a, b: run(kernel, a, b)), argnums)(A, B)
     close(got, jax.grad(loss_of(jnp.matmul), argnums)(A, B))
     assert set(kernel.seen) == {frozenset(wanted)}
+
+
+def test_gradients_from_residuals_that_the_caller_has():
+    """Those of other operands here, which no call of the kernel would use."""
+    others, cotangent = operands((6, 5), (5, 4), seed=4), operands((6, 4), seed=5)[0]
+    residuals = {"b": others[1].T, "a": (others[0].T,)}
+    for run in (lambda f: f(), lambda f: jax.jit(f)()):
+        got = run(lambda: Pair().gradients(("a", "b"), residuals, (cotangent,), A, B, scale=2.0))
+        close(got, [2.0 * cotangent @ others[1].T, 2.0 * others[0].T @ cotangent])
+    kernel = Selective()
+    close(kernel.gradients(("b",), (), (cotangent,), A, B), [A.T @ cotangent])
+    assert set(kernel.seen) == {frozenset({"b"})}

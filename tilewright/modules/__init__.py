@@ -13,7 +13,14 @@ from tilewright.kernels.matmul.collective import all_gather_matmul, matmul_reduc
 from tilewright.kernels.matmul.glu import Glu, glu
 from tilewright.kernels.matmul.op import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
-from tilewright.modules.attention import FlashAttention, dot_product_attention, flash_attention
+from tilewright.modules.attention import (
+    FlashAttention,
+    context_parallel_attention,
+    dot_product_attention,
+    flash_attention,
+    unzigzag,
+    zigzag,
+)
 from tilewright.modules.serving import (
     ChunkedPrefillPagedDecode,
     DecodeAttention,
@@ -55,6 +62,7 @@ __all__ = [
     "all_gather_matmul",
     "base",
     "chunked_prefill_paged_decode",
+    "context_parallel_attention",
     "decode_attention",
     "dot_product_attention",
     "flash_attention",
@@ -74,7 +82,9 @@ __all__ = [
     "ragged_page_attention",
     "rms_norm",
     "unified_attention",
+    "unzigzag",
     "update_pages",
+    "zigzag",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Attention as functions: ``flash_attention``, and ``dot_product_attention`` in the place of JAX's."""
+"""Attention as functions: ``flash_attention``, the same over split sequences, and JAX's ``dot_product_attention``."""
 
 from typing import Any, Literal
 
@@ -11,11 +11,18 @@ from jax import lax
 from jax.nn import dot_product_attention as jax_dot_product_attention
 from jax.typing import ArrayLike
 
+from tilewright.kernels.context_parallel.layout import unzigzag, zigzag
+from tilewright.kernels.context_parallel.op import context_parallel_attention
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
 
-__all__ = ["FlashAttention", "dot_product_attention", "flash_attention"]
-
-_FLASH_ATTENTION = FlashAttention()
+__all__ = [
+    "FlashAttention",
+    "context_parallel_attention",
+    "dot_product_attention",
+    "flash_attention",
+    "unzigzag",
+    "zigzag",
+]
 
 
 def dot_product_attention(
@@ -63,7 +70,7 @@ def dot_product_attention(
         bias = jnp.asarray(bias).astype(jnp.promote_types(query.dtype, jnp.float32))
     try:
         window, mask = _window_and_mask(local_window_size, mask, query.shape[1], key.shape[1])
-        out = _FLASH_ATTENTION(
+        out: Any = flash_attention(
             query, key, value, bias, mask,
             causal=is_causal, sliding_window=window, softmax_scale=scale,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,

@@ -25,7 +25,7 @@ from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, c
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
-from tilewright.ops.lowering.call import Selector, apply
+from tilewright.ops.lowering.call import Selector, apply, apply_backward
 from tilewright.ops.lowering.programs import Program, Programs
 from tilewright.ops.lowering.surroundings import operand_devices
 from tilewright.ops.types import Cfg, Out
@@ -62,6 +62,22 @@ class Executor(Generic[Cfg, Out]):
             with agreement.run_by(lambda: operand_devices(arrays)):
                 out = self._program(kernel, selector, structure, arrays).run(arrays)
         return out
+
+    def gradients(
+        self,
+        kernel: Kernel[Any, Any],
+        wanted: Sequence[str],
+        residuals: object,
+        cotangents: tuple[Any, ...],
+        *args: object,
+        cfg: object = None,
+        **kwargs: object,
+    ) -> list[Any]:
+        """Returns the gradients of the arguments ``wanted`` by the kernel's backward pass, from given residuals."""
+        synchronise()
+        selector = Selector(self.chooser, _static(cfg), current_overrides())
+        given, named = prepare(kernel, args, kwargs)
+        return apply_backward(kernel, selector, (tuple(given), dict(named)), residuals, cotangents, wanted)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
         """Returns the forward config that a call would run with; tunes the call if the policy allows it."""

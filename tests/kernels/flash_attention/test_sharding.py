@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.suites import sampled
-from tilewright.modules import flash_attention
+from tilewright.modules import dot_product_attention, flash_attention
 
 COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 96, 8, 4, 16
@@ -166,6 +166,72 @@ def test_an_explicit_mask_and_packed_rows_are_split_as_the_query_is() -> None:
         with jax.set_mesh(mesh):
             split = jax.device_put(query, NamedSharding(mesh, P(None, "x", "y")))
             np.testing.assert_allclose(flash_attention(split, key, value, **options), want, atol=2e-5)
+
+
+LENGTHS_SPLIT = {
+    "length": P(None, "x"),
+    "batch and length": P("y", "x"),
+    "length and heads": P(None, "x", "y"),
+    "length over both axes": P(None, ("x", "y")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    sampled(
+        itertools.product(["causal", "window and soft cap", "segments", "lengths", "ends aligned"], LENGTHS_SPLIT),
+        test=[
+            ("segments", "length and heads"),
+            ("lengths", "batch and length"),
+            ("window and soft cap", "length over both axes"),
+            ("ends aligned", "batch and length"),
+        ],
+        quick=[("causal", "length and heads")],
+    ),
+)
+def test_queries_and_keys_split_by_length(name: str, split: str) -> None:
+    """Splits of query, key and value alike: the call communicates, and its results stay split."""
+    aligned = OPTIONS["lengths"] | {"causal": True, "causal_alignment": "bottom_right"}
+    options, spec = OPTIONS.get(name, aligned), LENGTHS_SPLIT[split]
+    sinks = jnp.linspace(-1, 1, HEADS)
+    whole = operands()
+
+    def with_sinks(sinks: Any, *arrays: Any) -> Any:
+        def attend(sinks: Any, *qkv: Any) -> Any:
+            return flash_attention(*qkv, softmax_aux=sinks, return_lse=True, **options)
+
+        (out, lse), pull = jax.vjp(attend, sinks, *arrays[:3])
+        return out, lse, *pull((arrays[3], jnp.sin(jnp.where(jnp.isinf(lse), 0.0, lse))))
+
+    expected = with_sinks(sinks, *whole)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        parts = [jax.device_put(x, NamedSharding(mesh, spec)) for x in whole]
+        results = jax.jit(with_sinks)(sinks, *parts)
+    of_lse = P(*(tuple(spec) + (None,) * (3 - len(spec)))[::2], tuple(spec)[1])
+    specs = (spec, of_lse, P(*tuple(spec)[2:]), spec, spec, spec)
+    for got, want, each in zip(results, expected, specs, strict=True):
+        assert tuple(got.sharding.spec)[: len(each)] == tuple(each)
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=5e-5, rtol=1e-5)
+
+
+def test_split_lengths_eagerly_through_the_drop_in_and_packed() -> None:
+    query, key, value, _ = (x[:1] for x in operands())
+    bounds = jnp.array([0, 10, 50, LENGTH])
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        parts = [jax.device_put(x, NamedSharding(mesh, P(None, "x"))) for x in (query, key, value)]
+        got = dot_product_attention(*parts, is_causal=True)
+        packed = flash_attention(*parts, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True)
+        unbatched = [jax.device_put(x[0], NamedSharding(mesh, P("x"))) for x in (query, key, value)]
+        one = flash_attention(*unbatched, causal=True)
+        with pytest.raises(ValueError, match=r"^flash_attention: .*takes no mask"):
+            flash_attention(*parts, mask=jnp.ones((LENGTH, LENGTH), bool))
+    want = flash_attention(query, key, value, causal=True)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(one, want[0], atol=2e-5)
+    wanted = flash_attention(query, key, value, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True)
+    np.testing.assert_allclose(packed, wanted, atol=2e-5)
 
 
 def test_a_split_that_needs_communication_is_an_error_that_names_it() -> None:

@@ -104,18 +104,14 @@ def call_mask(
     parts: list[Mask] = []
     # Of the whole arrays; packed sequences and lengths replace it by alignments of their own.
     positions = _bottom_right(shape) if bottom_right else Positions()
-    if _is_given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
-        if any(array is not None for array in (*segment_ids, *lengths)):
-            raise ValueError(
-                "cum_seqlens_q and cum_seqlens_k already say where each sequence begins and ends: leave out "
-                "q_segment_ids, kv_segment_ids, query_seq_lengths and key_value_seq_lengths"
-            )
+    if is_given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
+        check_alone(segment_ids, lengths)
         packed, positions = _packed(shape, cum_seqlens, bottom_right)
         parts.append(packed)
-    if _is_given("q_segment_ids", "kv_segment_ids", segment_ids):
-        parts.append(_segments(shape, segment_ids))
+    if is_given("q_segment_ids", "kv_segment_ids", segment_ids):
+        parts.append(segments_mask(shape, segment_ids))
     if any(array is not None for array in lengths):
-        length_mask = _lengths(shape, lengths)
+        length_mask = lengths_mask(shape, lengths)
         parts.append(length_mask)
         if (banded or has_position_bias) and bottom_right:
             positions = _aligned_ends(shape, length_mask)
@@ -128,12 +124,21 @@ def call_mask(
     return functools.reduce(operator.and_, parts) if parts else None, positions
 
 
-def _is_given(q_name: str, kv_name: str, pair: Pair) -> bool:
+def is_given(q_name: str, kv_name: str, pair: Pair) -> bool:
     """True if both of a pair are given; an error if only one is."""
     missing = [name for name, array in zip((q_name, kv_name), pair, strict=True) if array is None]
     if len(missing) == 1:
         raise ValueError(f"{q_name} and {kv_name} belong together, got {missing[0]}=None; repeat it for self-attention")
     return not missing
+
+
+def check_alone(segment_ids: Pair, lengths: Pair) -> None:
+    """Raises if packed sequences come with segment ids or lengths."""
+    if any(array is not None for array in (*segment_ids, *lengths)):
+        raise ValueError(
+            "cum_seqlens_q and cum_seqlens_k already say where each sequence begins and ends: leave out "
+            "q_segment_ids, kv_segment_ids, query_seq_lengths and key_value_seq_lengths"
+        )
 
 
 def _explicit(shape: ScoreShape, mask: object) -> Mask:
@@ -146,7 +151,8 @@ def _explicit(shape: ScoreShape, mask: object) -> Mask:
     return ExplicitMask(array)
 
 
-def _segments(shape: ScoreShape, segment_ids: Pair) -> SegmentMask:
+def segments_mask(shape: ScoreShape, segment_ids: Pair) -> SegmentMask:
+    """The mask of segment ids, which are checked."""
     rows, columns = (shape.batch, shape.q_length), (shape.batch, shape.kv_length)
     return SegmentMask(
         arguments.identifiers("q_segment_ids", segment_ids[0], rows, shape.unbatched),
@@ -154,7 +160,8 @@ def _segments(shape: ScoreShape, segment_ids: Pair) -> SegmentMask:
     )
 
 
-def _lengths(shape: ScoreShape, lengths: Pair) -> LengthMask:
+def lengths_mask(shape: ScoreShape, lengths: Pair) -> LengthMask:
+    """The mask of lengths, which are checked."""
     names = ("query_seq_lengths", "key_value_seq_lengths")
     canonical = [
         None if array is None else arguments.integer_array(name, array, (shape.batch,), shape.unbatched)
@@ -190,8 +197,20 @@ def _positions_from_ends(q_ends: int | jax.Array, kv_ends: int | jax.Array, q_le
 
 def _packed(shape: ScoreShape, cum_seqlens: Pair, bottom_right: bool) -> tuple[SegmentMask, Positions]:
     """Segments and positions of sequences laid end to end; tokens outside of them are fully masked."""
-    if shape.batch != 1:
-        raise ValueError(f"cum_seqlens_q and cum_seqlens_k want all sequences in one row, got {shape.batch=}")
+    q_bounds, kv_bounds = packed_bounds(shape.batch, cum_seqlens)
+    compute = functools.partial(
+        _packed_arrays, q_length=shape.q_length, kv_length=shape.kv_length, bottom_right=bottom_right
+    )
+    q_ids, kv_ids, q_positions = arguments.apply(compute, q_bounds, kv_bounds)
+    # In self-attention the positions are the indices: without an array, tiles can be classified while tracing.
+    same = cum_seqlens[0] is cum_seqlens[1]
+    return SegmentMask(q_ids, kv_ids), Positions(0, None if same else q_positions)
+
+
+def packed_bounds(batch: int, cum_seqlens: Pair) -> tuple[jax.Array, jax.Array]:
+    """The boundaries of packed sequences among queries and keys, which are checked."""
+    if batch != 1:
+        raise ValueError(f"cum_seqlens_q and cum_seqlens_k want all sequences in one row, got {batch=}")
     q_bounds, kv_bounds = (
         arguments.as_array(name, array)
         for name, array in zip(("cum_seqlens_q", "cum_seqlens_k"), cum_seqlens, strict=True)
@@ -203,26 +222,26 @@ def _packed(shape: ScoreShape, cum_seqlens: Pair, bottom_right: bool) -> tuple[S
         )
     q_bounds = arguments.integer_array("cum_seqlens_q", q_bounds, q_bounds.shape, False)
     kv_bounds = arguments.integer_array("cum_seqlens_k", kv_bounds, kv_bounds.shape, False)
-    compute = functools.partial(
-        _packed_arrays, q_length=shape.q_length, kv_length=shape.kv_length, bottom_right=bottom_right
-    )
-    q_ids, kv_ids, q_positions = arguments.apply(compute, q_bounds, kv_bounds)
-    # In self-attention the positions are the indices: without an array, tiles can be classified while tracing.
-    same = cum_seqlens[0] is cum_seqlens[1]
-    return SegmentMask(q_ids, kv_ids), Positions(0, None if same else q_positions)
+    return q_bounds, kv_bounds
 
 
 @functools.partial(jax.jit, static_argnames=("q_length", "kv_length", "bottom_right"))
 def _packed_arrays(
     q_bounds: jax.Array, kv_bounds: jax.Array, q_length: int, kv_length: int, bottom_right: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segment ids of both sides, and the positions of the queries among all the keys.
+    rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
+    return packed_rows(q_bounds, kv_bounds, rows, columns, bottom_right)
+
+
+def packed_rows(
+    q_bounds: jax.Array, kv_bounds: jax.Array, rows: jax.Array, columns: jax.Array, bottom_right: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segment ids of some rows and columns of packed sequences, and the rows' positions among all the keys.
 
     Ids number the sequences. Beyond the last boundary, queries and keys get two different larger ids, so that ids stay
     sorted and do not match.
     """
     count = q_bounds.shape[0] - 1
-    rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
     q_ids = jnp.searchsorted(q_bounds, rows, side="right").astype(jnp.int32) - 1
     kv_ids = jnp.searchsorted(kv_bounds, columns, side="right").astype(jnp.int32) - 1
     edge = 1 if bottom_right else 0

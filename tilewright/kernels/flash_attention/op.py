@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from tilewright.kernels import arguments
 from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.biases import AlibiBias, RelativeBias
+from tilewright.kernels.context_parallel.explicit import attention_on_explicit_axes, lengths_are_split
 from tilewright.kernels.dropout import drawn_probability
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
@@ -39,7 +40,7 @@ from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
-from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -298,6 +299,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
 
 
 _FLASH_ATTENTION = FlashAttention()
+_OPERANDS = ("query", "key", "value")
 
 
 @public_function(FlashAttention.prepare, attention_fn=True)
@@ -305,7 +307,8 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
     """Exact attention, softmax(scale · query · keyᵀ + bias) · value, in memory linear in the lengths.
 
     Runs on the default executor, eagerly and under every JAX transform. Gradients with respect to query, key, value,
-    bias and softmax_aux are exact. Logits and sums are float32.
+    bias and softmax_aux are exact. Logits and sums are float32. Where types split query, key and value by their length
+    over the same explicit mesh axes, the call is `context_parallel_attention`.
 
     Args:
       query: ``[batch, q_length, heads, head_dim]``; the batch dimension may be absent from all arrays of a call.
@@ -356,6 +359,9 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
     The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
     """
+    if lengths_are_split(*(args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_OPERANDS))):
+        with errors_naming(_FLASH_ATTENTION):
+            return attention_on_explicit_axes(_FLASH_ATTENTION, *args, **kwargs)
     return _FLASH_ATTENTION(*args, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """Splits attention over the explicit axes of a mesh: by batch, by heads and by the length of the queries.
 
 Keys and values are split like the query, or replicated. A replicated array is sliced to what a device needs, which
-moves no data; its gradient is summed over the devices that share it. The length of the keys is never split.
+moves no data; its gradient is summed over the devices that share it. The length of the keys is never split here: see
+``kernels/context_parallel``.
 """
 
 import dataclasses
@@ -192,7 +193,10 @@ def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Spl
     if any(spec[3] is not None for spec in specs.values()):
         raise ValueError(f"attention cannot be split by head_dim ({text}); reshard it first")
     if specs["key"][1] is not None or specs["value"][1] is not None:
-        raise ValueError(f"attention cannot be split by the length of the keys ({text}); reshard key and value first")
+        raise ValueError(
+            "attention cannot be split by the length of the keys unless flash_attention is called with query, key and "
+            f"value that are all split alike ({text}); reshard first"
+        )
     for name in ("key", "value"):
         for position, dimension, axes in ((0, "batch", batch), (2, "heads", heads)):
             if specs[name][position] not in (None, axes):

@@ -29,6 +29,17 @@ class KernelExecutor(Protocol):
 
     def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out: ...
 
+    def gradients(
+        self,
+        kernel: "Kernel[Any, Any]",
+        wanted: Sequence[str],
+        residuals: object,
+        cotangents: tuple[Any, ...],
+        *args: object,
+        cfg: object = None,
+        **kwargs: object,
+    ) -> list[Any]: ...
+
 
 DEFAULT_EXECUTOR: Hook[Callable[[], KernelExecutor]] = Hook("the default executor")
 """The executor behind ``kernel(...)``."""
@@ -190,6 +201,27 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     def __call__(self, *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         return DEFAULT_EXECUTOR.function()(self, *args, cfg=cfg, **kwargs)
 
+    def gradients(
+        self,
+        wanted: Sequence[str],
+        residuals: object,
+        cotangents: tuple[Any, ...],
+        *args: object,
+        cfg: object = None,
+        **kwargs: object,
+    ) -> list[Any]:
+        """The gradients of the arguments ``wanted``, in the order of the call's arrays, from given residuals.
+
+        For a caller that knows more than one call does, such as the softmax's statistics over several of them. The
+        config is that of the call's backward pass.
+
+        Args:
+          residuals: in the form that ``forward_with_residuals`` returns.
+          cotangents: one for each output.
+        """
+        run = DEFAULT_EXECUTOR.function().gradients
+        return run(self, wanted, residuals, cotangents, *args, cfg=cfg, **kwargs)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, version={self.version!r})"
 
@@ -316,11 +348,18 @@ def check_kernel(kernel: object) -> None:
 @contextlib.contextmanager
 def errors_naming(kernel: Kernel[Any, Any]) -> Iterator[None]:
     """Prefixes the kernel's name to errors about wrong arguments."""
+    with errors_naming_function(kernel.name):
+        yield
+
+
+@contextlib.contextmanager
+def errors_naming_function(name: str) -> Iterator[None]:
+    """Prefixes a function's name to errors about wrong arguments."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(kernel.name):
-            error.args = (f"{kernel.name}: {error.args[0]}", *error.args[1:])
+        if error.args and isinstance(error.args[0], str) and not error.args[0].startswith(name):
+            error.args = (f"{name}: {error.args[0]}", *error.args[1:])
         raise
 
 

@@ -25,6 +25,7 @@ from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import record_if_enabled
+from tilewright.ops.lowering.gradients import array_labels
 from tilewright.ops.lowering.labels import call_label, without_label
 from tilewright.ops.lowering.lowering import results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
@@ -341,6 +342,22 @@ def apply(
     if gradient_form(kernel) is None:  # with own gradients, the results are named where the call is differentiated
         results = [named(x, f"{kernel.name}_out") for x in results]
     return tree.unflatten(results)
+
+
+def apply_backward(
+    kernel: Kernel[Any, Any],
+    selector: Selector,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    residuals: object,
+    cotangents: tuple[Any, ...],
+    wanted: Sequence[str],
+) -> list[Any]:
+    """Runs the backward stage of a prepared call on given residuals; the gradients of the arguments ``wanted``."""
+    arrays, structure = split(arguments)
+    rest, extra = split((residuals, cotangents))
+    chosen = tuple(label in wanted for label in array_labels(kernel, *arguments))
+    call = Call(kernel, selector, structure, (None,) * len(arrays), "backward", extra, chosen)
+    return list(call_p.bind(*arrays, *rest, call=call, mapped=()))
 
 
 def named(array: jax.Array, name: str) -> Any:

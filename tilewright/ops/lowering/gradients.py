@@ -49,7 +49,7 @@ def select_gradients(
     return [
         _checked(kernel, label, gradient, array)
         for label, gradient, array, is_wanted in zip(
-            _array_labels(kernel, args, kwargs), given, split((args, kwargs))[0], wanted, strict=True
+            array_labels(kernel, args, kwargs), given, split((args, kwargs))[0], wanted, strict=True
         )
         if is_wanted
     ]
@@ -59,11 +59,11 @@ def wanted_names(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[bool, ...]
 ) -> frozenset[str]:
     """The names of the arguments that have an array whose gradient is requested; all names if ``wanted`` is empty."""
-    labels = _array_labels(kernel, args, kwargs)
+    labels = array_labels(kernel, args, kwargs)
     return frozenset(name for name, is_wanted in zip(labels, wanted or [True] * len(labels), strict=True) if is_wanted)
 
 
-def _array_labels(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def array_labels(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The argument's name for each array of a call."""
     named = [*zip(argument_names(kernel, len(args)), args, strict=True), *kwargs.items()]
     return [name for name, value in named for _ in split(value)[0]]

@@ -1,0 +1,63 @@
+"""Transfers of a ring: issued before the kernels that they run beside, and never more memory for more devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import tilewright
+from tests.kernels.context_parallel.calls import mesh_of
+
+ROWS = P(None, "s")
+
+
+def both_passes(shards: int, length: int, **options: Any) -> Any:
+    """A jitted forward and backward pass over some devices, and its operands."""
+
+    def on_device(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(
+            lambda *qkv: tilewright.context_parallel_attention(*qkv, axis_name="s", causal=True, **options),
+            query, key, value,
+        )  # fmt: skip
+        return out, *pull(cotangent)
+
+    x = jax.ShapeDtypeStruct((1, shards * length, 8, 16), jnp.float32)
+    run = jax.shard_map(on_device, mesh=mesh_of(shards), in_specs=(ROWS,) * 4, out_specs=(ROWS,) * 4)
+    return jax.jit(run), (x,) * 4
+
+
+def events(jaxpr: Any) -> list[str]:
+    """Transfers, calls of kernels and barriers, in order; a choice of a plan counts as a call."""
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        known = {"ppermute": "hop", "tilewright_call": "kernels", "cond": "kernels", "optimization_barrier": "barrier"}
+        if name in known:
+            found.append(known[name])
+        else:
+            for part in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(part, "jaxpr", part)
+                found += events(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_hop_is_issued_before_the_kernels_of_its_step(shards: int) -> None:
+    run, operands = both_passes(shards, 16, strategy="ring")
+    forward = ["hop", "kernels", "barrier"] * (shards - 1) + ["kernels"]
+    # The last hop before the end takes dK and dV alone, the one behind it takes them home.
+    backward = ["barrier", *["hop", "kernels", "barrier"] * (shards - 1), "hop", "kernels", "hop"]
+    assert events(run.trace(*operands).jaxpr.jaxpr) == forward + backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=pytest.mark.full)])
+def test_a_ring_takes_no_more_memory_for_more_devices(layout: str) -> None:
+    """Length and devices double together: what a device allocates beside operands and results stays as it is."""
+    sizes = []
+    for shards in (2, 4, 8):
+        run, operands = both_passes(shards, 64, strategy="ring", layout=layout)
+        sizes.append(run.lower(*operands).compile().memory_analysis().temp_size_in_bytes)
+    assert max(sizes) <= 1.25 * min(sizes), sizes

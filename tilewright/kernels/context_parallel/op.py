@@ -1,0 +1,110 @@
+"""The public function, and the kernel whose calls it makes."""
+
+from typing import Any
+
+from jax.typing import ArrayLike
+
+from tilewright.kernels.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.context_parallel.call import AxisName
+from tilewright.kernels.context_parallel.function import attention_over_axis
+from tilewright.kernels.context_parallel.layout import LayoutName
+from tilewright.kernels.context_parallel.strategy import StrategyName
+from tilewright.kernels.flash_attention.arguments import CausalAlignment
+from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.ops.kernel.kernel import errors_naming_function
+
+_FLASH_ATTENTION = FlashAttention()
+
+
+def context_parallel_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: None = None,
+    mask: None = None,
+    *,
+    axis_name: AxisName,
+    strategy: StrategyName = "auto",
+    layout: LayoutName = "zigzag",
+    causal: bool = False,
+    causal_alignment: CausalAlignment = "top_left",
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_scale: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    return_lse: bool = False,
+    precision: PrecisionLike = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Any:
+    """``flash_attention`` over a sequence whose rows are split over a mesh axis, inside ``jax.shard_map``.
+
+    Every device passes its own rows and gets the output of its queries; the result is that of one device with the whole
+    sequence, but for rounding. Gradients with respect to query, key, value and softmax_aux are exact. Partial results
+    and sums of gradients are float32; what a device computes in one step is rounded to the query's dtype, as the output
+    of ``flash_attention`` is. The ring has no forward-mode derivative.
+
+    Args:
+      query: ``[batch, q_length / n, heads, head_dim]``, this device's part of n; the batch dimension may be absent from
+        all arrays of a call.
+      key: ``[batch, kv_length / n, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
+      value: ``[batch, kv_length / n, kv_heads, value_dim]``.
+      bias: refused, as are mask and dropout: they are of all pairs of queries and keys.
+      mask: refused.
+      axis_name: the axis of the surrounding ``shard_map`` over which the rows are split, or several.
+      strategy: "ring" passes keys and values around, behind the computation; "all_gather" gathers them first;
+        "ulysses" exchanges rows for heads and back, which both numbers of heads must allow; "auto" takes the least time
+        by a model of an H100's links and FLOPs (``kernels/context_parallel/strategy.py``).
+      layout: the rows of device i. "zigzag": chunks i and 2n − 1 − i of 2n, so that a causal mask leaves every device
+        the same work (reorder the whole sequence by ``zigzag``); "contiguous": the i-th of n.
+      causal: a query sees the keys up to its own position in the whole sequence.
+      causal_alignment: as for ``flash_attention``, of the whole sequence.
+      sliding_window: as for ``flash_attention``. A ring ends early if no device sees keys further away.
+      softmax_scale: as for ``flash_attention``.
+      logits_soft_cap: as for ``flash_attention``.
+      softmax_aux: sinks, ``[heads]`` or ``[heads, n]``, the same on every device.
+      q_segment_ids: ``[batch, q_length / n]`` integers of this device's rows.
+      kv_segment_ids: ``[batch, kv_length / n]``.
+      query_seq_lengths: ``[batch]``, of the whole sequences; the same on every device.
+      key_value_seq_lengths: ``[batch]``, of the whole sequences.
+      cum_seqlens_q: ``[sequences + 1]`` boundaries in the whole sequence, of a batch of one; the same on every device.
+        Pass the very same array as ``cum_seqlens_k`` for self-attention: a causal ring then leaves steps out.
+      cum_seqlens_k: the boundaries among the keys.
+      dropout_prob: refused unless 0.
+      dropout_seed: of no use without dropout.
+      return_lse: also return the log-sum-exp of this device's queries, float32 ``[batch, heads, q_length / n]``.
+      precision: precision of the matmuls.
+      platform: as for ``flash_attention``, of each call that a device makes.
+      cfg: a config for each call that a device makes.
+
+    Returns:
+      ``[batch, q_length / n, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. Rows without
+      a visible key are as those of ``flash_attention``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the call is outside of ``shard_map``; a bias, a mask or dropout; an odd
+        number of rows on a device with layout="zigzag"; heads that n does not divide with strategy="ulysses".
+      UnsupportedError: no allowed platform can serve a call.
+
+    The ring is that of arXiv 2310.01889 with the kernels of FlashAttention-2; "ulysses" is arXiv 2309.14509.
+    """
+    with errors_naming_function("context_parallel_attention"):
+        return attention_over_axis(
+            _FLASH_ATTENTION, query, key, value, bias, mask,
+            axis_name=axis_name, strategy=strategy, layout=layout,
+            causal=causal, causal_alignment=causal_alignment, sliding_window=sliding_window,
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
+            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids,
+            query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+            cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
+            dropout_prob=dropout_prob, dropout_seed=dropout_seed,
+            return_lse=return_lse, precision=precision, platform=platform, cfg=cfg,
+        )  # fmt: skip

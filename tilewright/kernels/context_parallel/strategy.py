@@ -1,0 +1,146 @@
+"""The choice of a strategy by a model of its time in a training step, on GPUs of one host."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from tilewright.kernels.context_parallel.layout import Layout
+from tilewright.kernels.context_parallel.plan import ring_steps
+from tilewright.kernels.flash_attention.masking import Band
+
+type StrategyName = Literal["auto", "ring", "all_gather", "ulysses"]
+
+FLOPS = 6e11
+"""FLOPs of attention per millisecond: bfloat16 on an H100."""
+
+LINK_BYTES = 3e8
+"""Bytes per millisecond that a device sends while it receives as many: NVLink of an H100, 450 GB/s at most."""
+
+MEMORY_BYTES = 2.5e9
+"""Bytes per millisecond of device memory."""
+
+COLLECTIVE_MS = 0.02
+"""Milliseconds of a collective that moves nothing."""
+
+STEP_MS = 0.03
+"""Milliseconds by which a step of the ring delays the device: the launch of its kernels, and the choice of its plan."""
+
+BACKWARD = 2.5
+"""Matmul FLOPs of the backward pass relative to the forward pass."""
+
+ARRAY_POSITIONS = 1.5
+"""Time of kernels that read positions from arrays relative to those with a band of indices, both passes together.
+
+Two H100, causal, 8192 tokens each, 32 heads on 8, head dim 128: gathered keys take 10.1 ms, of which the model has 6.7
+without this factor.
+"""
+
+MARGIN = 1.05
+"""Predicted speed beside the ring's that another strategy must have, for it needs more memory."""
+
+MAX_GATHERED_BYTES = 4 << 30
+"""Bytes of keys and values of all devices beyond which they are not gathered."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a device's part."""
+
+    layout: Layout
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the query and the output."""
+        return self.batch * self.layout.q_length * self.heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of key and value."""
+        return self.batch * self.layout.kv_length * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def pair_ms(self) -> float:
+        """Milliseconds of a visible pair of query and key in all heads."""
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim) / FLOPS
+
+    @property
+    def ulysses_reason(self) -> str:
+        """The reason why heads cannot be split over the devices; empty if they can."""
+        shards = self.layout.shards
+        if self.heads % shards or self.kv_heads % shards:
+            return (
+                f"{shards} devices must divide the query heads and the key heads, got {self.heads} and {self.kv_heads}"
+            )
+        return ""
+
+
+def best_strategy(sizes: Sizes, band: Band) -> StrategyName:
+    """The strategy of the least predicted time among those that can serve the call; the ring if it is about as fast."""
+    times = predicted_ms(sizes, band)
+    if sizes.layout.shards * sizes.key_bytes > MAX_GATHERED_BYTES:
+        del times["all_gather"]
+    return min(times, key=lambda name: times[name] * (1.0 if name == "ring" else MARGIN))
+
+
+def predicted_ms(sizes: Sizes, band: Band) -> dict[StrategyName, float]:
+    """Milliseconds of both passes for each strategy that can serve the call, in order of preference among equals.
+
+    The ring hides a hop behind the kernels of its step, each of which ends with the device that has the most to do; the
+    others move everything before and after one call.
+    """
+    layout, shards = sizes.layout, sizes.layout.shards
+    steps = ring_steps(layout, band)
+    work = np.array([step.areas() for step in steps] or [[0] * shards], float) * sizes.pair_ms
+    both = 1 + BACKWARD
+    ring = _ring_ms(work.max(axis=1).tolist(), sizes)
+    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 4 * COLLECTIVE_MS
+    by_array = 1.0 if band == Band() or shards == 1 else ARRAY_POSITIONS
+    times: dict[StrategyName, float] = {
+        "ring": ring,
+        # dK and dV of all devices are float32.
+        "all_gather": both * by_array * float(work.sum(axis=0).max()) + gathered,
+    }
+    if not sizes.ulysses_reason:
+        moved = 2 * (sizes.query_bytes + sizes.key_bytes) * (shards - 1) / shards
+        times["ulysses"] = both * float(work.sum()) / shards + moved / LINK_BYTES + 8 * COLLECTIVE_MS
+    return times
+
+
+def _ring_ms(work: Sequence[float], sizes: Sizes) -> float:
+    """Milliseconds of a ring's steps, of which the device that has the most to do takes ``work`` forward."""
+    hop = sizes.key_bytes / LINK_BYTES
+    total = 0.0
+    for number, ms in enumerate(work):
+        last = number == len(work) - 1
+        total += max(ms, 0.0 if last else hop + COLLECTIVE_MS)
+        # Keys and values go on, and their gradients follow in float32.
+        sent = (0 if last else hop) + (2 * hop if number else 0)
+        total += max(BACKWARD * ms, sent + COLLECTIVE_MS if sent else 0.0)
+    # The partial result and dQ are read and written in float32, and what is added to them is read.
+    merging = 10 * (sizes.query_bytes / sizes.itemsize) / MEMORY_BYTES * (len(work) - 1)
+    home = hop + COLLECTIVE_MS if len(work) > 1 else 0.0
+    return total + 2 * STEP_MS * len(work) + merging + home
+
+
+def check_strategy(strategy: str, sizes: Sizes, band: Band) -> StrategyName:
+    """The strategy that runs.
+
+    Raises:
+      ValueError: there is none of that name, or it cannot serve the call.
+    """
+    if strategy == "auto":
+        return best_strategy(sizes, band)
+    known: Mapping[str, StrategyName] = {"ring": "ring", "all_gather": "all_gather", "ulysses": "ulysses"}
+    if strategy not in known:
+        raise ValueError(f"{strategy=} must be 'auto', 'ring', 'all_gather' or 'ulysses'")
+    if strategy == "ulysses" and sizes.ulysses_reason:
+        raise ValueError(f"strategy='ulysses' splits the heads: {sizes.ulysses_reason}; use 'ring' or 'all_gather'")
+    return known[strategy]
