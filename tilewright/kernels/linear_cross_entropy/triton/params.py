@@ -82,7 +82,7 @@ def _check(params: Params, flag: str) -> None:
         raise TypeError(f"{type(params).__name__} needs a bool, got {flag}={getattr(params, flag)!r}")
 
 
-_HOPPER = ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4))
+_HOPPER = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4))
 _AMPERE = ((128, 128, 64, 8, 3), (128, 128, 32, 8, 3), (64, 128, 32, 4, 4), (128, 64, 32, 4, 3))
 """Operands of matmuls are in registers, too."""
 _FLOAT32 = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3))
@@ -119,7 +119,8 @@ def block_sizes(problem: LossProblem, *, keep: bool) -> tuple[int, int]:
     """Tokens and classes of a block within the workspace.
 
     Many classes come first: with all of them the matmuls add to the sums themselves, and a compiled program leaves out
-    the gradient of the matrix if it is not used.
+    the gradient of the matrix if it is not used. Measured of kept gradients alone, where blocks of 16384 classes took
+    21 % more time than all 131072.
     """
     size = jnp.dtype(narrow_dtype(problem.x_dtype, problem.weight_dtype)).itemsize
     least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
