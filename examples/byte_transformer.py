@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tilewright.modules import linear_cross_entropy
+
 Parameters = dict[str, Any]
+
+LARGE_VOCABULARY = 4096
+"""From here on the loss does without its logits in memory; those of 256 bytes are smaller than the activations."""
 
 
 class Attention(Protocol):
@@ -178,9 +183,10 @@ def features(
     return rms_norm(x, parameters["final_norm"])
 
 
-def logits(
+def hidden(
     parameters: Parameters, tokens: Int[Array, "batch length"], config: ModelConfig, attention: Attention
-) -> Float[Array, "batch length vocabulary"]:
+) -> Float[Array, "batch length width"]:
+    """What the last layer gives, before the matrix to the vocabulary."""
     length = tokens.shape[1]
     earlier = [jnp.pad(tokens, ((0, 0), (back, 0)))[:, :length] for back in range(1, config.longest_ngram)]
 
@@ -188,11 +194,20 @@ def logits(
         return attention(query, key, value, sliding_window=config.sliding_window(layer))
 
     x = embed(parameters, tokens, earlier, config)
-    return features(parameters, x, jnp.arange(length), config, attend) @ parameters["embedding"].T
+    return features(parameters, x, jnp.arange(length), config, attend)
+
+
+def logits(
+    parameters: Parameters, tokens: Int[Array, "batch length"], config: ModelConfig, attention: Attention
+) -> Float[Array, "batch length vocabulary"]:
+    return hidden(parameters, tokens, config, attention) @ parameters["embedding"].T
 
 
 def loss(parameters: Parameters, tokens: Int[Array, "batch length+1"], config: ModelConfig, attention: Attention):
-    """The mean cross-entropy of the next byte, in nats."""
+    """The mean cross-entropy of the next token, in nats."""
+    if config.vocabulary >= LARGE_VOCABULARY:
+        x = hidden(parameters, tokens[:, :-1], config, attention)
+        return linear_cross_entropy(x, parameters["embedding"], tokens[:, 1:], vocab_first=True)
     log_probability = jax.nn.log_softmax(logits(parameters, tokens[:, :-1], config, attention))
     return -jnp.take_along_axis(log_probability, tokens[:, 1:, None], axis=-1).mean()
 

@@ -1,5 +1,6 @@
 """The demo's model and text."""
 
+import dataclasses
 import functools
 import zlib
 
@@ -45,6 +46,21 @@ def test_both_attentions_give_the_same_loss_and_gradients(parameters, tokens):
     for left, right in zip(jax.tree.leaves(our_gradients), jax.tree.leaves(their_gradients), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6 + 1e-4 * float(jnp.abs(right).max()))
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(their_gradients))
+
+
+def test_a_large_vocabulary_has_the_same_loss(tokens):
+    """Without logits in memory, and with them."""
+    model = dataclasses.replace(MODEL, vocabulary=bt.LARGE_VOCABULARY)
+    parameters = bt.initial_parameters(model, jax.random.key(0))
+
+    def plain(parameters, tokens):
+        log_p = jax.nn.log_softmax(bt.logits(parameters, tokens[:, :-1], model, ours))
+        return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean()
+
+    loss = functools.partial(bt.loss, config=model, attention=ours)
+    got, want = (jax.jit(jax.value_and_grad(each))(parameters, 9 * tokens) for each in (loss, plain))
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6 + 1e-4 * float(jnp.abs(right).max()))
 
 
 def test_no_logit_depends_on_a_later_byte(parameters, tokens):
