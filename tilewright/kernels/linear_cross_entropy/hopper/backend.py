@@ -1,14 +1,14 @@
 """The Hopper backend of the cross-entropy."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
-from tilewright.kernels.linear_cross_entropy.blocks import driver
+from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
 from tilewright.kernels.linear_cross_entropy.hopper.kernels import HeadArrays
 from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
@@ -19,15 +19,13 @@ from tilewright.kernels.linear_cross_entropy.hopper.params import (
     can_keep,
     listed_params,
 )
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
+from tilewright.kernels.registry import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
 
-class HopperLinearCrossEntropy(
-    Implementation[LossInputs, LossProblem, LossResults, HopperLossParams, HopperLossBackwardParams]
-):
+class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossBackwardParams]):
     """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; gradients in bfloat16 alone.
 
     A matmul's epilogue sums the softmax, and that of another one makes the gradients of logits; their matmuls are
@@ -78,26 +76,10 @@ class HopperLinearCrossEntropy(
         dtype, shape = problem.x_dtype, (8, 64)
         return [dense_plan(dtype, shape, shape, 1, each, dtype).footprint(num_sms(device)) for each in tiles]
 
-    def forward(self, inputs: LossInputs, params: HopperLossParams) -> LossResults:
-        kernels = _logits(inputs, params)
-        return driver.forward(
-            inputs, kernels, block_tokens=params.block_tokens, block_vocab=params.block_vocab, keep=params.keep
+    def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:
+        statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
+        options = inputs.options
+        head = HeadArrays(inputs.weight, inputs.bias, options.vocab_first, options.logits_soft_cap)
+        return HopperLogits(
+            head, options.needs_sum, options.gradient_epsilon, statistics, params.gradient, num_sms(current_device())
         )
-
-    def backward(
-        self, inputs: LossInputs, results: LossResults, cotangents: LossResults, params: HopperLossBackwardParams
-    ) -> dict[str, Any]:
-        """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
-        return driver.backward(
-            inputs, results, cotangents, _logits(inputs, params), block_tokens=params.block_tokens,
-            block_vocab=params.block_vocab, recompute=params.recompute,
-        )  # fmt: skip
-
-
-def _logits(inputs: LossInputs, params: Params) -> HopperLogits:
-    statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
-    options = inputs.options
-    head = HeadArrays(inputs.weight, inputs.bias, options.vocab_first, options.logits_soft_cap)
-    return HopperLogits(
-        head, options.needs_sum, options.gradient_epsilon, statistics, params.gradient, num_sms(current_device())
-    )

@@ -1,12 +1,13 @@
 """The Triton backend of the cross-entropy, on NVIDIA GPUs from Ampere on."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.linear_cross_entropy.blocks import driver
+from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
 from tilewright.kernels.linear_cross_entropy.triton.logits import TritonLogits
 from tilewright.kernels.linear_cross_entropy.triton.params import (
     Params,
@@ -15,7 +16,7 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.registry import Platform
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 
@@ -25,9 +26,7 @@ MAX_VOCAB = 1 << 22
 """Classes up to which the elements of a step along d are counted by 32 bits."""
 
 
-class TritonLinearCrossEntropy(
-    Implementation[LossInputs, LossProblem, LossResults, TritonLossParams, TritonLossBackwardParams]
-):
+class TritonLinearCrossEntropy(BlockedCrossEntropy[TritonLossParams, TritonLossBackwardParams]):
     """Serves x and weight of one dtype, with all options, where XLA does not split the tokens.
 
     With operands in bfloat16 the gradient of the logits is in bfloat16, otherwise in float32, and so are its matmuls.
@@ -67,25 +66,9 @@ class TritonLinearCrossEntropy(
     ) -> Sequence[Footprint]:
         return footprints(problem, params)
 
-    def forward(self, inputs: LossInputs, params: TritonLossParams) -> LossResults:
-        kernels = _logits(inputs, params)
-        return driver.forward(
-            inputs, kernels, block_tokens=params.block_tokens, block_vocab=params.block_vocab, keep=params.keep
+    def kernels(self, inputs: LossInputs, params: Params) -> TritonLogits:
+        statistics = params.statistics if isinstance(params, TritonLossParams) else params.gradient
+        options = inputs.options
+        return TritonLogits(
+            driver.head_of(inputs), statistics, params.gradient, options.needs_sum, options.gradient_epsilon
         )
-
-    def backward(
-        self, inputs: LossInputs, results: LossResults, cotangents: LossResults, params: TritonLossBackwardParams
-    ) -> dict[str, Any]:
-        """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
-        return driver.backward(
-            inputs, results, cotangents, _logits(inputs, params), block_tokens=params.block_tokens,
-            block_vocab=params.block_vocab, recompute=params.recompute,
-        )  # fmt: skip
-
-
-def _logits(inputs: LossInputs, params: Params) -> TritonLogits:
-    statistics = params.statistics if isinstance(params, TritonLossParams) else params.gradient
-    options = inputs.options
-    return TritonLogits(
-        driver.head_of(inputs), statistics, params.gradient, options.needs_sum, options.gradient_epsilon
-    )

@@ -1,10 +1,11 @@
 """The cross-entropy of logits that are never in memory as a whole, in plain XLA: the backend for every device."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.linear_cross_entropy.blocks import driver
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
 from tilewright.kernels.linear_cross_entropy.xla.logits import XlaLogits
 from tilewright.kernels.linear_cross_entropy.xla.params import (
     Params,
@@ -13,11 +14,11 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     block_sizes,
     candidate_sizes,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.registry import Platform
 from tilewright.ops.types import Device, Direction
 
 
-class XlaLinearCrossEntropy(Implementation[LossInputs, LossProblem, LossResults, XlaLossParams, XlaLossBackwardParams]):
+class XlaLinearCrossEntropy(BlockedCrossEntropy[XlaLossParams, XlaLossBackwardParams]):
     """Serves every problem."""
 
     platform: ClassVar[Platform] = Platform.XLA
@@ -41,25 +42,11 @@ class XlaLinearCrossEntropy(Implementation[LossInputs, LossProblem, LossResults,
         # Gradients that are there have no block sizes to tune; all others are of the recomputing form.
         return [_params(problem, direction, sizes[0]), *(XlaLossBackwardParams(*each) for each in sizes)]
 
-    def forward(self, inputs: LossInputs, params: XlaLossParams) -> LossResults:
-        kernels = _logits(inputs, params)
-        return driver.forward(inputs, kernels, block_tokens=params.block_tokens, block_vocab=params.block_vocab)
-
-    def backward(
-        self, inputs: LossInputs, results: LossResults, cotangents: LossResults, params: XlaLossBackwardParams
-    ) -> dict[str, Any]:
-        """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
-        return driver.backward(
-            inputs, results, cotangents, _logits(inputs, params), block_tokens=params.block_tokens,
-            block_vocab=params.block_vocab, recompute=params.recompute,
-        )  # fmt: skip
+    def kernels(self, inputs: LossInputs, params: Params) -> XlaLogits:
+        return XlaLogits(driver.head_of(inputs), params.block_vocab, inputs.options.gradient_epsilon)
 
 
 def _params(problem: LossProblem, direction: Direction, sizes: tuple[int | None, int]) -> Params:
     if direction == "forward":
         return XlaLossParams(*sizes)
     return XlaLossBackwardParams(*sizes, recompute=not problem.options.keeps_gradients)
-
-
-def _logits(inputs: LossInputs, params: Params) -> XlaLogits:
-    return XlaLogits(driver.head_of(inputs), params.block_vocab, inputs.options.gradient_epsilon)

@@ -29,6 +29,11 @@ class XlaLossParams:
     def __post_init__(self) -> None:
         _check(self)
 
+    @property
+    def keep(self) -> bool:
+        """A block of tokens keeps its logits, if gradients are computed from them."""
+        return True
+
 
 @stable_id("tilewright/linear_cross_entropy.XlaLossBackwardParams")
 @dataclasses.dataclass(frozen=True, slots=True)
