@@ -57,12 +57,9 @@ def stores_in_flight(parts: int, buffers: int, unit: int) -> list[int]:
         """Stores since the last one of the buffer, where the tile before stored so many parts."""
         return part + ((before - 1 - part) % buffers if before > part else before)
 
-    return [
-        min(buffers - 1, *(behind(part, before) for before in range(unit, parts + 1, unit)))
-        if part < buffers
-        else buffers - 1
-        for part in range(parts)
-    ]
+    befores = range(unit, parts + 1, unit)
+    first = [min(buffers - 1, *(behind(part, before) for before in befores)) for part in range(min(parts, buffers))]
+    return first + [buffers - 1] * (parts - buffers)
 
 
 def store_rows(buffer: Ref, target: Ref, row: Scalar, column: Scalar, own_rows: Scalar | None) -> None:
