@@ -6,6 +6,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.mosaic_zeros import zero_lines
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.ring import when
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -38,8 +39,12 @@ def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:
 
 
 def zero_rows(tile: Ref, first: Scalar) -> None:
-    """Zeroes the rows of a tile from ``first`` on."""
-    for panel in tile.operands if isinstance(tile, PanelRef) else (tile,):
-        row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
-        values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
-        panel[...] = jnp.where(row < first, values, jnp.zeros_like(values))
+    """Zeroes the rows of a tile of panels from ``first`` on."""
+    assert isinstance(tile, PanelRef)  # ranges of K begin anywhere
+    for panel, transforms in zip(tile.operands, tile.transforms, strict=True):
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
+        def zero(_: Any, panel: Any, first: Any) -> None:
+            zero_lines(panel, first)
+
+        zero(panel, jnp.asarray(first, jnp.int32))
