@@ -176,7 +176,7 @@ def test_ignored_tokens_cost_nothing(one_device: None):
         counted.append(1)
         return x
 
-    from tilewright.kernels.linear_cross_entropy.xla.tokens import TokenBlocks
+    from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks
 
     labels = jnp.where(jnp.arange(256) % 4 == 0, args[2], -1)
 

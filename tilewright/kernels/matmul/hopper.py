@@ -11,7 +11,7 @@ from tilewright.kernels.activations import gated_gradients, kept_apart
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_matmul, dense_plan, dense_products
-from tilewright.kernels.hopper.matmul.gate import gate_epilogue
+from tilewright.kernels.hopper.matmul.gate import GateEpilogue
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
@@ -164,7 +164,7 @@ class HopperGlu(Implementation[GluInputs, GluProblem, Any, MatmulParams, HopperG
                 params=params,
                 num_sms=num_sms(current_device()),
                 results=count,
-                epilogue=gate_epilogue(inputs.options.activation, keeps),
+                epilogue=GateEpilogue(inputs.options.activation, keeps),
             )
         out = tuple(each.reshape(shape) for each in results)
         return out if keeps else (out[0], None, None)

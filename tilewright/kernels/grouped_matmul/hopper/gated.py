@@ -18,7 +18,7 @@ from tilewright.kernels.grouped_matmul.hopper.products import (
     rows_plan,
 )
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.hopper.matmul.gate import gate_epilogue
+from tilewright.kernels.hopper.matmul.gate import GateEpilogue
 from tilewright.kernels.hopper.matmul.heuristics import reduction_candidates, rows_candidates
 from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
@@ -86,7 +86,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
                 k_first=True,
                 has_offset=inputs.group_offset is not None,
                 results=3 if keeps else 1,
-                epilogue=gate_epilogue(inputs.options.activation, keeps),
+                epilogue=GateEpilogue(inputs.options.activation, keeps),
             )
         return tuple(results) if keeps else (results[0], None, None)
 

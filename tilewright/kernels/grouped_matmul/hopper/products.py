@@ -10,7 +10,8 @@ from tilewright.kernels.grouped_matmul.groups import row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.scales import by_blocks, factor
 from tilewright.kernels.hopper.device import num_sms
-from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
+from tilewright.kernels.hopper.matmul.epilogue import AsSummed, Epilogue
+from tilewright.kernels.hopper.matmul.kernel import Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
@@ -28,7 +29,7 @@ def rows_by_matrices(
     k_first: bool,
     has_offset: bool,
     results: int = 1,
-    epilogue: Epilogue = lambda sums: sums,
+    epilogue: Epilogue = AsSummed(),
     scales: Scales | None = None,
 ) -> list[jax.Array]:
     """Rows times their group's matrix, summed over the products; zeros for rows without one.
@@ -64,7 +65,7 @@ def outer_products(
     schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, plan.tile)
     out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
     products, sms = [Factors(left, (right,))], num_sms(current_device())
-    (result,) = matmul_kernel(products, [out], plan=plan, schedule=schedule, epilogue=lambda sums: sums, num_sms=sms)
+    (result,) = matmul_kernel(products, [out], plan=plan, schedule=schedule, epilogue=AsSummed(), num_sms=sms)
     return result
 
 

@@ -26,8 +26,8 @@ part                    what an op gives
 operands' layouts       ``[x, k]`` or ``[k, x]``: wgmma transposes 16-bit tiles as it reads them, nothing is copied.
                         Ranges of K that end within a step are zeroed in shared memory (``mask.py``).
 ``scales``              of float8 operands: each step is scaled as it is added to the sum (``scaled.py``).
-``epilogue``            from the float32 accumulators the tiles of the results, in registers: a bias, the activation of
-                        a gated pair (``gate.py``), a residual.
+``epilogue``            from the float32 accumulators the tiles of the results, in registers, and values of rows: the
+                        activation of a gated pair (``gate.py``), sums of a softmax. Its arrays are its leaves.
 store                   whole tiles by TMA, which leaves out what is beyond an array's end; of a group's last tile of
                         rows a copy for each bit of their number (``store.py``).
 ======================  ===========================================================================================
@@ -44,6 +44,6 @@ float8, forward                             `accumulate_scaled` K in the rows of
 float32, other strides                      declined            TF32 wgmma wants K in the rows of both
 ==========================================  ==================  ==========================================
 
-Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``turns``, ``store``;
-``heuristics`` has the model by which configs are ordered.
+Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``turns``, ``epilogue``,
+``store``; ``heuristics`` has the model by which configs are ordered.
 """

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tilewright.kernels.hopper.matmul.kernel import Epilogue, Factors, matmul_kernel
+from tilewright.kernels.hopper.matmul.epilogue import AsSummed, Epilogue
+from tilewright.kernels.hopper.matmul.kernel import Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
@@ -49,7 +50,7 @@ def dense_products(
     params: MatmulParams,
     num_sms: int,
     results: int = 1,
-    epilogue: Epilogue = lambda sums: sums,
+    epilogue: Epilogue = AsSummed(),
 ) -> list[jax.Array]:
     """Sums of products of matrices of one shape, and what an epilogue makes of them: arrays of ``[m, n]``."""
     lhs, rhs = products[0].lhs, products[0].rhs
@@ -71,11 +72,12 @@ def dense_plan(
     out_dtype: DTypeLike,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
+    panelled: bool = False,
 ) -> MatmulPlan:
-    """The plan of `dense_products`, with so many operands of rhs."""
+    """The plan of `dense_products`, with so many operands of rhs; ``panelled`` where tiles begin anywhere."""
     dtype = jnp.dtype(dtype)
     # Both or none: wgmma takes a tile in panels with another one of the same kind.
-    panelled = not (atomic(lhs_shape, dtype) and atomic(rhs_shape, dtype))
+    panelled = panelled or not (atomic(lhs_shape, dtype) and atomic(rhs_shape, dtype))
     lhs = OperandLayout(dtype, transpose_lhs, panelled=panelled)
     rhs = OperandLayout(dtype, not transpose_rhs, panelled=panelled)
     return MatmulPlan(params, lhs, (rhs,) * count, out_dtype)

@@ -1,32 +1,37 @@
 """The epilogue of a gated linear unit: its activation on the accumulators of both pre-activations."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.activations import gated
-from tilewright.kernels.hopper.matmul.kernel import Epilogue
+from tilewright.kernels.hopper.matmul.epilogue import Columns, Place
 
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 _ERF_SCALE = 0.3275911
 
 
-def gate_epilogue(activation: str, keeps_pre_activations: bool) -> Epilogue:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class GateEpilogue:
     """``act(gate) * up``, and both accumulators where they are kept."""
 
-    def epilogue(sums: Sequence[jax.Array]) -> list[jax.Array]:
-        gate, up = sums
-        match activation:
+    activation: str = dataclasses.field(metadata={"static": True})
+    keeps_pre_activations: bool = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, sums: Sequence[Columns], place: Place) -> Sequence[Columns]:
+        """The tiles of the results."""
+        (gate,), (up,) = sums
+        match self.activation:
             case "gelu":
                 out = _gelu(gate) * up
             case "relu":  # jax.nn's is a custom_jvp_call, which Pallas of JAX 0.11 does not take
                 out = jnp.maximum(gate, 0) * up
             case _:
-                out = gated(activation, gate, up)
-        return [out, gate, up] if keeps_pre_activations else [out]
-
-    return epilogue
+                out = gated(self.activation, gate, up)
+        return [(out,), *sums] if self.keeps_pre_activations else [(out,)]
 
 
 def _gelu(x: jax.Array) -> jax.Array:

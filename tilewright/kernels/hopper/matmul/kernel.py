@@ -13,19 +13,18 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
-from tilewright.kernels.hopper.matmul.store import store_accumulator
+from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.matmul.turns import pass_turn, take_last_turn, wait_turn
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import when
 from tilewright.kernels.hopper.stages import CLUSTER_AXIS, Stages
+from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.types import Ref, Scalar
-
-type Epilogue = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-"""From the float32 accumulators, one for each operand of rhs, the tiles of the results."""
 
 
 class Factors(NamedTuple):
@@ -36,10 +35,15 @@ class Factors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Arrays that a kernel reads: its products, which are summed, the schedule, and scales of 8-bit operands."""
+    """Arrays that a kernel reads: its products, which are summed, and those of its parts.
+
+    Attributes:
+      scales: of 8-bit operands.
+    """
 
     products: tuple[Factors, ...]
     schedule: Any
+    epilogue: Any
     scales: Scales | None
 
 
@@ -65,7 +69,6 @@ class MatmulContext:
     """A CTA's references, and where it is."""
 
     plan: MatmulPlan
-    epilogue: Epilogue
     operands: Operands
     results: tuple[Ref, ...]
     scratch: Scratch
@@ -109,8 +112,8 @@ def matmul_kernel(
 
     Args:
       products: of one shape; the steps of an item are shared out among them.
-      results: all of ``plan.out_dtype``, ``[m, n]`` or, where the items have matrices that are summed over ranges of
-        K, ``[matrices, m, n]``.
+      results: ``[m, n]`` of ``plan.out_dtype`` or, where the items have matrices that are summed over ranges of K,
+        ``[matrices, m, n]``; ``[tiles of columns, m]`` of any dtype, padded to whole tiles of rows, for vectors.
       schedule: of ``schedule.py``, with arrays as its leaves.
       scales: of operands of 8 bits.
     """
@@ -124,9 +127,7 @@ def matmul_kernel(
 
     def body(operands: Operands, results: tuple[Ref, ...], scratch: Scratch) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        context = MatmulContext(
-            plan, epilogue, operands, results, scratch, warpgroup, lax.axis_index("program"), programs
-        )
+        context = MatmulContext(plan, operands, results, scratch, warpgroup, lax.axis_index("program"), programs)
         pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
         pl.when(warpgroup == params.consumers)(lambda: run_producer(context))
 
@@ -138,7 +139,7 @@ def matmul_kernel(
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
-        Operands(tuple(products), schedule, scales),
+        Operands(tuple(products), schedule, epilogue, scales),
         tuple(results),
         scratch,
         num_ctas=programs,
@@ -192,12 +193,13 @@ def produce_item(context: MatmulContext, work: Work, first: Scalar, owner: Scala
     plan, stages, products = context.plan, context.scratch.stages, context.operands.products
     lhs_part, *rhs_parts = plan.stages.parts
     steps = lax.div(work.steps, jnp.int32(len(products)))
+    first_column = work.column if work.rhs_column is None else work.rhs_column
 
     def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
         k = work.k + step * plan.lhs.block_k
         sources = [plan.lhs.slices(factors.lhs, work.matrix, work.row, k, lhs_part)]
         for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
-            sources.append(layout.slices(ref, work.matrix, work.column, k, part))
+            sources.append(layout.slices(ref, work.matrix, first_column, k, part))
         stages.load_from_dram(first + step, *sources, owner=owner)
 
     # The consumers do not know of several products: for them an item has that many more steps.
@@ -224,19 +226,22 @@ def run_consumer(context: MatmulContext) -> None:
 def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
     """Computes and stores this warpgroup's rows of an item, whose step 0 is step ``first`` of the ring."""
     plan, first_row = context.plan, work.row + context.first_row
+    rows = plan.params.consumer_rows
+    sums: list[Columns]
     if context.operands.scales is None:
-        accumulator = plgpu.ACC((plan.params.consumer_rows, plan.columns), jnp.float32)
-        sums = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+        accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
+        whole = pl.run_scoped(functools.partial(accumulate, context, work, first), *[accumulator] * len(plan.rhs))
+        sums = [(each,) for each in whole]
     else:
-        sums = accumulate_scaled(context, work, first, context.operands.scales)
+        sums = [tuple(accumulate_scaled(context, work, first, context.operands.scales))]
     buffers = context.scratch.store.at[context.warpgroup]
-    tiles, results = context.epilogue(sums), context.results
-    of_blocks = context.operands.scales is not None  # accumulators are then columns of one result
-    for number, tile in enumerate(tiles):
-        result = results[0 if of_blocks else number]
+    place = Place(first_row, work.column, lax.div(work.column, jnp.int32(plan.columns)))
+    for tile, result in zip(context.operands.epilogue(sums, place), context.results, strict=True):
+        if not isinstance(tile, tuple):
+            store_unoptimised(result.at[place.tile, pl.ds(first_row, rows)], tile)
+            continue
         target = result if len(result.shape) == 2 else result.at[work.matrix]
-        column = work.column + (number * tile.shape[1] if of_blocks else 0)
-        store_accumulator(tile, target, buffers, work._replace(column=column), first_row)
+        store_tile(tile, target, buffers, work, first_row)
 
 
 def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:

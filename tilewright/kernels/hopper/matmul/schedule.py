@@ -20,6 +20,7 @@ class Work(NamedTuple):
       steps: K steps; 0 gives zeros.
       row_end: the row behind the last one that is stored, or None: all that the result has.
       k_end: behind the last element of the range of K, or None: the operands' own end, behind which TMA reads zeros.
+      rhs_column: the first column of rhs, or None: that of the result.
     """
 
     row: Scalar
@@ -29,6 +30,7 @@ class Work(NamedTuple):
     steps: Scalar
     row_end: Scalar | None = None
     k_end: Scalar | None = None
+    rhs_column: Scalar | None = None
 
 
 class Schedule(Protocol):
@@ -91,12 +93,17 @@ class TileShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseSchedule:
-    """All tiles of one matmul."""
+    """All tiles of one matmul.
+
+    Attributes:
+      first_column: ``[1]``, of rhs; None for its first one.
+    """
 
     rows: int = dataclasses.field(metadata={"static": True})
     columns: int = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
     tile: TileShape = dataclasses.field(metadata={"static": True})
+    first_column: Any = None
 
     @property
     def tiles(self) -> TileIndex:
@@ -111,7 +118,8 @@ class DenseSchedule:
         """An item of a CTA of its cluster."""
         index = in_bands(item, self.tiles.row, self.tiles.column, self.tile.band)
         row, column = self.tile.place(index, cta)
-        return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps))
+        rhs_column = None if self.first_column is None else self.first_column[0] + column
+        return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps), rhs_column=rhs_column)
 
 
 @jax.tree_util.register_dataclass

@@ -3,40 +3,41 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import WGMMA_M
+from tilewright.kernels.hopper.matmul.epilogue import Columns
 from tilewright.kernels.hopper.matmul.schedule import Work
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
-def store_accumulator(tile: jax.Array, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:
+def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:
     """Stores a consumer's tile of the result, of which what lies beyond the result's end is left out.
 
     Args:
-      tile: float32, in the accumulator's layout.
+      tile: in the accumulator's layout; its blocks of columns are multiples of what a buffer holds.
       target: ``[m, n]`` of the work's matrix.
       buffers: of this consumer, ``[buffers, 64, columns]``; part i of the tile takes number ``i % buffers``.
       first_row: of the tile in the result.
     """
     count, width = buffers.shape[0], buffers.shape[-1]
-    columns = range(0, tile.shape[1], width)
-    parts = tile.shape[0] // WGMMA_M * len(columns)
+    columns = [(block, begin) for block in tile for begin in range(0, block.shape[1], width)]
+    parts = tile[0].shape[0] // WGMMA_M * len(columns)
     in_flight = stores_in_flight(parts, count, parts if work.row_end is None else len(columns))
-    for row in range(0, tile.shape[0], WGMMA_M):
+    for row in range(0, tile[0].shape[0], WGMMA_M):
         own_rows = None if work.row_end is None else work.row_end - (first_row + row)
 
         def store(row: int = row, own_rows: Scalar | None = own_rows) -> None:
-            for number, start in enumerate(columns, row // WGMMA_M * len(columns)):
+            for place, (block, begin) in enumerate(columns):
+                number = row // WGMMA_M * len(columns) + place
                 buffer = buffers.at[number % count]
                 # All stores but so many have read their buffers; all threads wait for that.
                 plgpu.wait_smem_to_gmem(in_flight[number], wait_read_only=True)
-                buffer[...] = tile[row : row + WGMMA_M, start : start + width].astype(buffers.dtype)
+                buffer[...] = block[row : row + WGMMA_M, begin : begin + width].astype(buffers.dtype)
                 plgpu.commit_smem()
-                store_rows(buffer, target, first_row + row, work.column + start, own_rows)
+                store_rows(buffer, target, first_row + row, work.column + place * width, own_rows)
 
         if own_rows is None:
             store()

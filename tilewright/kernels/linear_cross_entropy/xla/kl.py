@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, rows_of, written
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
 from tilewright.kernels.linear_cross_entropy.kl_inputs import (
     KlInputs,
     KlProblem,
@@ -14,6 +16,7 @@ from tilewright.kernels.linear_cross_entropy.kl_inputs import (
     of_statistics,
     token_weights_gradient,
 )
+from tilewright.kernels.linear_cross_entropy.xla.logits import before_cap, logits_of
 from tilewright.kernels.linear_cross_entropy.xla.params import (
     Params,
     XlaLossBackwardParams,
@@ -21,8 +24,6 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     block_sizes,
     candidate_sizes,
 )
-from tilewright.kernels.linear_cross_entropy.xla.tokens import TokenBlocks, rows_of, written
-from tilewright.kernels.linear_cross_entropy.xla.vocabulary import Block, Head, Totals, add_gradients, over_blocks
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device, Direction
@@ -156,7 +157,7 @@ def _statistics(
 
     def step(block: Block, carry: Any) -> Any:
         (high_u, sum_u), (high_v, sum_v, difference) = carry
-        u, v = (head.logits(block, x) for head, x in zip(heads, (student_x, teacher_x), strict=True))
+        u, v = (logits_of(head, block, x) for head, x in zip(heads, (student_x, teacher_x), strict=True))
         high_u, before_u, of_u = rescaled(high_u, jnp.where(block.fresh, u, -jnp.inf))
         high_v, before_v, of_v = rescaled(high_v, jnp.where(block.fresh, v, -jnp.inf))
         # A class that the teacher rules out counts nothing, even where the student does, too: 0 · inf is NaN.
@@ -188,7 +189,7 @@ def _gradients(
 
     def step(block: Block, carry: Any) -> Any:
         d_xs, totals = carry
-        u, v = (head.logits(block, x) for head, x in zip(heads, xs, strict=True))
+        u, v = (logits_of(head, block, x) for head, x in zip(heads, xs, strict=True))
         p, q = jnp.exp(u - lse_u), jnp.exp(v - lse_v)
         of_student = of_u * p - of_difference * q
         of_teacher = q * (of_difference * (v - u - difference + 1) + of_v)
@@ -197,7 +198,7 @@ def _gradients(
             if not needed[i]:
                 found.append((d_xs[i], totals[i]))
                 continue
-            gradient = jnp.where(block.fresh, heads[i].before_cap(logits, gradient), 0)
+            gradient = jnp.where(block.fresh, before_cap(heads[i], logits, gradient), 0)
             found.append(add_gradients(heads[i], block, xs[i], gradient, d_xs[i], totals[i], complete=complete))
         return tuple(x for x, _ in found), tuple(each for _, each in found)
 

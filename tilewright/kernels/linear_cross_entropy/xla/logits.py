@@ -1,0 +1,102 @@
+"""The logits of a block of tokens and of the vocabulary in plain XLA, their statistics, and their gradients."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.dots import dot
+from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, over_blocks
+
+
+def logits_of(head: Head, block: Block, x: jax.Array) -> jax.Array:
+    """``[*tokens, block]``, the soft cap and the scale applied."""
+    weight = block.of(head.weight, head.vocab_axis)
+    logits = dot(x, weight, (x.ndim - 1, 1 - head.vocab_axis), None, head.wide)
+    if head.bias is not None:
+        logits = logits + block.of(head.bias, 0).astype(head.wide)
+    if head.soft_cap is not None:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    return logits if head.scale == 1.0 else logits * head.scale
+
+
+def before_cap(head: Head, logits: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The gradient of ``x · weight + bias``, from that of the logits."""
+    if head.scale != 1.0:
+        logits, gradient = logits / head.scale, gradient * head.scale
+    return gradient if head.soft_cap is None else gradient * (1 - (logits / head.soft_cap) ** 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaLogits:
+    """Kernels of the cross-entropy for the shared loops; what it keeps of tokens is their logits.
+
+    Attributes:
+      size: classes of a block of the statistics.
+      epsilon: probabilities below it count as zero in gradients; ``None`` for no threshold.
+    """
+
+    head: Head
+    size: int
+    epsilon: float | None
+
+    def statistics(self, x: jax.Array, labels: jax.Array, *, keep: bool) -> Statistics:
+        """lse, the label's logit and the sum of the logits of each token, and with ``keep`` the logits."""
+        head, shape = self.head, x.shape[:-1]
+
+        def step(block: Block, carry: Any) -> Any:
+            highest, total, label_logit, logit_sum, kept = carry
+            logits = logits_of(head, block, x)
+            if kept is not None:
+                kept = block.written(kept, logits, kept.ndim - 1)
+            masked = jnp.where(block.fresh, logits, -jnp.inf)
+            new = jnp.maximum(highest, masked.max(-1))
+            # A bias may rule classes out with -inf; as long as a token has no other class, -inf - -inf would be NaN.
+            finite = jnp.where(new == -jnp.inf, 0, new)
+            total = total * jnp.exp(highest - finite) + jnp.exp(masked - finite[..., None]).sum(-1)
+            # A comparison and a sum instead of a gather: the label may be of any block, and XLA fuses it with the sums.
+            own = (block.classes == labels[..., None]) & block.fresh
+            label_logit = label_logit + jnp.where(own, logits, 0).sum(-1)
+            logit_sum = logit_sum + jnp.where(block.fresh, logits, 0).sum(-1)
+            return new, total, label_logit, logit_sum, kept
+
+        zeros = jnp.zeros(shape, head.wide)
+        kept = jnp.zeros((*shape, head.vocab), head.wide) if keep else None
+        init = (jnp.full(shape, -jnp.inf, head.wide), zeros, zeros, zeros, kept)
+        operands = (head.weight, head.bias, x, labels)
+        highest, total, label_logit, logit_sum, kept = over_blocks(head.vocab, self.size, step, init, operands)
+        return jnp.where(highest == -jnp.inf, highest, highest + jnp.log(total)), label_logit, logit_sum, kept
+
+    def kept_gradient(
+        self,
+        kept: Any,
+        labels: jax.Array,
+        lse: jax.Array,
+        cotangents: Cotangents,
+        label_logit: jax.Array,
+        block: Block,
+    ) -> jax.Array:
+        """The gradient of a block from the logits."""
+        return self._gradient(block.of(kept, kept.ndim - 1), labels, lse, cotangents, block)
+
+    def gradient(
+        self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
+    ) -> jax.Array:
+        """The gradient of a block whose logits are computed again."""
+        return self._gradient(logits_of(self.head, block, x), labels, lse, cotangents, block)
+
+    def _gradient(
+        self, logits: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
+    ) -> jax.Array:
+        of_lse, of_label, of_sum = cotangents
+        probabilities = jnp.exp(logits - lse[..., None])
+        # Of the label's class only the probability may be dropped; -1 is always there.
+        if self.epsilon is not None:
+            probabilities = jnp.where(probabilities < self.epsilon, 0, probabilities)
+        own = block.classes == labels[..., None]
+        gradient = of_lse[..., None] * probabilities + jnp.where(own, of_label[..., None], 0)
+        if of_sum is not None:
+            gradient = gradient + of_sum[..., None]
+        return jnp.where(block.fresh, before_cap(self.head, logits, gradient), 0)
