@@ -173,6 +173,7 @@ def test_float8(name: str, dtype: str):
     inputs = inputs_of(case)
     problem = GroupedProblem.of(inputs)
     assert not BACKEND.not_supported_reasons(problem, H100, "forward")
+    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(64, 128, 2, turns=True))
     assert BACKEND.not_supported_reasons(problem, H100, "backward")
     for params in (MatmulParams(128, 256, 2, cluster_m=2), MatmulParams(64, 128, 2)):
         with interpret_mosaic():
@@ -182,6 +183,18 @@ def test_float8(name: str, dtype: str):
     listed = list(BACKEND.candidates(problem, H100, "forward"))
     assert listed
     assert all(not BACKEND.config_reasons(problem, H100, "forward", params) for params in listed)
+
+
+@pytest.mark.parametrize("params", [MatmulParams(128, 256, 2, cluster_m=2, band=1), MatmulParams(192, 128, 3, band=2)])
+def test_no_races_of_float8(params: MatmulParams):
+    case = GroupedMatmulCase(
+        "", rows=150, k=272, n=200, groups=2, dtype="float8_e4m3fn", sizes=(70, 60), transpose_rhs=True,
+        preferred_element_type="float32", **SCALES["blocks"],
+    )  # fmt: skip
+    inputs = inputs_of(case)
+    with interpret_mosaic(detect_races=True):
+        out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
+    check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
 
 
 @pytest.mark.parametrize("groups", [1, 8, 64, 300])
