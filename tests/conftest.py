@@ -34,7 +34,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TILEWRIGHT_USERS_CACHE_DIR", os.environ.get("TILEWRIGHT_CACHE_DIR", ""))
 _CACHE_DIRECTORY = tempfile.mkdtemp(prefix="tilewright-tests-")
 os.environ["TILEWRIGHT_CACHE_DIR"] = _CACHE_DIRECTORY
-for _name in ("TILEWRIGHT_AUTOTUNE", "TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
+for _name in ("TILEWRIGHT_AGREE", "TILEWRIGHT_AUTOTUNE", "TILEWRIGHT_LOCK", "TILEWRIGHT_LOCK_MISS"):
     os.environ.pop(_name, None)
 
 import jax  # noqa: E402

@@ -31,6 +31,10 @@ class LockError(TilewrightError):
     """A lock file that was asked for is missing, damaged, altered, or of another schema."""
 
 
+class AgreementError(TilewrightError):
+    """The processes of a program cannot agree on the config of a call."""
+
+
 class TargetDeviceError(TilewrightError, RuntimeError):
     """Code cannot run on, or be compiled for, the device of ``target_device`` on this machine."""
 

@@ -9,6 +9,7 @@ from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
 from tilewright.kernels.linear_cross_entropy.log_probs import linear_log_probs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy
+from tilewright.kernels.matmul.collective import all_gather_matmul, matmul_reduce_scatter
 from tilewright.kernels.matmul.glu import Glu, glu
 from tilewright.kernels.matmul.op import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
@@ -51,6 +52,7 @@ __all__ = [
     "RmsNorm",
     "UnifiedAttention",
     "UpdatePages",
+    "all_gather_matmul",
     "base",
     "chunked_prefill_paged_decode",
     "decode_attention",
@@ -65,6 +67,7 @@ __all__ = [
     "linear_kl_divergence",
     "linear_log_probs",
     "matmul",
+    "matmul_reduce_scatter",
     "mla_decode",
     "page_attention",
     "ragged_decode_attention",

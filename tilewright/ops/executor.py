@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 import jax
 
+from tilewright.ops.config import agreement
 from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides, synchronise
 from tilewright.ops.config.selection import ConfigSelectorChain, default_chain
@@ -26,6 +27,7 @@ from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.lowering.call import Selector, apply
 from tilewright.ops.lowering.programs import Program, Programs
+from tilewright.ops.lowering.surroundings import operand_devices
 from tilewright.ops.types import Cfg, Out
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.target import check_runs_here
@@ -57,7 +59,8 @@ class Executor(Generic[Cfg, Out]):
                 break
         else:
             check_runs_here()
-            out = self._program(kernel, selector, structure, arrays).run(arrays)
+            with agreement.run_by(lambda: operand_devices(arrays)):
+                out = self._program(kernel, selector, structure, arrays).run(arrays)
         return out
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
@@ -117,6 +120,9 @@ class Executor(Generic[Cfg, Out]):
             unbuilt = self.chooser.not_built(inv, selection)
             if unbuilt is not None:
                 step += f", until {', '.join(map(str, unbuilt[1]))} is built, for {describe_config(unbuilt[0])}"
+            leader = self.chooser.leader(inv)
+            if step not in ("explicit", agreement.STEP) and leader not in (None, jax.process_index()):
+                step += f", unless process {leader} decides otherwise when the program is compiled"
             refused = "" if step in ("explicit", "overlay", "lock") else self.chooser.lock_refusal(inv)
             if refused:
                 step += f", but the call is an error: {refused}"

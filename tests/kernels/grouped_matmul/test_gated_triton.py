@@ -22,7 +22,6 @@ from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOpt
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.gated_params import TritonGatedBackwardParams, TritonGatedForwardParams
 from tilewright.kernels.grouped_matmul.triton.glu import TritonGlu
-from tilewright.kernels.grouped_matmul.triton.params import TritonTile
 from tilewright.kernels.matmul.glu import Glu
 from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
 from tilewright.kernels.matmul.xla import XlaGlu
@@ -30,6 +29,7 @@ from tilewright.kernels.portfolio import Choice
 from tilewright.kernels.registry import Platform
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
+from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged
 

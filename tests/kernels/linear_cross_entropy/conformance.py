@@ -61,6 +61,18 @@ QUICK = ("float32", "all_options", "all_options_each", "bfloat16")
 TEST = [name for name in CASES if name not in ("two_classes", "bias", "two_dtypes", "all_of_it_is_smooth")]
 
 
+def served(case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
+    """The case as the Hopper kernels take it: in 16 bits, with rows of whole 16 bytes."""
+    whole = lambda size: -(-size // 8) * 8
+    return dataclasses.replace(
+        case,
+        dtype="float16" if case.dtype == "float16" and case.reduction == "none" else "bfloat16",
+        weight_dtype=None,
+        d=whole(case.d),
+        vocab=max(case.vocab, 8) if case.vocab_first else whole(case.vocab),
+    )
+
+
 def call_of(case: LinearCrossEntropyCase, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     return case.arguments(seed)
 
@@ -104,6 +116,28 @@ def through(kernel: LinearCrossEntropy, args: Any, options: dict[str, Any], d_lo
     return found | dict(zip(names, gradients, strict=True))
 
 
+def directly(
+    backend: Implementation[Any, Any, Any, Any, Any],
+    args: Any,
+    options: dict[str, Any],
+    d_loss: Any,
+    d_lse: Any,
+    cfg: Any,
+) -> Found:
+    """The same of a backend that this machine cannot choose, by both its methods."""
+    kernel = LinearCrossEntropy()
+    given, kwargs = kernel.prepare(*args, **options)
+    inputs = kernel.inputs(*given, **kwargs)
+    results = backend.forward(inputs, cfg.forward.params)
+    out = kernel.outputs(inputs, results, **kwargs)
+    d_out = (jnp.asarray(d_loss, jnp.float32), d_lse) if options["return_lse"] else (jnp.asarray(d_loss, jnp.float32),)
+    gradients = backend.backward(
+        inputs, results, kernel.cotangents(inputs, results, d_out, **kwargs), cfg.backward.params
+    )
+    found = {"loss": out[0], "lse": out[1]} if options["return_lse"] else {"loss": out}
+    return found | {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
 class LossConformance:
     """A backend gives what the definition gives in float64, in every case that it declares to support."""
 
@@ -116,6 +150,10 @@ class LossConformance:
     def reasons(self, inputs: LossInputs, direction: Direction) -> list[str]:
         return self.backend.not_supported_reasons(LossProblem.of(inputs), current_device(), direction)
 
+    def run(self, args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
+        """Results and gradients of a call."""
+        return jax.jit(lambda *arrays: through(LinearCrossEntropy(), arrays, options, d_loss, d_lse, cfg))(*args)
+
     @pytest.mark.parametrize("name", sampled(CASES, test=TEST, quick=QUICK))
     def test_results_and_gradients(self, name: str, one_device: None):
         kernel, case = LinearCrossEntropy(), CASES[name]
@@ -127,7 +165,7 @@ class LossConformance:
         cotangents = cotangents_of(args[0], options)
         want = expected(args, options, *cotangents)
         for cfg in self.configs(LossProblem.of(inputs)):
-            got = jax.jit(lambda *arrays, cfg=cfg: through(kernel, arrays, options, *cotangents, cfg))(*args)
+            got = self.run(args, options, *cotangents, cfg)
             assert got["x"].dtype == args[0].dtype
             assert got["weight"].dtype == args[1].dtype
             assert got["loss"].dtype == jnp.float32

@@ -2,7 +2,8 @@
 
 A backend computes statistics of each token's logits: lse, the label's logit, and with label smoothing their sum. From
 these follow the loss with all its options, and the cotangents of the statistics, which are all that gradients need
-beside the operands: they are the residuals that every backend makes and takes (``inputs.py``, ``losses.py``).
+beside the operands: they are the residuals that every backend makes and takes (``inputs.py``, ``losses.py``). Backends
+compute within a block of tokens; the loops, and the matmuls of the gradients, are shared (``blocks``).
 
 | function | a token's result | kernel |
 | --- | --- | --- |

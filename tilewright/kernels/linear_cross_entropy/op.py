@@ -42,11 +42,16 @@ from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
 from tilewright.kernels.sharding import Partitioning, explicit_mesh
+from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
-BACKENDS = ("tilewright.kernels.linear_cross_entropy.xla.backend:XlaLinearCrossEntropy",)
+BACKENDS = (
+    "tilewright.kernels.linear_cross_entropy.hopper.backend:HopperLinearCrossEntropy",
+    "tilewright.kernels.linear_cross_entropy.triton.backend:TritonLinearCrossEntropy",
+    "tilewright.kernels.linear_cross_entropy.xla.backend:XlaLinearCrossEntropy",
+)
 """The backends of every op over statistics of one head."""
 
 
@@ -60,6 +65,7 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
 
     cases = CASES
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "labels": 0})
+    run_is_forward: ClassVar[bool] = False  # it has no gradients
 
     def __init__(self) -> None:
         super().__init__("linear_cross_entropy", version="1", implementations=[lazy(each) for each in BACKENDS])
@@ -166,6 +172,14 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
         count = weights(inputs.labels, inputs.token_weights, loss.dtype).sum()
         loss = reduced(loss if kwargs["reduction"] == "none" else loss.sum(), count, kwargs["reduction"])
         return (loss, lse) if kwargs["return_lse"] else loss
+
+    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+        """The loss alone: a kernel that keeps what gradients are made from would do so for nothing."""
+        with without_x64(args, kwargs):
+            inputs = self.inputs(*args, **kwargs)
+            options = dataclasses.replace(inputs.options, keeps_gradients=False)
+            inputs = dataclasses.replace(inputs, options=options)
+            return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
 
     def outputs(self, inputs: LossInputs, results: LossResults, *args: Any, **kwargs: Any) -> Any:
         """The loss, and lse if it is wanted; or the statistics."""

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 from tilewright.errors import TargetDeviceError
 from tilewright.kernels.triton.compiler import CompiledKernel, compiled
@@ -130,7 +131,15 @@ _triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.b
 
 @_triton_p.def_abstract_eval
 def _(*_: object, launch: Launch, capability: tuple[int, int] | None) -> list[Any]:
-    return [jax.core.ShapedArray(output.shape, output.dtype) for output in launch.outputs]
+    # Typed as arrays of the mesh in context are, so that what updates one of those can be a result.
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def typed(output: jax.ShapeDtypeStruct) -> Any:
+        whole = PartitionSpec(*(None,) * len(output.shape))
+        sharding = None if mesh.empty else jax.sharding.NamedSharding(mesh, whole)
+        return jax.core.ShapedArray(output.shape, output.dtype, sharding=sharding)
+
+    return [typed(output) for output in launch.outputs]
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, capability: tuple[int, int] | None) -> Any:

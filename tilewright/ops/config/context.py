@@ -29,6 +29,8 @@ class AutotunePolicy:
       verify: check every candidate against the kernel's reference, if it has one.
       build_in_background: if nvcc must compile the preferred implementation first, start that build in another process,
         for later programs; this program runs the best choice that is already built.
+      agree: in a program of several processes, take the config that all of them run; ``False`` lets each choose and
+        measure for itself.
     """
 
     allow_autotune: bool = True
@@ -37,9 +39,10 @@ class AutotunePolicy:
     budget_s: float | None = None
     verify: bool = True
     build_in_background: bool = False
+    agree: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("allow_autotune", "allow_heuristics", "verify", "build_in_background"):
+        for name in ("allow_autotune", "allow_heuristics", "verify", "build_in_background", "agree"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"AutotunePolicy needs a bool, got {name}={getattr(self, name)!r}")
         if self.cache_miss_fallback not in ("autotune", "heuristics", "error"):

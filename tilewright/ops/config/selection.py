@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tilewright.errors import NoConfigError
-from tilewright.ops.config import unbuilt
+from tilewright.ops.config import agreement, unbuilt
 from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
+from tilewright.ops.config.job_store import is_distributed
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.results import AutotuningResult, TunedCall
@@ -60,8 +61,9 @@ MEASURE: Hook[MeasureFunction] = Hook("the autotuner")
 class ConfigSelectorChain(ConfigChooser, ConfigHolder):
     """Takes the first answer of its steps.
 
-    The steps: explicit, overlays, lock, memory, disk, shipped tables, autotuning if allowed, the nearest shape in the
-    shipped tables, heuristic.
+    The steps: explicit, overlays, lock, what processes agreed on, memory, disk, shipped tables, autotuning if allowed,
+    the nearest shape in the shipped tables, heuristic. In a program of several processes ``choose`` returns what the
+    leader of the call decides (`agreement`).
 
     A cached config that the kernel cannot run is logged and counts as a miss. From a shipped table's entry the fastest
     config that can run is taken, since the fastest of all may need a package that is not installed. A config from the
@@ -113,6 +115,7 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         self._steps = (
             ("overlay", self._overlay),
             ("lock", self._lock),
+            (agreement.STEP, self._agreed),
             ("memory", self._memory),
             ("disk", self._disk),
             ("shipped", self._shipped_table),
@@ -135,24 +138,58 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             policy = dataclasses.replace(policy, allow_autotune=True)
         if os.environ.get("TILEWRIGHT_BACKGROUND_BUILDS", "") == "1":
             policy = dataclasses.replace(policy, build_in_background=True)
+        if os.environ.get("TILEWRIGHT_AGREE", "") == "0":
+            policy = dataclasses.replace(policy, agree=False)
         return overrides.apply(policy)
 
     def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
         _ = overrides.lock  # a lock that cannot be used raises at once, whichever step would answer
         selection = self._known(inv, cfg, overrides)
-        decided = selection is not None and selection.step in ("explicit", "overlay", "lock")
-        if not decided and overrides.token is None and (refused := self.lock_refusal(inv, overrides)):
+        given = selection is not None and selection.step in ("explicit", "overlay", "lock")
+        if not given and overrides.token is None and (refused := self.lock_refusal(inv, overrides)):
             raise NoConfigError(refused)
-        if selection is None:
-            selection = self._miss(inv, overrides)
-        if selection.step in _UNTUNED and overrides.token is None:
-            self._report_missing_builds(inv, selection, overrides)
-        if not decided and overrides.token is None:  # a program lowered only to be inspected stores nothing
-            self.remember(selection)
+        leader = self.leader(inv, overrides)
+        if leader is None or (selection is not None and selection.step in ("explicit", agreement.STEP)):
+            selection = selection or self._miss(inv, overrides)
+            self._chosen(inv, selection, overrides)
+        elif selection is not None and given:
+            everywhere = selection.step == "lock" and not overrides.locks
+            selection = agreement.confirm(inv, leader, selection, everywhere=everywhere)
+        else:
+            selection = self._agreed_choice(inv, selection, leader, overrides)
         if self.on_event is not None:
             self.on_event(selection)
         return selection
+
+    def _chosen(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> Selection:
+        """Reports and remembers what this process has chosen itself."""
+        if overrides.token is not None:  # a program lowered only to be inspected stores nothing
+            return selection
+        if selection.step in _UNTUNED:
+            self._report_missing_builds(inv, selection, overrides)
+        if selection.step not in ("explicit", "overlay", "lock", agreement.STEP):
+            self.remember(selection)
+        return selection
+
+    def leader(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> int | None:
+        """The process that decides the call for all; ``None`` if this one may choose for itself."""
+        overrides = current_overrides() if overrides is None else overrides
+        if not is_distributed() or overrides.token is not None or not self.effective_policy(overrides).agree:
+            return None
+        return agreement.leader_of(inv)
+
+    def _agreed_choice(
+        self, inv: Invocation[Any, Any], known: Selection | None, leader: int, overrides: Overrides
+    ) -> Selection:
+        """The choice of the leader of the call, which may be this process."""
+        found: Selection = agreement.agree(
+            inv,
+            leader,
+            own=lambda: known or self._guess(inv),
+            choose=lambda: self._chosen(inv, known or self._miss(inv, overrides), overrides),
+        )
+        return found
 
     def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
@@ -205,9 +242,15 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         for step, answer in self._steps:
             found = answer(inv, overrides)
             if found is not None and _fits(inv, found, step):
-                lock = overrides.lock if step == "lock" else None
-                return Selection(found, step, inv.key, detail="" if lock is None else lock.name)
+                return Selection(found, step, inv.key, detail=self._detail(inv, step, overrides))
         return None
+
+    def _detail(self, inv: Invocation[Any, Any], step: str, overrides: Overrides) -> str:
+        """More about the answer of a step."""
+        if step == "lock":
+            return "" if overrides.lock is None else overrides.lock.name
+        agreed = agreement.decided(inv) if step == agreement.STEP else None
+        return "" if agreed is None else agreed.detail
 
     def _overlay(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         answers = (cache.get(inv.key) for cache in reversed(overrides.overlays))
@@ -226,6 +269,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         if config is not None:
             why = "; ".join(inv.kernel.config_reasons(inv, config))
         return lock.refusal(inv, why) if why else ""
+
+    def _agreed(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
+        if not is_distributed() or not self.effective_policy(overrides).agree:
+            return None
+        found = agreement.decided(inv)
+        return None if found is None else found.config
 
     def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
@@ -271,7 +320,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             found = self._known(inv, None, overrides)
             if found is not None:
                 return found
-            result = MEASURE.function(inv, self, policy)
+            with agreement.measuring(inv, self.leader(inv, overrides)):
+                result = MEASURE.function(inv, self, policy)
         if result.interrupted:
             raise KeyboardInterrupt
         if not result.entries:  # the budget ended before anything was measured
@@ -304,6 +354,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
     ) -> None:
         """Keeps a measured config, with all measurements, in memory and on disk."""
         self.cache.put(inv.key, cfg, origin="autotune")
+        agreed = agreement.decided(inv)
+        if agreed is not None and agreed.config != cfg:
+            logger.warning(
+                "%s (%s) was tuned after the processes of this job had agreed on its config: the result is used from "
+                "the next job on", inv.kernel.name, inv.direction,
+            )  # fmt: skip
         if self.persistent is None:
             return
         try:

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from tilewright.ops.config.agreement import run_by
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
 from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit_sharding, split, struct_of
@@ -29,7 +30,7 @@ from tilewright.ops.lowering.lowering import results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
 from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
-from tilewright.ops.lowering.surroundings import trace_settings
+from tilewright.ops.lowering.surroundings import operand_devices, program_devices, trace_settings
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
@@ -192,13 +193,15 @@ def _impl(*operands: jax.Array, call: Call, mapped: tuple[MappedAxis, ...]) -> A
     """Runs a call that reaches the primitive outside of any trace, such as the passes of an eager ``jax.grad``."""
     check_runs_here()
     if jax.config.jax_disable_jit:
-        return select(call, [jax.typeof(x) for x in operands], mapped, current_device())(*operands)
+        with run_by(lambda: operand_devices(operands)):
+            return select(call, [jax.typeof(x) for x in operands], mapped, current_device())(*operands)
 
     def bound() -> Callable[..., Any]:
         return lambda *values: call_p.bind(*values, call=dataclasses.replace(call), mapped=mapped)
 
     selector = call.selector
-    return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
+    with run_by(lambda: operand_devices(operands)):
+        return _PROGRAMS.get((call, mapped), selector.chooser, selector.overrides, bound).run(*operands)
 
 
 call_p.def_impl(_impl)
@@ -292,7 +295,8 @@ def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     devices = devices_for_platforms(platforms)
-    branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
+    with run_by(lambda: program_devices(ctx)):
+        branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
     if len(branches) == 1:
         chosen = next(iter(branches.values()))
     else:

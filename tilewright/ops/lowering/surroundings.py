@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import config as jax_config
 from jax._src.core import AxisEnv
+from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding_impls import ShardingContext
 from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
@@ -145,6 +146,31 @@ def _fields(value: object) -> Any:
         named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"class": type(value).__qualname__, **named}
     return value
+
+
+def program_devices(ctx: mlir.LoweringRuleContext) -> Iterable[jax.Device] | None:
+    """The devices that will run the program that is being lowered; ``None`` if JAX does not say.
+
+    JAX lowers for a number of devices. It would name them to primitives that it is told to, but then refuses programs
+    with several meshes. One device is this process's own; several are those of ``shard_map`` or of the mesh in force.
+    """
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if isinstance(axes, ShardingContext):
+        if axes.num_devices == 1 or axes.device_assignment is not None:
+            return axes.device_assignment or jax.local_devices()[:1]
+        mesh = get_concrete_mesh()
+        if mesh.size != axes.num_devices:
+            return None
+    return tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty else None
+
+
+def operand_devices(operands: Iterable[object]) -> Iterable[jax.Device] | None:
+    """The devices of concrete arrays; ``None`` if one is traced."""
+    arrays = list(operands)
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
+        return None
+    return {device for x in arrays if isinstance(x, jax.Array) for device in x.devices()}
 
 
 def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:

@@ -14,20 +14,16 @@ from tilewright.kernels.grouped_matmul.triton.params import (
     Params,
     TritonGroupedBackwardParams,
     TritonGroupedForwardParams,
-    TritonTile,
-    fitted,
     footprints,
     listed_params,
 )
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 from tilewright.ops.types import Device, Direction
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_INT32 = (1 << 31) - 1
-
-EXACT = ("HIGH", "FLOAT32", "F32", "BFLOAT16_3X", "BF16_BF16_F32_X", "TENSORFLOAT32_X3", "TF32_TF32_F32_X3")
-"""Prefixes of precisions for which float32 must not be rounded to TensorFloat-32, by XLA's meaning of them."""
 
 GROUP = 8
 """Tiles of rows whose programs are beside each other for the same columns of their matrices."""
@@ -183,15 +179,6 @@ def _bounds(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
 
 def _precision(inputs: GroupedInputs) -> str:
     return tl_precision(inputs.options.precision)
-
-
-def tl_precision(precision: jax.lax.Precision | None = None) -> str:
-    """The input precision of ``tl.dot``: float32 is rounded to TensorFloat-32 unless the call says otherwise.
-
-    A call without a precision has that of ``jax.default_matmul_precision``, as in XLA.
-    """
-    given = jax.config.jax_default_matmul_precision if precision is None else precision
-    return "tf32x3" if getattr(given, "name", str(given)).upper().startswith(EXACT) else "tf32"
 
 
 def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matrices: Any) -> Any:

@@ -11,14 +11,7 @@ from tilewright.kernels.activations import gated_gradients, kept_apart
 from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
-from tilewright.kernels.grouped_matmul.triton.backend import (
-    DTYPES,
-    GROUP,
-    MAX_INT32,
-    outer_products,
-    over_batch,
-    tl_precision,
-)
+from tilewright.kernels.grouped_matmul.triton.backend import DTYPES, GROUP, MAX_INT32, outer_products, over_batch
 from tilewright.kernels.grouped_matmul.triton.gated_params import (
     GatedParams,
     TritonGatedBackwardParams,
@@ -26,9 +19,9 @@ from tilewright.kernels.grouped_matmul.triton.gated_params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.grouped_matmul.triton.params import TritonTile, fitted
 from tilewright.kernels.registry import Implementation, Platform
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 from tilewright.ops.types import Device, Direction
 
 

@@ -4,42 +4,9 @@ import dataclasses
 
 from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
-from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
+from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
-
-
-@stable_id("tilewright/grouped_matmul.TritonTile")
-@dataclasses.dataclass(frozen=True, slots=True)
-class TritonTile:
-    """The tile and the launch of one kernel.
-
-    Attributes:
-      rows, columns: of a program's part of the result.
-      depth: rows or columns that are summed in one step.
-      num_warps: warps of a program.
-      num_stages: stages of its pipelined loop.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name, minimum, maximum in (
-            ("rows", MIN_DOT, 256), ("columns", MIN_DOT, 256), ("depth", MIN_DOT, 256), ("num_warps", 1, 16),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if type(value) is not int or value & (value - 1) or not minimum <= value <= maximum:
-                raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
-        if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages must be from 1 to 8, got {self}")
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Estimate for a program: both operands of every stage."""
-        return self.num_stages * (self.rows + self.columns) * self.depth * itemsize
 
 
 @stable_id("tilewright/grouped_matmul.TritonGroupedForwardParams")
@@ -116,12 +83,3 @@ def footprints(problem: GroupedProblem, params: Params) -> list[Footprint]:
         shared = tile.shared_bytes(problem.lhs_dtype.itemsize)
         found.append(Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared))
     return found
-
-
-def fitted(tile: TritonTile, columns: int, depth: int) -> TritonTile:
-    """The tile, no wider and no deeper than the arrays."""
-    return dataclasses.replace(
-        tile,
-        columns=min(tile.columns, power_of_two(columns, MIN_DOT)),
-        depth=min(tile.depth, power_of_two(depth, MIN_DOT)),
-    )

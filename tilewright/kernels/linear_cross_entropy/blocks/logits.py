@@ -1,4 +1,4 @@
-"""What a backend of the cross-entropy computes from logits: the interface between its kernels and the shared loops."""
+"""The interface between a backend's kernels, which compute from logits, and the loops that all backends share."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ type Statistics = tuple[jax.Array, jax.Array, jax.Array, Any]
 gradients are made from, or ``None``."""
 
 type Cotangents = tuple[jax.Array, jax.Array, jax.Array | None]
-"""Those of a token's statistics; the last is ``None`` without label smoothing."""
+"""The cotangents of a token's statistics; the last is ``None`` without label smoothing."""
 
 
 class LogitKernels(Protocol):

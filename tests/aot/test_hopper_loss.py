@@ -1,0 +1,77 @@
+"""Configs of the Hopper cross-entropy that selection or tuning can take: no spills, and no serialised wgmmas."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot.compiler import H100, compile_for_h100, missing_packages
+from tilewright.kernels.linear_cross_entropy.hopper import backend
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossOptions, LossProblem, LossResults
+from tilewright.ops.types import Direction
+from tilewright.ops.utils.known_devices import find_device
+
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
+
+DEVICE = find_device(H100).device
+BACKEND = backend.HopperLinearCrossEntropy()
+
+
+def struct(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def inputs_of(tokens: int, d: int, vocab: int, *, bias: bool = False, **options: Any) -> LossInputs:
+    weight = struct(*((vocab, d) if options.get("vocab_first") else (d, vocab)))
+    labels = struct(tokens, dtype="int32")
+    return LossInputs(struct(tokens, d), weight, labels, struct(vocab) if bias else None, None, LossOptions(**options))
+
+
+CALLS = {
+    "kept": inputs_of(8192, 4096, 131072, keeps_gradients=True),
+    "kept, soft cap": inputs_of(8192, 2304, 256000, keeps_gradients=True, vocab_first=True, logits_soft_cap=30.0),
+    "recomputed": inputs_of(8192, 4096, 131072),
+    "all options": inputs_of(
+        4096, 768, 50257, bias=True, keeps_gradients=True, vocab_first=True, logits_soft_cap=30.0, z_loss=1e-4,
+        label_smoothing=0.1, gradient_epsilon=1e-6,
+    ),
+}  # fmt: skip
+
+SPILLS = {"all options": 96}
+"""Bytes of the statistics with a bias, a soft cap and the sum of the logits of a vocabulary that no tile divides."""
+
+
+def each_config() -> Iterator[Any]:
+    for name, direction in itertools.product(CALLS, ("forward", "backward")):
+        problem = LossProblem.of(CALLS[name])
+        assert not BACKEND.not_supported_reasons(problem, DEVICE, direction)
+        for number, params in enumerate(BACKEND.candidates(problem, DEVICE, direction)):
+            marks = () if not number else pytest.mark.slow
+            yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "direction", "params"), each_config())
+def test_no_spills(name: str, direction: Direction, params: Any):
+    inputs = CALLS[name]
+    options = inputs.options
+    # The kernels of gradients run where they are recomputed.
+    backward = dataclasses.replace(options, keeps_gradients=False)
+    inputs = inputs if direction == "forward" else dataclasses.replace(inputs, options=backward)
+    vector, scalar = struct(*inputs.labels.shape, dtype="float32"), struct(dtype="float32")
+    results = LossResults(vector, vector, vector if options.needs_sum else None)
+
+    def call(inputs: LossInputs, results: LossResults, total: jax.Array) -> Any:
+        if direction == "forward":
+            return BACKEND.forward(inputs, params)
+        return BACKEND.backward(inputs, results, LossResults(None, None, total=total), params)
+
+    with mock.patch.object(backend, "num_sms", return_value=132):
+        reports = compile_for_h100(call, inputs, results, scalar)
+    assert reports or (direction == "backward" and not params.recompute)
+    assert not any(report.serialised for report in reports)
+    assert max((report.spill_stores for report in reports), default=0) <= SPILLS.get(name, 0)

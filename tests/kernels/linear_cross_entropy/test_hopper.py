@@ -1,0 +1,286 @@
+"""Conformance of the Hopper backend of the cross-entropy, interpreted on the CPU; hostile cases, and its params."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.linear_cross_entropy.conformance import (
+    CASES,
+    call_of,
+    check,
+    cotangents_of,
+    directly,
+    expected,
+    huge,
+    served,
+)
+from tests.kernels.linear_cross_entropy.oracle import Found
+from tests.support.mosaic_interpret import interpret_mosaic
+from tests.support.suites import sampled
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.linear_cross_entropy.blocks.sizes import (
+    WORKSPACE,
+    even_blocks,
+    kept_tokens,
+    vocab_block,
+)
+from tilewright.kernels.linear_cross_entropy.hopper import backend
+from tilewright.kernels.linear_cross_entropy.hopper.params import HopperLossBackwardParams, HopperLossParams
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
+from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
+from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.ops.utils.serialize import tagged, untagged
+
+BACKEND = backend.HopperLinearCrossEntropy()
+PAIR = MatmulParams(128, 128, 2, cluster_m=2, band=1)
+SMALL = MatmulParams(64, 64, 2, band=2)
+SIDE = MatmulParams(256, 128, 2, cluster_n=2)
+
+
+def config(
+    tokens: int | None, vocab: int, *, keep: bool, recompute: bool, tiles: tuple[MatmulParams, MatmulParams]
+) -> PerDirection:
+    return PerDirection(
+        Choice("pallas", None, HopperLossParams(tokens, vocab, *tiles, keep)),
+        Choice("pallas", None, HopperLossBackwardParams(None, vocab, tiles[1], recompute)),
+    )
+
+
+FORMS = {
+    "kept": config(128, 1 << 20, keep=True, recompute=False, tiles=(PAIR, SMALL)),
+    "kept, in blocks": config(24, 128, keep=True, recompute=False, tiles=(SMALL, SMALL)),
+    "recomputed forward": config(64, 128, keep=False, recompute=False, tiles=(SIDE, PAIR)),
+    "recomputed": config(24, 128, keep=False, recompute=True, tiles=(SMALL, SIDE)),
+    "whole": config(None, 192, keep=False, recompute=True, tiles=(PAIR, PAIR)),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_sms(one_device: None) -> Iterator[None]:
+    """Few programs, so that each has several items."""
+    with mock.patch.object(backend, "num_sms", return_value=4):
+        yield
+
+
+def problem_of(args: Any, options: dict[str, Any]) -> LossProblem:
+    kernel = LinearCrossEntropy()
+    given, kwargs = kernel.prepare(*args, **options)
+    return LossProblem.of(kernel.inputs(*given, **kwargs))
+
+
+def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any, races: bool = False) -> Found:
+    with interpret_mosaic(detect_races=races):
+        call = jax.jit(lambda *arrays: directly(BACKEND, arrays, options, d_loss, d_lse, cfg))
+        return jax.block_until_ready(call(*args))
+
+
+def forms_of(problem: LossProblem) -> list[str]:
+    """Those that serve a problem: at least two that do not keep anything."""
+
+    def serves(cfg: PerDirection) -> bool:
+        return not any(
+            BACKEND.config_reasons(problem, H100, direction, each.params)
+            for direction, each in (("forward", cfg.forward), ("backward", cfg.backward))
+        )
+
+    names = [name for name, cfg in FORMS.items() if serves(cfg)]
+    assert {"recomputed", "whole"} <= set(names)
+    return names if problem.options.keeps_gradients else ["recomputed", "whole"]
+
+
+NAMES = [name for name in CASES if name not in ("float16", "two_dtypes", "no_tokens", "all_options_bfloat16")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        NAMES,
+        test=["float32", "all_options", "all_options_each", "soft_cap", "one_token", "all_ignored", "huge_logits",
+              "one_class", "epsilon", "lse_of_each"],
+        quick=["all_options"],
+    ),
+)  # fmt: skip
+def test_results_and_gradients(name: str):
+    case = served(CASES[name])
+    args, options = call_of(case)
+    problem = problem_of(args, options)
+    for direction in ("forward", "backward"):
+        assert not BACKEND.not_supported_reasons(problem, H100, direction)
+    cotangents = cotangents_of(args[0], options)
+    want = expected(args, options, *cotangents)
+    for form in forms_of(problem):
+        got = run(args, options, *cotangents, FORMS[form])
+        assert got["x"].dtype == args[0].dtype
+        assert got["weight"].dtype == args[1].dtype
+        assert got["loss"].dtype == jnp.float32
+        check(got, want, form) if name != "huge_logits" else huge(got, want)
+
+
+@pytest.mark.parametrize("form", sampled(list(FORMS), test=["kept", "recomputed"], quick=[]))
+def test_no_races(form: str):
+    args, options = call_of(dataclasses.replace(served(CASES["all_options"]), tokens=70, logits_soft_cap=None))
+    cotangents = cotangents_of(args[0], options)
+    check(run(args, options, *cotangents, FORMS[form], races=True), expected(args, options, *cotangents), form)
+
+
+@pytest.mark.parametrize("form", sampled(["kept", "whole"], test=["kept", "whole"], quick=["kept"]))
+def test_classes_that_a_bias_rules_out(form: str):
+    """Whole tiles of classes have no logit but -inf, the first and the last among them."""
+    args, options = call_of(dataclasses.replace(served(CASES["bias"]), tokens=20))
+    ruled_out = np.r_[:130, 200:202, 256:304]
+    labels = jnp.asarray(np.random.default_rng(0).integers(130, 200, 20), jnp.int32)
+    bias = jnp.asarray(options["bias"]).at[ruled_out].set(-jnp.inf)
+    got = run((*args[:2], labels), options | {"bias": bias}, np.float32(1), None, FORMS[form])
+    want = expected((*args[:2], labels), options | {"bias": bias.at[ruled_out].set(-1e30)}, 1.0, None)
+    check(got, want)
+    assert not np.any(got["bias"][ruled_out])
+
+
+def test_labels_at_the_edges_of_tiles():
+    """Every class once, in a vocabulary whose last tile is not full; and labels of no class."""
+    args, options = call_of(dataclasses.replace(served(CASES["vocab_first"]), tokens=301, ignored=0.0))
+    labels = jnp.arange(301, dtype=jnp.int32)
+    got = run((*args[:2], labels), options | {"reduction": "sum"}, np.float32(1), None, FORMS["whole"])
+    check(got, expected((*args[:2], labels), options | {"reduction": "sum"}, 1.0, None))
+    wrong, options = labels.at[:4].set(jnp.asarray([301, 302, 383, 2**31 - 1])), options | {"reduction": "none"}
+    d_loss = np.zeros(301, np.float32)
+    got = run((*args[:2], wrong), options, d_loss, None, FORMS["recomputed"])
+    assert np.all(np.isnan(got["loss"][:4]))
+    np.testing.assert_allclose(got["loss"][4:], expected((*args[:2], labels), options, d_loss, None)["loss"][4:], 1e-4)
+
+
+def test_ignored_tokens_reach_nothing():
+    """Whatever an ignored token holds."""
+    args, options = call_of(dataclasses.replace(served(CASES["token_weights"]), tokens=40))
+    ignored = np.asarray(args[2]) == -100
+    x = jnp.where(ignored[:, None], jnp.nan, args[0])
+    for form in ("kept", "whole"):
+        got = run((x, *args[1:]), options, np.float32(1), None, FORMS[form])
+        check(got, expected(args, options, 1.0, None), form)
+
+
+@pytest.mark.parametrize("vocab_first", sampled([False, True], test=[False, True], quick=[False]))
+def test_a_part_of_the_vocabulary(vocab_first: bool):
+    """Statistics alone, for labels of other parts, too."""
+    args, _ = call_of(served(dataclasses.replace(CASES["smoothing"], vocab_first=vocab_first, ignored=0.0)))
+    labels = jnp.asarray(args[2]).at[:3].set(jnp.asarray([400, -100, 5]))
+    kernel = LinearCrossEntropy()
+    given, kwargs = kernel.prepare(*args[:2], labels, axis_name="vocab", vocab_first=vocab_first, label_smoothing=0.1)
+    inputs: LossInputs = kernel.inputs(*given, **kwargs)
+    cfg = FORMS["recomputed"].forward.params
+    with interpret_mosaic():
+        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, cfg))(inputs))
+    matrix = np.asarray(args[1], np.float64)
+    logits = np.asarray(args[0], np.float64) @ (matrix.T if vocab_first else matrix)
+    valid = np.arange(len(labels)) != 1
+    own = np.where(np.arange(len(labels)) == 0, 0, logits[np.arange(len(labels)), np.asarray(labels) % logits.shape[1]])
+    np.testing.assert_allclose(got.lse[valid], np.log(np.exp(logits).sum(-1))[valid], rtol=1e-5)
+    np.testing.assert_allclose(got.label_logit[valid], own[valid], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got.logit_sum[valid], logits.sum(-1)[valid], rtol=1e-4, atol=1e-3)
+
+
+MAPPED = {"x": (0, None, None), "all": (0, 0, 0)}
+
+
+@pytest.mark.parametrize("mapped", sampled(list(MAPPED), test=["all"], quick=[]))
+def test_vmap(mapped: str):
+    axes = MAPPED[mapped]
+    args, options = call_of(dataclasses.replace(served(CASES["sum"]), tokens=20))
+    given = [x if axis is None else jnp.stack([x, x[::-1]]) for x, axis in zip(args, axes, strict=True)]
+    # One block of everything: the interpreter's effects have no place in a loop that is mapped.
+    cfg = config(None, 1 << 20, keep=False, recompute=True, tiles=(PAIR, SMALL))
+
+    def one(*args: Any) -> Found:
+        return directly(BACKEND, args, options, np.float32(1), None, cfg)
+
+    with interpret_mosaic():
+        got = jax.block_until_ready(jax.jit(jax.vmap(one, axes))(*given))
+    for index in range(2):
+        each = [x if axis is None else x[index] for x, axis in zip(given, axes, strict=True)]
+        check({name: x[index] for name, x in got.items()}, expected(each, options, 1.0, None))
+
+
+def test_reasons():
+    base = served(CASES["float32"])
+    reasons = lambda device=H100, direction="forward", **fields: BACKEND.not_supported_reasons(
+        problem_of(*call_of(dataclasses.replace(base, **fields))), device, direction
+    )
+    assert not reasons()
+    assert not reasons(vocab=50257, vocab_first=True)
+    assert reasons(device=A100)
+    assert reasons(d=20)
+    assert reasons(vocab=301)
+    assert reasons(dtype="float32")
+    assert reasons(weight_dtype="float32")
+    assert reasons(tokens=0)
+    assert reasons(vocab=7, vocab_first=True)
+    # float16 has no gradients here, and a forward pass that keeps them neither.
+    assert reasons(dtype="float16")
+    assert not reasons(dtype="float16", reduction="none")
+    assert reasons(dtype="float16", reduction="none", direction="backward")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": 8192, "d": 4096, "vocab": 131072},
+        {"tokens": 32768, "d": 2560, "vocab": 128256},
+        {"tokens": 16384, "d": 768, "vocab": 50257, "vocab_first": True},
+        {"tokens": 3, "d": 8, "vocab": 8},
+        {"tokens": 200_000, "d": 64, "vocab": 256000, "logits_soft_cap": 30.0, "label_smoothing": 0.1},
+    ],
+)
+def test_params(fields: dict[str, Any]):
+    """All that are listed serve the problem, keep within the workspace, and survive a cache."""
+    case = dataclasses.replace(served(CASES["float32"]), **fields)
+    options = {name: getattr(case, name) for name in ("vocab_first", "label_smoothing", "logits_soft_cap")}
+    struct = jax.ShapeDtypeStruct
+    shape = (case.vocab, case.d) if case.vocab_first else (case.d, case.vocab)
+    args = (struct((case.tokens, case.d), jnp.bfloat16), struct(shape, jnp.bfloat16), struct((case.tokens,), jnp.int32))
+    problem = problem_of(args, options)
+    for direction in ("forward", "backward"):
+        with mock.patch.object(backend, "num_sms", return_value=132):
+            listed = list(BACKEND.candidates(problem, H100, direction))
+            assert listed[0] == BACKEND.heuristic(problem, H100, direction)
+        assert len(set(listed)) == len(listed)
+        for params in listed:
+            assert not BACKEND.config_reasons(problem, H100, direction, params), params
+            assert untagged(tagged(params)) == params
+            if isinstance(params, HopperLossParams) and params.keep:
+                assert params.block_tokens * case.vocab * 2 <= WORKSPACE
+                assert params.block_vocab == case.vocab
+            elif case.tokens < 100_000:
+                assert case.tokens * params.block_vocab * 2 <= 1.1 * WORKSPACE
+
+
+def test_sizes_of_blocks():
+    assert kept_tokens(8192, 131072, 2) == 2048
+    assert kept_tokens(100, 1000, 2) == 100
+    assert kept_tokens(8192, 1 << 30, 2) == 128
+    assert vocab_block(8192, 131072, 2) == 32768
+    assert vocab_block(1 << 30, 131072, 2) == 256
+    for size, limit in ((50257, 50256), (301, 128), (1, 1), (256, 1000)):
+        block = even_blocks(size, limit, 64)
+        assert 1 <= block <= size
+        count = -(-size // block)
+        assert count * block - size < 64 * count
+
+
+def test_wrong_params():
+    with pytest.raises(ValueError, match="keep something"):
+        HopperLossParams(None, 128, SMALL, SMALL, True)
+    with pytest.raises(ValueError, match="tokens and classes"):
+        HopperLossBackwardParams(0, 128, SMALL, True)
+    problem = problem_of(*call_of(served(CASES["smoothing"])))
+    capped = dataclasses.replace(problem, options=dataclasses.replace(problem.options, logits_soft_cap=2.0))
+    kept = HopperLossParams(64, 304, SMALL, SMALL, True)
+    assert not BACKEND.config_reasons(problem, H100, "forward", kept)
+    assert BACKEND.config_reasons(capped, H100, "forward", kept)
+    assert BACKEND.config_reasons(problem, H100, "backward", HopperLossBackwardParams(None, 30, SMALL, True))

@@ -1,0 +1,1 @@
+"""Vocabulary losses on Hopper: the matmul kernel with a softmax in its epilogue."""

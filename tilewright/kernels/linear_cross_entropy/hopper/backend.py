@@ -1,0 +1,103 @@
+"""The Hopper backend of the cross-entropy."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.hopper.device import device_reasons, num_sms
+from tilewright.kernels.hopper.matmul.dense import dense_plan
+from tilewright.kernels.hopper.matmul.operands import operand_reasons
+from tilewright.kernels.hopper.matmul.plan import plan_reasons
+from tilewright.kernels.linear_cross_entropy.blocks import driver
+from tilewright.kernels.linear_cross_entropy.hopper.kernels import HeadArrays
+from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
+from tilewright.kernels.linear_cross_entropy.hopper.params import (
+    STORE_MULTIPLE,
+    HopperLossBackwardParams,
+    HopperLossParams,
+    Params,
+    can_keep,
+    listed_params,
+)
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
+from tilewright.kernels.registry import Implementation, Platform
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+
+class HopperLinearCrossEntropy(
+    Implementation[LossInputs, LossProblem, LossResults, HopperLossParams, HopperLossBackwardParams]
+):
+    """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; gradients in bfloat16 alone.
+
+    A matmul's epilogue sums the softmax, and that of another one makes the gradients of logits; their matmuls are
+    cuBLAS's.
+    """
+
+    platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
+    forward_params: ClassVar[type] = HopperLossParams
+    backward_params: ClassVar[type] = HopperLossBackwardParams
+
+    def not_supported_reasons(self, problem: LossProblem, device: Device, direction: Direction) -> list[str]:
+        options, sizes = problem.options, {"d": problem.d}
+        if not options.vocab_first:
+            sizes["vocab"] = problem.vocab
+        reasons = device_reasons(device)
+        dtypes = {"x": problem.x_dtype, "weight": problem.weight_dtype}
+        reasons += operand_reasons(dtypes, "float32", sizes)
+        if options.is_distributed:
+            reasons.append("XLA may split the tokens over devices, and would gather them for its kernels")
+        if (direction == "backward" or options.keeps_gradients) and problem.x_dtype.name == "float16":
+            reasons.append("small gradients of logits would be zeros in float16")
+        if problem.vocab < STORE_MULTIPLE:
+            reasons.append(f"its kernels store at least {STORE_MULTIPLE} classes, got vocab={problem.vocab}")
+        if 0 in (problem.tokens, problem.d):
+            reasons.append(f"its kernels need tokens and d, got {problem.tokens=}, {problem.d=}")
+        return reasons
+
+    def heuristic(self, problem: LossProblem, device: Device, direction: Direction) -> Params:
+        return next(iter(self.candidates(problem, device, direction)))
+
+    def candidates(self, problem: LossProblem, device: Device, direction: Direction) -> Iterable[Params]:
+        return listed_params(problem, direction, num_sms(device))
+
+    def config_reasons(self, problem: LossProblem, device: Device, direction: Direction, params: Params) -> list[str]:
+        reasons = plan_reasons(lambda: self.footprints(problem, device, direction, params))
+        if isinstance(params, HopperLossParams) and params.keep and problem.options.keeps_gradients:
+            reasons += can_keep(problem)
+        elif min(params.block_vocab, problem.vocab) % STORE_MULTIPLE:
+            reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got {params}")
+        return reasons
+
+    def footprints(
+        self, problem: LossProblem, device: Device, direction: Direction, params: Params
+    ) -> Sequence[Footprint]:
+        tiles = [params.statistics, params.gradient] if isinstance(params, HopperLossParams) else [params.gradient]
+        # The shape of any array: panels take as much memory as whole tiles.
+        dtype, shape = problem.x_dtype, (8, 64)
+        return [dense_plan(dtype, shape, shape, 1, each, dtype).footprint(num_sms(device)) for each in tiles]
+
+    def forward(self, inputs: LossInputs, params: HopperLossParams) -> LossResults:
+        kernels = _logits(inputs, params)
+        return driver.forward(
+            inputs, kernels, block_tokens=params.block_tokens, block_vocab=params.block_vocab, keep=params.keep
+        )
+
+    def backward(
+        self, inputs: LossInputs, results: LossResults, cotangents: LossResults, params: HopperLossBackwardParams
+    ) -> dict[str, Any]:
+        """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
+        return driver.backward(
+            inputs, results, cotangents, _logits(inputs, params), block_tokens=params.block_tokens,
+            block_vocab=params.block_vocab, recompute=params.recompute,
+        )  # fmt: skip
+
+
+def _logits(inputs: LossInputs, params: Params) -> HopperLogits:
+    statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
+    options = inputs.options
+    head = HeadArrays(inputs.weight, inputs.bias, options.vocab_first, options.logits_soft_cap)
+    return HopperLogits(
+        head, options.needs_sum, options.gradient_epsilon, statistics, params.gradient, num_sms(current_device())
+    )

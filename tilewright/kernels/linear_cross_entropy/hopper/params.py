@@ -1,0 +1,110 @@
+"""Configs of the vocabulary losses on Hopper."""
+
+import dataclasses
+
+from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
+from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks, kept_tokens, vocab_block
+from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.ops.types import Direction
+from tilewright.ops.utils.stable_ids import stable_id
+
+STORE_MULTIPLE = 8
+"""Elements of 16 bits that the rows of an array which TMA stores are multiples of."""
+
+STATISTICS_TOKENS = 4096
+"""Tokens of a block of which the loss alone is computed: the matrix is read once for each block, in less time than the
+MMAs of 1000 tokens take, and ignored tokens save whole blocks."""
+
+
+@stable_id("tilewright/linear_cross_entropy.HopperLossParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperLossParams:
+    """Config of a forward pass.
+
+    Attributes:
+      block_tokens: tokens of a block, from which ignored tokens are left out; ``None`` for all tokens as they lie.
+      block_vocab: classes of a block, of gradients that the forward pass computes.
+      statistics, gradient: tiles of the kernels of statistics and of recomputed gradients.
+      keep: gradients that the forward pass computes come from what its first kernel keeps of a block of tokens.
+    """
+
+    block_tokens: int | None
+    block_vocab: int
+    statistics: MatmulParams
+    gradient: MatmulParams
+    keep: bool
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.keep and self.block_tokens is None:
+            raise ValueError(f"blocks of tokens keep something, not all tokens as they lie, got {self}")
+
+
+@stable_id("tilewright/linear_cross_entropy.HopperLossBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperLossBackwardParams:
+    """Config of a backward pass.
+
+    Attributes:
+      block_tokens, block_vocab, gradient: as forward, if logits are recomputed.
+      recompute: compute logits again even where the forward pass computes gradients of a scalar loss; a compiled
+        program then does not have these.
+    """
+
+    block_tokens: int | None
+    block_vocab: int
+    gradient: MatmulParams
+    recompute: bool
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+type Params = HopperLossParams | HopperLossBackwardParams
+
+
+def _check(params: Params) -> None:
+    if params.block_vocab < 1 or (params.block_tokens is not None and params.block_tokens < 1):
+        raise ValueError(f"blocks must have tokens and classes, got {params}")
+
+
+def can_keep(problem: LossProblem) -> list[str]:
+    """Reasons why a forward pass cannot keep what gradients are made from."""
+    reasons = keeping_reasons(problem)
+    if problem.vocab % STORE_MULTIPLE:
+        reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got vocab={problem.vocab}")
+    return reasons
+
+
+def recomputing_block(problem: LossProblem) -> int:
+    """Classes of a block of all tokens."""
+    size = vocab_block(problem.tokens, problem.vocab, 2)
+    # TMA stores no rows of other lengths; two blocks that overlap by a few classes have them.
+    return size if size % STORE_MULTIPLE == 0 else even_blocks(problem.vocab, problem.vocab - 1, MULTIPLE)
+
+
+def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
+    """Tiles of logits. Without those of consumers in turns, which were not measured with epilogues of exponentials."""
+    return [tile for tile in dense_candidates(rows, columns, d, sms) if not tile.turns]
+
+
+def listed_params(problem: LossProblem, direction: Direction, sms: int) -> list[Params]:
+    """Params worth measuring, best guess first."""
+    tokens, vocab, d = problem.tokens, problem.vocab, problem.d
+    block = recomputing_block(problem)
+    of_gradient = _tiles(tokens, block, d, sms)
+    if direction == "backward":
+        found: list[Params] = [HopperLossBackwardParams(None, block, tile, True) for tile in of_gradient]
+        halved = even_blocks(vocab, max(block // 2, MULTIPLE), MULTIPLE)
+        if halved % STORE_MULTIPLE == 0 and halved < block:
+            found.append(HopperLossBackwardParams(None, halved, of_gradient[0], True))
+        kept = [HopperLossBackwardParams(None, block, of_gradient[0], False)]
+        return [*kept, *found] if problem.options.keeps_gradients else found
+    keep = problem.options.keeps_gradients and not can_keep(problem)
+    rows = even_blocks(tokens, STATISTICS_TOKENS, 128)
+    if keep:  # one pass over all classes: no slices of the matrix and of its gradient are copied
+        rows, block = kept_tokens(tokens, vocab, 2), vocab
+    of_statistics = _tiles(rows, vocab, d, sms)
+    return [HopperLossParams(rows, block, tile, of_gradient[0], keep) for tile in of_statistics]

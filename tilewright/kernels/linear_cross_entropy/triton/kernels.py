@@ -1,0 +1,156 @@
+# mypy: disable-error-code="assignment"
+"""Statistics and gradients of logits in Triton, a tile of tokens and classes per program.
+
+  x, weight   [rows, D], and the matrix, whose element (k, class) is at k · D_STRIDE + class · VOCAB_STRIDE
+  bias        [VOCAB] in float32, if BIAS
+  labels      [rows]; one that is no class, such as that of a token to ignore, is nobody's
+  logits      x · weight + bias, with CAP > 0 ``CAP · tanh(of that / CAP)``: float32, in registers alone
+
+Rows and classes that a tile has beyond the arrays are masked where they are loaded and where they count. Every sum has
+one order. Grids have one axis; GROUP tiles of rows take the same classes one after another, which the L2 cache holds.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tile(program, tiles, CLASSES: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
+    """The numbers of a program's tile of rows and of its tile of classes."""
+    per_group: tl.constexpr = GROUP * ((CLASSES + BLOCK_V - 1) // BLOCK_V)
+    first_tile = program // per_group * GROUP
+    # The last group may have fewer tiles.
+    count = tl.minimum(tiles - first_tile, GROUP)
+    return first_tile + program % per_group % count, program % per_group // count
+
+
+@triton.jit
+def _logits(
+    x, weight, bias, row, classes, rows,
+    D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The logits of a tile; beyond the arrays x and weight are zeros."""
+    k = tl.arange(0, BLOCK_K)
+    # In 64 bits: a matrix may have more than 2³¹ elements. Steps of D are added to the pointers, which takes no
+    # multiplication in the loop.
+    left = x + row.to(tl.int64)[:, None] * D + k[None, :]
+    right = weight + k[:, None] * D_STRIDE + classes.to(tl.int64)[None, :] * VOCAB_STRIDE
+    row_inside, class_inside = (row < rows)[:, None], (classes < VOCAB)[None, :]
+    logits = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
+    for step in tl.range(0, D, BLOCK_K):
+        # D is static: where a step divides it, no mask along it is made.
+        if D % BLOCK_K == 0:
+            a = tl.load(left, mask=row_inside, other=0.0)
+            b = tl.load(right, mask=class_inside, other=0.0)
+        else:
+            a = tl.load(left, mask=row_inside & (step + k[None, :] < D), other=0.0)
+            b = tl.load(right, mask=class_inside & (step + k[:, None] < D), other=0.0)
+        logits = tl.dot(a, b, logits, input_precision=PRECISION)
+        left += BLOCK_K
+        right += BLOCK_K * D_STRIDE
+    if BIAS:
+        logits += tl.load(bias + classes, mask=classes < VOCAB, other=0.0)[None, :]
+    if CAP > 0.0:
+        u = logits * (1.0 / CAP)
+        # tanh(u) = 1 - 2 / (exp(2 u) + 1) neither overflows nor needs a library; near 0 it cancels, and the series does
+        # not.
+        square = u * u
+        series = u * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+        ratio = tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(u * (2.0 * LOG2E)) + 1.0))
+        logits = CAP * ratio
+    return logits
+
+
+@triton.jit
+def tile_statistics(
+    x, weight, bias, labels, rows, tiles, tile_lse, label_logit, logit_sum, kept,
+    D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Reduces the logits of a tile by row.
+
+    tile_lse, logit_sum  [tiles of classes, rows]: log Σ exp(logits), and with SUM their sum
+    label_logit          [rows], written by the program whose classes have the label
+    kept                 [rows, VOCAB]: with KEEP ``exp(logit - tile_lse) ·`` the derivative of the soft cap
+    """
+    row_tile, column = _tile(tl.program_id(0), tiles, VOCAB, BLOCK_V, GROUP)
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    classes = column * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = _logits(
+        x, weight, bias, row, classes, rows, D, VOCAB, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
+        BLOCK_K, PRECISION,
+    )  # fmt: skip
+    inside, class_inside = row < rows, (classes < VOCAB)[None, :]
+    label = tl.load(labels + row, mask=inside, other=-1)
+    begin, partial = column * BLOCK_V, column.to(tl.int64) * rows + row
+    # What needs the logits comes first: with the exponentials they would not fit into registers.
+    own = tl.sum(tl.where(classes[None, :] == label[:, None], logits, 0.0), 1)
+    is_here = (label >= begin) & (label < tl.minimum(begin + BLOCK_V, VOCAB))
+    tl.store(label_logit + row, own, mask=inside & is_here)
+    if SUM:
+        tl.store(logit_sum + partial, tl.sum(tl.where(class_inside, logits, 0.0), 1), mask=inside)
+    if VOCAB % BLOCK_V != 0:
+        logits = tl.where(class_inside, logits, float("-inf"))
+    highest = tl.max(logits, 1)
+    # A bias may rule out all classes of a tile with -inf, and -inf - -inf would be NaN.
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    shares = tl.exp2((logits - highest[:, None]) * LOG2E)
+    total = tl.sum(shares, 1)
+    lse = highest + tl.log(total)
+    tl.store(tile_lse + partial, lse, mask=inside)
+    if KEEP:
+        if CAP > 0.0:
+            # Not the same exponentials, which would be beside the logits.
+            shares = tl.exp2((logits - tl.where(total == 0.0, 0.0, lse)[:, None]) * LOG2E)
+            ratio = logits * (1.0 / CAP)
+            shares *= 1.0 - ratio * ratio
+        else:
+            shares *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        # An element of the tile is counted by 32 bits, the tile by 64.
+        pointers = kept + (row_tile.to(tl.int64) * BLOCK_ROWS * VOCAB + begin)
+        pointers += tl.arange(0, BLOCK_ROWS)[:, None] * VOCAB + tl.arange(0, BLOCK_V)[None, :]
+        tl.store(pointers, shares.to(kept.dtype.element_ty), mask=inside[:, None] & class_inside)
+
+
+@triton.jit
+def tile_gradient(
+    x, weight, bias, labels, lse, of_lse, of_label, of_sum, bounds, rows, tiles, out,
+    D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, EPSILON: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile of the gradient of ``x · weight + bias`` of SIZE classes, [rows, SIZE].
+
+    The first class is ALIGN times the first of the ``bounds``; the second is the first class that does not get zeros.
+    """
+    row_tile, column = _tile(tl.program_id(0), tiles, SIZE, BLOCK_V, GROUP)
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    place = column * BLOCK_V + tl.arange(0, BLOCK_V)
+    begin, first = tl.load(bounds) * ALIGN, tl.load(bounds + 1)
+    classes = begin + place
+    logits = _logits(
+        x, weight, bias, row, classes, rows, D, VOCAB, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
+        BLOCK_K, PRECISION,
+    )  # fmt: skip
+    inside = row < rows
+    label = tl.load(labels + row, mask=inside, other=-1)
+    probabilities = tl.exp2((logits - tl.load(lse + row, mask=inside, other=0.0)[:, None]) * LOG2E)
+    if EPSILON > 0.0:
+        probabilities = tl.where(probabilities < EPSILON, 0.0, probabilities)
+    gradient = tl.load(of_lse + row, mask=inside, other=0.0)[:, None] * probabilities
+    own = classes[None, :] == label[:, None]
+    gradient += tl.where(own, tl.load(of_label + row, mask=inside, other=0.0)[:, None], 0.0)
+    if SUM:
+        gradient += tl.load(of_sum + row, mask=inside, other=0.0)[:, None]
+    if CAP > 0.0:
+        ratio = logits * (1.0 / CAP)
+        gradient *= 1.0 - ratio * ratio
+    gradient = tl.where(classes[None, :] >= first, gradient, 0.0)
+    pointers = out + (row_tile.to(tl.int64) * BLOCK_ROWS * SIZE + column * BLOCK_V)
+    pointers += tl.arange(0, BLOCK_ROWS)[:, None] * SIZE + tl.arange(0, BLOCK_V)[None, :]
+    tl.store(pointers, gradient.to(out.dtype.element_ty), mask=inside[:, None] & (place < SIZE)[None, :])
