@@ -19,6 +19,7 @@ from tilewright.kernels.dropout import LANES, keep_elements
 from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
+from tilewright.kernels.hopper.matmul import mask
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref
 
@@ -32,6 +33,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield dropout, "select_by_bits", _select
     yield scores, "load_toeplitz_tile", _toeplitz_tile
     yield bias_gradient, "add_along_diagonals", _add_along_diagonals
+    yield mask, "zero_rows", _zero_rows
 
 
 @contextlib.contextmanager
@@ -47,6 +49,14 @@ def _scratch(shapes: Sequence[tuple[int, ...]], dtype: Any, transforms: Any) -> 
     """One memory for both views of a panel, without the tiling that TMA must not see."""
     del transforms
     return [plgpu.SMEM(shape, dtype) for shape in shapes]
+
+
+def _zero_rows(tile: Ref, first: Any) -> None:
+    """By a selection of all elements."""
+    for panel in tile.operands if isinstance(tile, PanelRef) else (tile,):
+        row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
+        values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
+        panel[...] = jnp.where(row < first, values, jnp.zeros_like(values))
 
 
 def _bits(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:

@@ -36,6 +36,7 @@ BACKEND = HopperGroupedMatmul()
 SMALL = MatmulParams(64, 64, 2, band=2)
 PAIR = MatmulParams(128, 64, 3, cluster_m=2, band=1)
 SIDE = MatmulParams(128, 64, 2, cluster_n=2, band=2)
+TURNS = MatmulParams(128, 64, 3, cluster_m=2, band=1, turns=True)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +85,14 @@ TILES = {
         HopperGroupedBackwardParams(MatmulParams(256, 128, 2, cluster_n=2), MatmulParams(256, 64, 2)),
     ),
     "many buffers": (
-        MatmulParams(128, 256, 2, store_buffers=4),
+        MatmulParams(128, 256, 2),
         HopperGroupedBackwardParams(MatmulParams(128, 256, 2), MatmulParams(128, 192, 2)),
+    ),
+    "turns": (
+        MatmulParams(128, 128, 3, turns=True),
+        HopperGroupedBackwardParams(
+            MatmulParams(64, 256, 2, cluster_n=2, turns=True), MatmulParams(128, 192, 2, cluster_m=2, turns=True)
+        ),
     ),
 }
 
@@ -99,7 +106,7 @@ def test_tiles(name: str, transposed: bool):
     everything(dataclasses.replace(case, transpose_rhs=transposed), *TILES[name])
 
 
-@pytest.mark.parametrize("params", sampled([SMALL, PAIR, SIDE], test=[SMALL, PAIR, SIDE], quick=[PAIR]))
+@pytest.mark.parametrize("params", sampled([SMALL, PAIR, SIDE, TURNS], test=[SMALL, PAIR, SIDE, TURNS], quick=[TURNS]))
 def test_no_races(params: MatmulParams):
     case = GroupedMatmulCase("", rows=130, k=72, n=136, groups=3, dtype="bfloat16", sizes=(50, 70, 2))
     everything(case, params, HopperGroupedBackwardParams(params, params))
@@ -166,6 +173,7 @@ def test_float8(name: str, dtype: str):
     inputs = inputs_of(case)
     problem = GroupedProblem.of(inputs)
     assert not BACKEND.not_supported_reasons(problem, H100, "forward")
+    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(64, 128, 2, turns=True))
     assert BACKEND.not_supported_reasons(problem, H100, "backward")
     for params in (MatmulParams(128, 256, 2, cluster_m=2), MatmulParams(64, 128, 2)):
         with interpret_mosaic():
@@ -175,6 +183,18 @@ def test_float8(name: str, dtype: str):
     listed = list(BACKEND.candidates(problem, H100, "forward"))
     assert listed
     assert all(not BACKEND.config_reasons(problem, H100, "forward", params) for params in listed)
+
+
+@pytest.mark.parametrize("params", [MatmulParams(128, 256, 2, cluster_m=2, band=1), MatmulParams(192, 128, 3, band=2)])
+def test_no_races_of_float8(params: MatmulParams):
+    case = GroupedMatmulCase(
+        "", rows=150, k=272, n=200, groups=2, dtype="float8_e4m3fn", sizes=(70, 60), transpose_rhs=True,
+        preferred_element_type="float32", **SCALES["blocks"],
+    )  # fmt: skip
+    inputs = inputs_of(case)
+    with interpret_mosaic(detect_races=True):
+        out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
+    check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
 
 
 @pytest.mark.parametrize("groups", [1, 8, 64, 300])
@@ -196,7 +216,7 @@ def test_params(rows: int, groups: int):
     "wrong",
     [
         {"block_m": 32}, {"block_n": 100}, {"block_m": 256, "block_n": 256}, {"block_m": 192, "block_n": 256},
-        {"cluster_m": 2, "cluster_n": 2}, {"num_stages": 1}, {"band": 0}, {"store_buffers": 3},
+        {"cluster_m": 2, "cluster_n": 2}, {"num_stages": 1}, {"band": 0}, {"turns": True, "block_n": 256},
     ],
 )  # fmt: skip
 def test_wrong_params(wrong: dict[str, int]):

@@ -1,6 +1,7 @@
 """The dense matmuls on Hopper, interpreted on the CPU, beside NumPy in float64."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from tests.kernels.matmul.gates import gate_oracle, near
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
-from tilewright.kernels.hopper.matmul.store import batches_of
+from tilewright.kernels.hopper.matmul.store import stores_in_flight
 from tilewright.kernels.matmul import hopper
 from tilewright.kernels.matmul.inputs import (
     GluInputs,
@@ -35,7 +36,10 @@ PARAMS = {
     "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1),
     "side": MatmulParams(256, 128, 2, cluster_n=2, band=2),
     "three": MatmulParams(192, 128, 2, band=2),
-    "wide": MatmulParams(128, 256, 2, cluster_m=2, band=1, store_buffers=4),
+    "wide": MatmulParams(128, 256, 2, cluster_m=2, band=1),
+    "turns": MatmulParams(128, 128, 3, band=2, turns=True),
+    "turns of a pair": MatmulParams(64, 256, 3, cluster_m=2, band=1, turns=True),
+    "turns side by side": MatmulParams(128, 192, 2, cluster_n=2, band=2, turns=True),
 }
 
 
@@ -143,19 +147,20 @@ def test_vmap():
     near({"out": out}, {"out": exact(lhs) @ exact(rhs)})
 
 
-@pytest.mark.parametrize("buffers", [2, 4, 8])
-@pytest.mark.parametrize("parts", range(1, 9))
-def test_no_buffer_is_written_before_it_is_read(parts: int, buffers: int):
-    """Stores finish in order, and as late as they may; three tiles one after the other."""
-    batches = batches_of(parts, buffers)
-    used = min(buffers, 2 * len(batches[0][0]))
-    in_flight: list[int] = []
-    for numbers, allowed in batches * 3:
-        del in_flight[: max(len(in_flight) - allowed, 0)]
-        taken = [number % used for number in numbers]
-        assert not set(taken) & set(in_flight)
-        in_flight += taken
-    assert [number for numbers, _ in batches for number in numbers] == list(range(parts))
+@pytest.mark.parametrize("units", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_no_buffer_is_written_before_it_is_read(parts: int, units: int):
+    """Stores finish in order, and as late as they may; three tiles, each of which ends with any unit."""
+    for buffers in range(1, parts * units + 1):
+        allowed = stores_in_flight(parts * units, buffers, parts)
+        for stored in itertools.product(range(units + 1), repeat=3):
+            in_flight: list[int] = []
+            for part in itertools.chain.from_iterable(range(count * parts) for count in stored):
+                del in_flight[: max(len(in_flight) - allowed[part], 0)]
+                assert part % buffers not in in_flight
+                in_flight.append(part % buffers)
+    # Where all tiles are whole and end with the last buffer, all others may be in flight.
+    assert stores_in_flight(2 * parts, parts, 2 * parts) == [parts - 1] * 2 * parts
 
 
 def test_params_and_what_is_declined():

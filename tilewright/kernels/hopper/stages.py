@@ -6,6 +6,9 @@ of them is then filled again only when the consumers of all of them have release
 
     producer  wait empty[s] · TMA -> all tiles of slot s, arrives on full[s]
     consumer                            wait full[s] · wgmma reads slot s · arrive on empty[s] of every CTA
+
+A consumer waits for every phase of a barrier that it waits for at all, as a thread counts phases by its own waits. So
+consumers that have steps of their own, of which the others know nothing, have barriers ``full`` of their own, too.
 """
 
 import dataclasses
@@ -54,16 +57,18 @@ class StagePlan:
       parts: of a stage.
       consumers: warpgroups of a CTA that release a stage.
       cluster: CTAs of a cluster.
+      owners: consumers, or groups of them, that have steps of their own.
     """
 
     parts: tuple[StagePart, ...]
     num_stages: int
     consumers: int
     cluster: int = 1
+    owners: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_stages <= MAX_BARRIERS:
-            raise ValueError(f"a ring has 1 to {MAX_BARRIERS} stages, got {self.num_stages=}")
+        if not 1 <= self.num_stages * self.owners <= MAX_BARRIERS:
+            raise ValueError(f"a ring has 1 to {MAX_BARRIERS} barriers, got {self.num_stages=}, {self.owners=}")
         if self.consumers < 1 or self.cluster < 1:
             raise ValueError(f"somebody must release a stage, got {self.consumers=}, {self.cluster=}")
 
@@ -71,7 +76,7 @@ class StagePlan:
     def shared_bytes(self) -> int:
         """Shared memory of the stages and of both barrier arrays."""
         stages = sum(part.tile.stack_bytes(self.num_stages * part.count) for part in self.parts)
-        return stages + 2 * self.num_stages * BARRIER_BYTES
+        return stages + (1 + self.owners) * self.num_stages * BARRIER_BYTES
 
     def scratch(self) -> tuple[Any, ...]:
         """Scratch types, in the order that ``bind`` takes their references."""
@@ -85,7 +90,7 @@ class StagePlan:
             empty = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages)
         # Every copy arrives by itself. One that is shared arrives in each CTA, when its bytes are there.
         copies = sum(part.copies for part in self.parts)
-        full = plgpu.Barrier(num_arrivals=copies, num_barriers=self.num_stages)
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=self.num_stages * self.owners)
         return (*(part.tile.scratch(self.num_stages, part.count) for part in self.parts), full, empty)
 
     def bind(self, *refs: Any) -> "Stages":
@@ -108,23 +113,27 @@ class Stages:
         """Index of the stage that holds ``step``."""
         return lax.rem(step, jnp.int32(self.plan.num_stages))
 
-    def load_from_dram(self, step: Scalar, *sources: Sequence[Ref]) -> None:
+    def loaded(self, step: Scalar, owner: Scalar) -> Ref:
+        """The barrier of a step's load."""
+        return self.full.at[self.slot(step) + owner * self.plan.num_stages]
+
+    def load_from_dram(self, step: Scalar, *sources: Sequence[Ref], owner: Scalar = 0) -> None:
         """Producer: waits until the stage is empty, and starts its load, of each part from slices of global memory."""
         # The first round fills stages that have never been in use.
         when(step >= self.plan.num_stages, functools.partial(self.wait_released, step))
-        slot = self.slot(step)
+        slot, loaded = self.slot(step), self.loaded(step, owner)
         for part, smem, slices in zip(self.plan.parts, self.smem, sources, strict=True):
             axis = CLUSTER_AXIS if part.multicast and self.plan.cluster > 1 else None
             for number, source in zip(range(part.count), slices, strict=True):
-                load_tile(source, smem.at[slot, number], self.full.at[slot], axis)
+                load_tile(source, smem.at[slot, number], loaded, axis)
 
     def wait_released(self, step: Scalar) -> None:
         """Producer: waits until the stage that ``step`` takes is released by all that used it before."""
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
-    def wait_loaded(self, step: Scalar) -> None:
-        """Consumer: waits until the stage is full; once per step."""
-        plgpu.barrier_wait(self.full.at[self.slot(step)])
+    def wait_loaded(self, step: Scalar, owner: Scalar = 0) -> None:
+        """Consumer: waits until the stage is full; once per step of the owner."""
+        plgpu.barrier_wait(self.loaded(step, owner))
 
     def tile(self, step: Scalar, part: int, number: Scalar = 0) -> Ref:
         """Consumer: a tile of the stage."""

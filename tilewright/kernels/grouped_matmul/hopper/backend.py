@@ -77,7 +77,7 @@ class HopperGroupedMatmul(
     ) -> list[str]:
         if _is_narrow(problem):
             assert isinstance(params, MatmulParams)
-            if params.block_n % SCALE_BLOCK or params.consumer_rows != WGMMA_M:
+            if params.turns or params.block_n % SCALE_BLOCK or params.consumer_rows != WGMMA_M:
                 return [f"sums of float8 are of 64 rows and {SCALE_BLOCK} columns each, got {params}"]
         return plan_reasons(lambda: self.footprints(problem, device, direction, params))
 

@@ -8,6 +8,13 @@ of a cluster share the tiles of one operand, of which each loads a half for both
     producer      A0 B0   A1 B1   ...   A(T-1) B(T-1)   A0' B0'   A1' B1'     (as far ahead as the ring has stages)
     consumer      wait 0 · MMA 0 | wait 1 · MMA 1 · wait for MMA 0, release stage 0 | ... | epilogue · store
 
+All consumers work on one tile, so its epilogue and its store overlap with no MMAs. With ``turns`` each of two consumers
+has whole tiles of its own, which take as many registers as half a tile of both, so these are smaller and load more for
+each MMA: for items of few steps (``turns.py``)::
+
+    consumer 0      MMAs of tile 0 | epilogue · store | MMAs of tile 2 | ...
+    consumer 1                       MMAs of tile 1   | epilogue · store | MMAs of tile 3 | ...
+
 ======================  ===========================================================================================
 part                    what an op gives
 ======================  ===========================================================================================
@@ -33,10 +40,10 @@ sizes that no tile divides                  all                 TMA reads zeros 
 rows in groups, forward and dgrad           RaggedRows          rows of nobody: tiles without steps, zeros
 sum over the rows of a group (wgrad)        RaggedReduction     NaN in rows of others reaches nothing
 gated pair                                  two operands        columns are shared out: ``block_n / 2`` each
-float8, forward                             `accumulate_scaled` K in the rows of both; 64 rows a consumer
+float8, forward                             `accumulate_scaled` K in the rows of both; a turn for each part
 float32, other strides                      declined            TF32 wgmma wants K in the rows of both
 ==========================================  ==================  ==========================================
 
-Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``epilogue``, ``store``;
-``heuristics`` has the model by which configs are ordered.
+Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``turns``, ``epilogue``,
+``store``; ``heuristics`` has the model by which configs are ordered.
 """

@@ -1,5 +1,6 @@
 """Configs of matmuls on Hopper, best guess first, by a model of the time that the tiles of each take."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
@@ -11,37 +12,53 @@ SM_FLOPS = 6.1e12
 SM_L2_BYTES = 70e9
 """Bytes/s that an SM gets from the L2 cache while all load tiles, many of them the same ones."""
 
-DRAM_BYTES = 2.9e12
+READ_BYTES = 2.9e12
+"""Bytes/s of global memory for reads."""
 
-STORE_BYTES = 40e9
-"""Bytes/s of the store of a CTA's tile, which no MMA overlaps with."""
+WRITE_BYTES = 2.5e12
+"""Bytes/s of global memory for writes of values that are not all alike."""
 
-ITEM_SECONDS = 0.7e-6
+NARROW_WRITES = 0.9
+"""Share of that with tiles whose rows are no multiple of 256 bytes, 192 columns."""
+
+STORE_BYTES = 100e9
+"""Bytes/s of the store of a CTA's tile, which no MMA overlaps with if all consumers share the tile."""
+
+ITEM_SECONDS = 0.4e-6
 """Seconds of a work item besides its steps and its store: the first and the last MMAs overlap with nothing."""
+
+TURNS_SHARE = 0.6
+"""Share of both that is left where consumers take turns, but for the first item."""
 
 BLOCK_K = 64
 
-type Tile = tuple[int, int, int, int, int]
-"""block_m, block_n, num_stages, cluster_m, cluster_n"""
+type Seconds = Callable[[MatmulParams], float]
 
-_LARGE: tuple[Tile, ...] = (
-    (128, 256, 4, 2, 1),
-    (128, 256, 4, 1, 1),
-    (256, 128, 4, 1, 2),
-    (128, 128, 6, 1, 1),
+_LARGE = (
+    MatmulParams(128, 256, 4, 2, 1),
+    MatmulParams(128, 256, 4, 1, 1),
+    MatmulParams(256, 128, 4, 1, 2),
+    MatmulParams(128, 128, 6, 1, 1),
+    MatmulParams(128, 192, 4, 2, 1, turns=True),
+    MatmulParams(128, 192, 4, 1, 1, turns=True),
 )
-_SMALL: tuple[Tile, ...] = ((64, 128, 8, 1, 1), (64, 64, 8, 1, 1), (64, 256, 5, 1, 1))
+_TURNS = (MatmulParams(128, 128, 5, 1, 1, turns=True),)
+_SHORT = (MatmulParams(128, 128, 6, 2, 1, turns=True), MatmulParams(128, 128, 6, 1, 1, turns=True))
+"""For sums of few steps alone: of many, a cluster of such tiles is slower than its CTAs would be alone (8192³: 1.59 ms
+instead of 1.43)."""
+
+_SMALL = (MatmulParams(64, 128, 8, 1, 1), MatmulParams(64, 64, 8, 1, 1), MatmulParams(64, 256, 5, 1, 1))
 _BANDS = (8, 4, 1)
 
 
 def dense_candidates(m: int, n: int, k: int, num_sms: int, accumulators: int = 1) -> list[MatmulParams]:
     """Configs of one matmul."""
-    return _sorted(
-        (*_LARGE, *_SMALL),
-        lambda tile: _seconds(tile, math.ceil(m / (tile[0] * tile[3])), n, k, num_sms, accumulators),
-        _BANDS[0],
-        accumulators,
-    )
+
+    def seconds(tile: MatmulParams) -> float:
+        computing = _seconds(tile, math.ceil(m / (tile.block_m * tile.cluster_m)), n, k, num_sms, accumulators)
+        return _both(computing, _memory(tile, m * k + k * n * accumulators, m * n))
+
+    return _sorted((*_LARGE, *_TURNS, *_SMALL), seconds, _BANDS[0], accumulators)
 
 
 def rows_candidates(rows: int, groups: int, n: int, k: int, num_sms: int, accumulators: int = 1) -> list[MatmulParams]:
@@ -49,28 +66,35 @@ def rows_candidates(rows: int, groups: int, n: int, k: int, num_sms: int, accumu
     # Of few rows most have a group with others: each of some experts is chosen by several tokens.
     used = max(min(groups, rows // 8), 1)
 
-    def seconds(tile: Tile) -> float:
+    def seconds(tile: MatmulParams) -> float:
         # A group's last tile of rows has any number of them.
-        tiles = used * max(rows / used / (tile[0] * tile[3]) + 0.5, 1.0)
-        memory = 2 * (used * k * n * accumulators + rows * (k + n)) / DRAM_BYTES
+        tiles = used * max(rows / used / (tile.block_m * tile.cluster_m) + 0.5, 1.0)
+        memory = _memory(tile, used * k * n * accumulators + rows * k, rows * n)
         return _both(_seconds(tile, tiles, n, k, num_sms, accumulators), memory)
 
     # Few rows: what a matrix is read for is over after one tile, and neighbours read its next columns.
     band = _BANDS[0] if rows / used > 128 else _BANDS[-1]
-    return _sorted((*_LARGE, *_SMALL), seconds, band, accumulators)
+    return _sorted((*_LARGE, *_TURNS, *_SMALL), seconds, band, accumulators)
 
 
 def reduction_candidates(rows: int, groups: int, m: int, n: int, num_sms: int) -> list[MatmulParams]:
     """Configs of a sum of outer products over the rows of each group, of ``[m, n]``."""
     depth = rows / max(groups, 1)
 
-    def seconds(tile: Tile) -> float:
-        of_group = math.ceil(m / (tile[0] * tile[3]))
+    def seconds(tile: MatmulParams) -> float:
+        of_group = math.ceil(m / (tile.block_m * tile.cluster_m))
         # A group's last step has any number of rows.
-        memory = 2 * (groups * m * n + rows * (m + n)) / DRAM_BYTES
+        memory = _memory(tile, rows * (m + n), groups * m * n)
         return _both(_seconds(tile, groups * of_group, n, depth + BLOCK_K / 2, num_sms, 1), memory)
 
-    return _sorted(_LARGE, seconds, _BANDS[0] if depth > 512 else _BANDS[1])
+    # The less there is to load, the more the order of the stores matters.
+    return _sorted((*_LARGE, *_SHORT), seconds, _BANDS[0] if depth > 512 else _BANDS[1] if depth > 128 else _BANDS[2])
+
+
+def _memory(tile: MatmulParams, read: float, written: float) -> float:
+    """Time of global memory for so many elements."""
+    narrow = NARROW_WRITES if tile.block_n % 128 else 1.0
+    return 2 * (read / READ_BYTES + written / (WRITE_BYTES * narrow))
 
 
 def _both(computing: float, memory: float) -> float:
@@ -78,23 +102,23 @@ def _both(computing: float, memory: float) -> float:
     return max(computing, memory) + 0.3 * min(computing, memory)
 
 
-def _seconds(tile: Tile, row_tiles: float, n: int, k: float, num_sms: int, accumulators: int) -> float:
+def _seconds(tile: MatmulParams, row_tiles: float, n: int, k: float, num_sms: int, accumulators: int) -> float:
     """Time of all items, by the slower of tensor cores and L2 cache in each step."""
-    block_m, block_n, _, cluster_m, cluster_n = tile
-    columns = block_n // accumulators
-    programs = num_sms // (cluster_m * cluster_n)
-    items = row_tiles * math.ceil(n / (columns * cluster_n))
-    loaded = 2 * BLOCK_K * (block_m / cluster_n + block_n / cluster_m)
-    step = max(2 * block_m * block_n * BLOCK_K / SM_FLOPS, loaded / SM_L2_BYTES)
-    item = k / BLOCK_K * step + 2 * block_m * columns / STORE_BYTES + ITEM_SECONDS
-    return max(items / programs, 1.0, math.ceil(items / programs) if items < 4 * programs else 0) * item
+    columns = tile.block_n // accumulators
+    programs = num_sms // tile.cluster
+    items = row_tiles * math.ceil(n / (columns * tile.cluster_n))
+    loaded = 2 * BLOCK_K * (tile.block_m / tile.cluster_n + tile.block_n / tile.cluster_m)
+    step = max(2 * tile.block_m * tile.block_n * BLOCK_K / SM_FLOPS, loaded / SM_L2_BYTES)
+    rest = 2 * tile.block_m * columns / STORE_BYTES + ITEM_SECONDS
+    # Of many rounds the last one, which is not whole, weighs little.
+    rounds = items / programs if items > 8 * programs else math.ceil(items / programs)
+    return rounds * k / BLOCK_K * step + rest * (1 + (rounds - 1) * (TURNS_SHARE if tile.turns else 1))
 
 
-def _sorted(
-    tiles: Iterable[Tile], seconds: Callable[[Tile], float], band: int, accumulators: int = 1
-) -> list[MatmulParams]:
-    """The tiles as params, fastest first, then the fastest in other bands."""
+def _sorted(tiles: Iterable[MatmulParams], seconds: Seconds, band: int, accumulators: int = 1) -> list[MatmulParams]:
+    """The tiles, fastest first, then the fastest in other bands."""
     # An accumulator has whole swizzle widths of columns.
-    ordered = sorted((tile for tile in tiles if tile[1] % (64 * accumulators) == 0), key=seconds)
-    found = [MatmulParams(*tile, band=band) for tile in ordered]
-    return found + [MatmulParams(*tile, band=other) for tile in ordered[:2] for other in _BANDS if other != band]
+    ordered = sorted((tile for tile in tiles if tile.block_n % (64 * accumulators) == 0), key=seconds)
+    found = [dataclasses.replace(tile, band=band) for tile in ordered]
+    others = [other for other in _BANDS if other != band]
+    return found + [dataclasses.replace(tile, band=other) for tile in ordered[:2] for other in others]

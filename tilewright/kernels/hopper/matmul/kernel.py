@@ -19,6 +19,7 @@ from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_tile
+from tilewright.kernels.hopper.matmul.turns import pass_turn, take_last_turn, wait_turn
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import when
 from tilewright.kernels.hopper.stages import CLUSTER_AXIS, Stages
@@ -50,14 +51,17 @@ class Scratch(NamedTuple):
     """Shared memory of a CTA.
 
     Attributes:
-      store: parts of the result, ``[consumers, store_buffers, 64, columns]``.
+      store: parts of the result, ``[consumers, buffers, 64, columns]``.
       masked: of each stage, when the first consumer has zeroed what is behind the range of K in it; None where that
-        has no end of its own.
+        has no end of its own, or one consumer alone reads the stage.
+      turns: of each consumer, when it may issue MMAs, of an item or of a part of a scaled step; None where they do not
+        take turns.
     """
 
     stages: Any
     store: Any
     masked: Any
+    turns: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +81,16 @@ class MatmulContext:
         """The kernel's schedule, over its references."""
         schedule: Schedule = self.operands.schedule
         return schedule
+
+    @property
+    def share(self) -> Scalar:
+        """This consumer's number among those that share the rows of a tile."""
+        return 0 if self.plan.params.turns else self.warpgroup
+
+    @property
+    def first_row(self) -> Scalar:
+        """This consumer's first row in a tile."""
+        return self.share * self.plan.params.consumer_rows
 
     @property
     def cta(self) -> Scalar:
@@ -119,8 +133,9 @@ def matmul_kernel(
 
     scratch = Scratch(
         plan.stages,
-        plan.store_tile.stack(params.consumers, params.store_buffers),
-        plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.consumers > 1 else None,
+        plan.store_tile.stack(params.consumers, plan.store_buffers),
+        plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.sharers > 1 else None,
+        plgpu.Barrier(num_arrivals=1, num_barriers=params.consumers) if params.turns or scales is not None else None,
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
@@ -134,12 +149,13 @@ def matmul_kernel(
     return list(out)
 
 
-def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar], None]) -> Scalar:
-    """Calls ``role(work, first)`` for each item of this CTA, whose step 0 is ``first``; returns the number of steps.
+def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
+    """Calls ``role(work, first, owner)`` for each item of this CTA; returns the numbers of steps and of items.
 
+    Step 0 of the item is step ``first`` of the ring. Owner is the consumer that has the item, where they take turns.
     The next item is decoded before the role of one begins, so that the latency of tables is hidden.
     """
-    schedule, stride = context.schedule, jnp.int32(context.programs)
+    schedule, stride, owners = context.schedule, jnp.int32(context.programs), jnp.int32(context.plan.params.owners)
     # The items of a cluster are that far apart: all clusters work on neighbouring tiles at a time.
     items = jnp.asarray(schedule.items(), jnp.int32)
     count = lax.div(items - context.program + stride - 1, stride)
@@ -152,25 +168,27 @@ def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar], None]) 
     def one(index: Scalar, carry: tuple[Scalar, Work]) -> tuple[Scalar, Work]:
         first, work = carry
         following = decode(index + 1)
-        role(work, first)
+        role(work, first, lax.rem(index, owners) if context.plan.params.turns else 0)
         return first + work.steps, following
 
     steps, _ = lax.fori_loop(0, count, one, (jnp.int32(0), decode(0)))
-    return steps
+    return steps, count
 
 
 def run_producer(context: MatmulContext) -> None:
-    """Loads the tiles of all items of this CTA."""
+    """Loads the tiles of all items of this CTA, and gives the first turn to consumer 0."""
     params, stages = context.plan.params, context.scratch.stages
     if params.consumers > 1:
         plgpu.set_max_registers(REGISTERS[params.consumers].producer, action="decrease")
-    steps = for_each_item(context, functools.partial(produce_item, context))
+    if context.scratch.turns is not None:
+        plgpu.barrier_arrive(context.scratch.turns.at[0])
+    steps, _ = for_each_item(context, functools.partial(produce_item, context))
     # Alone, a CTA has waited for all of its loads when its consumers are done.
     if params.cluster > 1:
         stages.drain(steps)
 
 
-def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
+def produce_item(context: MatmulContext, work: Work, first: Scalar, owner: Scalar) -> None:
     """Loads the tiles of an item, whose step 0 is step ``first`` of the ring."""
     plan, stages, products = context.plan, context.scratch.stages, context.operands.products
     lhs_part, *rhs_parts = plan.stages.parts
@@ -182,7 +200,7 @@ def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
         sources = [plan.lhs.slices(factors.lhs, work.matrix, work.row, k, lhs_part)]
         for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
             sources.append(layout.slices(ref, work.matrix, first_column, k, part))
-        stages.load_from_dram(first + step, *sources)
+        stages.load_from_dram(first + step, *sources, owner=owner)
 
     # The consumers do not know of several products: for them an item has that many more steps.
     for number, factors in enumerate(products):
@@ -190,19 +208,25 @@ def produce_item(context: MatmulContext, work: Work, first: Scalar) -> None:
 
 
 def run_consumer(context: MatmulContext) -> None:
-    """Computes this warpgroup's rows of all items of this CTA."""
+    """Computes this warpgroup's rows of all items of this CTA, or the items of which it is the owner."""
     params = context.plan.params
+
+    def role(work: Work, first: Scalar, owner: Scalar) -> None:
+        mine = owner == context.warpgroup if params.turns else True
+        when(mine, lambda: consume_item(context, work, first))
+
     if params.consumers > 1:
         plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
-    for_each_item(context, functools.partial(consume_item, context))
+    _, items = for_each_item(context, role)
+    if context.scratch.turns is not None:
+        take_last_turn(context, items)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
     """Computes and stores this warpgroup's rows of an item, whose step 0 is step ``first`` of the ring."""
-    plan = context.plan
+    plan, first_row = context.plan, work.row + context.first_row
     rows = plan.params.consumer_rows
-    first_row = work.row + context.warpgroup * rows
     sums: list[Columns]
     if context.operands.scales is None:
         accumulator = plgpu.ACC((rows, plan.columns), jnp.float32)
@@ -221,12 +245,18 @@ def consume_item(context: MatmulContext, work: Work, first: Scalar) -> None:
 
 
 def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators: Ref) -> list[jax.Array]:
-    """Sums the products of all K steps of an item; one step's MMAs are in flight while the next one's are issued."""
-    plan, stages = context.plan, context.scratch.stages
+    """Sums the products of all K steps of an item; one step's MMAs are in flight while the next one's are issued.
+
+    The turn is passed on before the last step, so that MMAs are in flight while that is masked and the turn changes.
+    """
+    plan, stages, turns = context.plan, context.scratch.stages, context.plan.params.turns
+    owner = context.warpgroup if turns else 0
 
     def one(index: Scalar, _: None) -> None:
         step = first + index
-        stages.wait_loaded(step)
+        if turns:
+            pl.when(index == work.steps - 1)(lambda: pass_turn(context))
+        stages.wait_loaded(step, owner)
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
@@ -234,6 +264,9 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
 
+    if turns:
+        wait_turn(context)
+        pl.when(work.steps == 0)(lambda: pass_turn(context))
     lax.fori_loop(0, work.steps, one, None)
     # The loads wait for the last MMAs. An item without steps has zeros and no stage.
     sums = [accumulator[...] for accumulator in accumulators]
@@ -244,7 +277,7 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
 def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:
     """Issues the MMAs of a K step, one for each operand of rhs."""
     plan = context.plan
-    lhs = plan.lhs.lhs_tile(stages, step, context.warpgroup, plan.params.consumer_rows)
+    lhs = plan.lhs.lhs_tile(stages, step, context.share, plan.params.consumer_rows)
     for number, (accumulator, layout) in enumerate(zip(accumulators, plan.rhs, strict=True)):
         rhs = layout.rhs_tile(stages, step, number + 1)
         # A single panel is a tile that is not panelled, too.

@@ -41,7 +41,7 @@ class OperandLayout:
 
         Args:
           block: rows or columns of all consumers together.
-          consumers: that have tiles of their own, where they cannot take rows of one.
+          consumers: that share the block, and have tiles of their own where they cannot take rows of one.
         """
         if self.k_first:
             # Consumers have columns of their own: panels are chosen while the kernel is traced, not by an index.

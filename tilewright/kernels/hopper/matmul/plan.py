@@ -51,9 +51,9 @@ class MatmulPlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
         # The CTAs of a cluster along n have the same rows, those along m the same columns.
-        parts = [self.lhs.part(params.block_m, params.consumers, params.cluster_n > 1)]
+        parts = [self.lhs.part(params.block_m, params.sharers, params.cluster_n > 1)]
         parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
-        return StagePlan(tuple(parts), params.num_stages, params.consumers, params.cluster)
+        return StagePlan(tuple(parts), params.num_stages, params.sharers, params.cluster, params.owners)
 
     @property
     def store_tile(self) -> SharedTile:
@@ -61,10 +61,23 @@ class MatmulPlan:
         return SharedTile((WGMMA_M, BLOCK_BYTES // self.out_dtype.itemsize), self.out_dtype, BLOCK_BYTES, True)
 
     @property
+    def store_buffers(self) -> int:
+        """Parts of a consumer's tile that it writes while TMA stores others: as many as it has, if there is memory."""
+        rows, columns = self.store_tile.shape
+        parts = self.params.consumer_rows // rows * (self.columns // columns)
+        free = SHARED_BYTES - self.stages.shared_bytes - self._barrier_bytes
+        return max(min(parts, free // self.store_tile.stack_bytes(self.params.consumers)), min(parts, 2))
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stores = self.store_tile.stack_bytes(self.params.consumers * self.params.store_buffers)
-        return self.stages.shared_bytes + stores + (self.params.num_stages + 1) * BARRIER_BYTES
+        stores = self.store_tile.stack_bytes(self.params.consumers * self.store_buffers)
+        return self.stages.shared_bytes + stores + self._barrier_bytes
+
+    @property
+    def _barrier_bytes(self) -> int:
+        """Of the barriers besides the ring's: of masks, and of turns."""
+        return (self.params.num_stages + self.params.consumers) * BARRIER_BYTES
 
     def footprint(self, num_sms: int) -> Footprint:
         """Blocks, threads and shared memory; the grid is persistent."""

@@ -1,7 +1,17 @@
 """Sums of products of 8 bits, with scales of blocks of K.
 
-wgmma adds products of 8 bits with fewer bits than float32 has. So a step's sum, over 128 elements of K, is an
-accumulator of its own, which is scaled and added to the sum of all steps in float32 registers.
+wgmma adds products of 8 bits with fewer bits than float32 has. So the MMAs of a step, over 128 elements of K, have an
+accumulator of their own, a part, which is scaled and added to the sum of all steps in float32 registers: one FFMA for
+each element.
+
+A consumer's MMAs wait for its additions, for there are no registers for a second part. So the consumers take turns to
+issue the MMAs of a part, and the additions of each run beside the MMAs of the others::
+
+    consumer 0      MMA 0 | add 0       | MMA 1 | add 1       | ...
+    consumer 1              MMA 0 | add 0       | MMA 1 | add 1
+
+A consumer alone waits for a turn, too: ptxas moves additions behind the MMAs of the next part where no branch is
+between them, and spills registers for both.
 
 Both operands have scales, if only ones: without those of rows or columns ptxas spilled registers, and the kernel took
 twice the time.
@@ -16,6 +26,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.matmul.schedule import Work
+from tilewright.kernels.hopper.matmul.turns import pass_turn, wait_turn
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import row_layout, spread
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -40,7 +51,7 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
     """Sums the scaled products of all K steps of an item, in as many accumulators as its columns have blocks."""
     plan, stages = context.plan, context.scratch.stages
     rows, blocks = plan.params.consumer_rows, plan.columns // SCALE_BLOCK
-    first_row = work.row + context.warpgroup * rows
+    first_row = work.row + context.first_row
 
     # A block behind the last column is not stored: any scale will do.
     last = scales.rhs.shape[1] - 1
@@ -59,14 +70,14 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
         stages.wait_loaded(step)
         added = []
         for number, total in enumerate(sums):
+            wait_turn(context)
             part = pl.run_scoped(
                 lambda accumulator, number=number: product(context, step, number, accumulator),
                 plgpu.ACC((rows, SCALE_BLOCK), jnp.float32),
             )
             if number == blocks - 1:
                 stages.release(step)
-            part = part * of_columns[number]
-            added.append(total + part * spread(of_rows, part.shape, 0))
+            added.append(total + part * spread(of_rows * of_columns[number], part.shape, 0))
         return added, following
 
     zeros = plgpu.layout_cast(jnp.zeros((rows, SCALE_BLOCK), jnp.float32), plgpu.Layout.WGMMA)
@@ -76,9 +87,10 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
 
 
 def product(context: Any, step: Scalar, number: int, accumulator: Ref) -> jax.Array:
-    """The sum of a step for one block of columns."""
+    """The sum of a step for one block of columns; the turn is passed on when its MMAs are issued."""
     plan, stages = context.plan, context.scratch.stages
-    lhs = plan.lhs.lhs_tile(stages, step, context.warpgroup, plan.params.consumer_rows)
+    lhs = plan.lhs.lhs_tile(stages, step, context.share, plan.params.consumer_rows)
     rhs = stages.tile(step, 1).at[pl.ds(number * SCALE_BLOCK, SCALE_BLOCK)].T
     mma(accumulator, lhs, rhs)
+    pass_turn(context)
     return accumulator[...]

@@ -19,47 +19,48 @@ def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: 
     Args:
       tile: in the accumulator's layout; its blocks of columns are multiples of what a buffer holds.
       target: ``[m, n]`` of the work's matrix.
-      buffers: of this consumer, ``[store_buffers, 64, columns]``.
+      buffers: of this consumer, ``[buffers, 64, columns]``; part i of the tile takes number ``i % buffers``.
       first_row: of the tile in the result.
     """
     count, width = buffers.shape[0], buffers.shape[-1]
     columns = [(block, begin) for block in tile for begin in range(0, block.shape[1], width)]
-    batches = batches_of(len(columns), count)
-    used = min(count, 2 * len(batches[0][0]))
+    parts = tile[0].shape[0] // WGMMA_M * len(columns)
+    in_flight = stores_in_flight(parts, count, parts if work.row_end is None else len(columns))
     for row in range(0, tile[0].shape[0], WGMMA_M):
         own_rows = None if work.row_end is None else work.row_end - (first_row + row)
 
         def store(row: int = row, own_rows: Scalar | None = own_rows) -> None:
-            for numbers, in_flight in batches:
+            for place, (block, begin) in enumerate(columns):
+                number = row // WGMMA_M * len(columns) + place
+                buffer = buffers.at[number % count]
                 # All stores but so many have read their buffers; all threads wait for that.
-                plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-                for number in numbers:
-                    block, begin = columns[number]
-                    part = block[row : row + WGMMA_M, begin : begin + width]
-                    buffers.at[number % used][...] = part.astype(buffers.dtype)
+                plgpu.wait_smem_to_gmem(in_flight[number], wait_read_only=True)
+                buffer[...] = block[row : row + WGMMA_M, begin : begin + width].astype(buffers.dtype)
                 plgpu.commit_smem()
-                for number in numbers:
-                    store_rows(
-                        buffers.at[number % used], target, first_row + row, work.column + number * width, own_rows
-                    )
+                store_rows(buffer, target, first_row + row, work.column + place * width, own_rows)
 
         if own_rows is None:
             store()
         else:
-            # Without rows there is no store either, and the count of stores in flight stays that of buffers.
             pl.when(own_rows > 0)(store)
 
 
-def batches_of(parts: int, buffers: int) -> list[tuple[range, int]]:
-    """Numbers of the parts of a tile that are stored together, and stores that may be in flight when a batch begins.
+def stores_in_flight(parts: int, buffers: int, unit: int) -> list[int]:
+    """How many stores may be in flight when each part of a tile is written: those behind its buffer's last one.
 
-    Half of the buffers are written while TMA reads the other half. Part i takes buffer ``i % buffers``, and every tile
-    begins with the first: after an odd number of batches that is the one that was written last.
+    Part i takes buffer ``i % buffers``, in every tile.
+
+    Args:
+      unit: parts of one range of rows. The tile before may have stored any number of units, the first ones of it.
     """
-    batch = max(min(buffers, parts) // 2, 1)
-    numbers = [range(begin, min(begin + batch, parts)) for begin in range(0, parts, batch)]
-    before = 0 if len(numbers) % 2 else len(numbers[-1])
-    return [(each, len(numbers[i - 1]) if i else before) for i, each in enumerate(numbers)]
+
+    def behind(part: int, before: int) -> int:
+        """Stores since the last one of the buffer, where the tile before stored so many parts."""
+        return part + ((before - 1 - part) % buffers if before > part else before)
+
+    befores = range(unit, parts + 1, unit)
+    first = [min(buffers - 1, *(behind(part, before) for before in befores)) for part in range(min(parts, buffers))]
+    return first + [buffers - 1] * (parts - buffers)
 
 
 def store_rows(buffer: Ref, target: Ref, row: Scalar, column: Scalar, own_rows: Scalar | None) -> None:

@@ -85,11 +85,16 @@ def recomputing_block(problem: LossProblem) -> int:
     return size if size % STORE_MULTIPLE == 0 else even_blocks(problem.vocab, problem.vocab - 1, MULTIPLE)
 
 
+def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
+    """Tiles of logits. Without those of consumers in turns, which were not measured with epilogues of exponentials."""
+    return [tile for tile in dense_candidates(rows, columns, d, sms) if not tile.turns]
+
+
 def listed_params(problem: LossProblem, direction: Direction, sms: int) -> list[Params]:
     """Params worth measuring, best guess first."""
     tokens, vocab, d = problem.tokens, problem.vocab, problem.d
     block = recomputing_block(problem)
-    of_gradient = dense_candidates(tokens, block, d, sms)
+    of_gradient = _tiles(tokens, block, d, sms)
     if direction == "backward":
         found: list[Params] = [HopperLossBackwardParams(None, block, tile, True) for tile in of_gradient]
         halved = even_blocks(vocab, max(block // 2, MULTIPLE), MULTIPLE)
@@ -101,5 +106,5 @@ def listed_params(problem: LossProblem, direction: Direction, sms: int) -> list[
     rows = even_blocks(tokens, STATISTICS_TOKENS, 128)
     if keep:  # one pass over all classes: no slices of the matrix and of its gradient are copied
         rows, block = kept_tokens(tokens, vocab, 2), vocab
-    of_statistics = dense_candidates(rows, vocab, d, sms)
+    of_statistics = _tiles(rows, vocab, d, sms)
     return [HopperLossParams(rows, block, tile, of_gradient[0], keep) for tile in of_statistics]
