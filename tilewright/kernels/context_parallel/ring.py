@@ -406,11 +406,11 @@ def _placed(
 
 
 def _summed(parts: Sequence[tuple[Range, jax.Array]], shape: tuple[int, ...], axis: int, like: jax.Array) -> jax.Array:
-    """The sum of parts in ranges of axis 1 that may overlap, in float32 or wider."""
-    total = vary_over(varying_axes(like), jnp.zeros(shape, accumulation_dtype(like.dtype)))
-    for (start, stop), part in parts:
-        total = total.at[:, start:stop].add(part.astype(total.dtype))
-    return total
+    """The sum of parts in ranges of an axis that may overlap, in float32 or wider."""
+    dtype = accumulation_dtype(like.dtype)
+    # Padded rather than added in place: that is a scatter, at one of which jaxlib 0.11.2 crashed while compiling.
+    padded = [_placed([(where, part.astype(dtype))], shape, axis, like) for where, part in parts]
+    return functools.reduce(jnp.add, padded) if padded else _placed([], shape, axis, like).astype(dtype)
 
 
 def _in_one(arrays: Sequence[jax.Array]) -> jax.Array:
