@@ -76,7 +76,7 @@ class MatmulPlan:
 
     @property
     def _barrier_bytes(self) -> int:
-        """Of the barriers besides the ring's: of masks, and of turns."""
+        """Bytes of the barriers besides the ring's: of masks, and of turns."""
         return (self.params.num_stages + self.params.consumers) * BARRIER_BYTES
 
     def footprint(self, num_sms: int) -> Footprint:

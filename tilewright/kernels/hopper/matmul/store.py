@@ -46,7 +46,7 @@ def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: 
 
 
 def stores_in_flight(parts: int, buffers: int, unit: int) -> list[int]:
-    """How many stores may be in flight when each part of a tile is written: those behind its buffer's last one.
+    """Numbers of stores that may be in flight when each part of a tile is written: those behind its buffer's last one.
 
     Part i takes buffer ``i % buffers``, in every tile.
 
