@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,15 @@ from jax.sharding import PartitionSpec as P
 from tests.support.suites import sampled
 from tilewright.modules import (
     context_parallel_attention,
+    context_parallel_mla_decode,
+    context_parallel_page_attention,
+    context_parallel_update_pages,
     flash_attention,
     grouped_matmul,
     linear_cross_entropy,
+    page_attention,
     rms_norm,
+    update_pages,
 )
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "distributed.md"
@@ -37,13 +43,15 @@ class Split:
       function: of ``operands``; its gradients are taken for those that are floating-point.
       axis_type: Explicit: the types of the operands split the call. Auto: ``function`` runs inside ``shard_map``.
       out: the spec of the result inside ``shard_map``.
+      inference: True if there is no backward pass.
     """
 
     function: Callable[..., Any]
     operands: tuple[tuple[tuple[int, ...], P], ...]
     axis_type: AxisType = AxisType.Auto
-    out: P = ROWS
+    out: Any = ROWS
     integers: tuple[tuple[int, ...], ...] = ()
+    inference: bool = False
 
     def counts(self, backward: bool) -> dict[str, int]:
         """The collectives of the forward pass, or of the backward pass alone."""
@@ -104,6 +112,35 @@ def split_loss(x: Any, weight: Any, labels: Any) -> Any:
     return linear_cross_entropy(x, weight, labels, axis_name="s")
 
 
+SEQUENCES, TABLE = 8, (8, 4)
+QUERY, PAGES, TOKENS = (SEQUENCES, HEADS, 16), (32, 8, HEADS, 16), (SEQUENCES, HEADS, 16)
+
+
+def serving(function: Callable[..., Any], *specs: P, **options: Any) -> Split:
+    """Decoding, whose query and pages are split by ``specs``."""
+    return Split(
+        functools.partial(function, **options),
+        tuple(zip((QUERY, PAGES, PAGES), specs, strict=True)),
+        AxisType.Auto if options else AxisType.Explicit,
+        out=P(), integers=(TABLE, (SEQUENCES,)), inference=True,
+    )  # fmt: skip
+
+
+def latents(query: Any, pages: Any, table: Any, lengths: Any) -> Any:
+    return context_parallel_mla_decode(query, pages, table, lengths, axis_name="s", kv_lora_rank=8)
+
+
+def writing(function: Callable[..., Any], pages: P, tokens: P, **options: Any) -> Split:
+    """A new token of each sequence."""
+    return Split(
+        functools.partial(function, **options),
+        ((PAGES, pages), (PAGES, pages), (TOKENS, tokens), (TOKENS, tokens)),
+        AxisType.Auto if options else AxisType.Explicit,
+        out=(pages, pages), integers=(TABLE, (SEQUENCES,)), inference=True,
+    )  # fmt: skip
+
+
+BY_HEAD, BY_PAGE = P(None, None, "s"), P("s")
 CALLS = {
     "`flash_attention` | batch or heads": Split(
         causal, attention_operands(P(None, None, "s"), P(None, None, "s")), AxisType.Explicit
@@ -122,6 +159,17 @@ CALLS = {
         split_loss, (((16, 8), P()), ((8, 64), P(None, "s"))), out=P(), integers=((16,),)
     ),
     "`rms_norm` | rows": Split(rms_norm, (((16, 8), P("s")), ((8,), P())), AxisType.Explicit),
+    "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
+    "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
+    "`update_pages` | heads": writing(update_pages, BY_HEAD, ROWS),
+    "`update_pages` | new tokens by sequences, beside whole pages": writing(update_pages, P(), P("s")),
+    "`context_parallel_page_attention` | pages": serving(
+        context_parallel_page_attention, P(), BY_PAGE, BY_PAGE, axis_name="s"
+    ),
+    "`context_parallel_mla_decode` | pages": Split(
+        latents, ((QUERY, P()), ((32, 8, 16), BY_PAGE)), out=P(), integers=(TABLE, (SEQUENCES,)), inference=True
+    ),
+    "`context_parallel_update_pages` | pages": writing(context_parallel_update_pages, BY_PAGE, P(), axis_name="s"),
 }
 
 
@@ -133,7 +181,8 @@ def described(counts: dict[str, int]) -> str:
     "call", sampled(CALLS, test=CALLS, quick=["the same with a window shorter than a shard | length"])
 )
 def test_the_page_says_what_each_split_costs(call: str) -> None:
-    forward, backward = (described(CALLS[call].counts(backward)) for backward in (False, True))
+    forward = described(CALLS[call].counts(backward=False))
+    backward = "–" if CALLS[call].inference else described(CALLS[call].counts(backward=True))
     assert f"| {call} | {forward} | {backward} |" in PAGE.read_text()
 
 

@@ -5,6 +5,11 @@ on the host. What bad lengths and page tables do is the same for all and stands 
 memory that is not the call's own.
 """
 
+from tilewright.kernels.paged_attention.context_parallel import (
+    context_parallel_mla_decode,
+    context_parallel_page_attention,
+    context_parallel_update_pages,
+)
 from tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode import (
     ChunkedPrefillPagedDecode,
     chunked_prefill_paged_decode,
@@ -30,6 +35,9 @@ __all__ = [
     "UnifiedAttention",
     "UpdatePages",
     "chunked_prefill_paged_decode",
+    "context_parallel_mla_decode",
+    "context_parallel_page_attention",
+    "context_parallel_update_pages",
     "decode_attention",
     "flash_mla",
     "mla_decode",

@@ -195,6 +195,24 @@ class PagedConformance(abc.ABC):
                 assert not np.any(np.asarray(out[row]))
                 assert np.all(np.isneginf(np.asarray(lse[row])))
 
+    @pytest.mark.slow
+    def test_starts_with_a_page_table(self):
+        """What lies before a start is not looked at; a start below 0 is 0, one beyond the length leaves no key."""
+        positional, given = DecodeCase("", **PAGED, paged=True, sinks=1).arguments()
+        query, key, value, _ = positional
+        table, lengths, starts = given["page_table"], jnp.asarray([60, 33, 9]), jnp.asarray([37, -5, 11])
+        before = np.arange(key.shape[1]) < 37 - np.arange(table.shape[1])[:, None] * key.shape[1]
+        at = np.asarray(table[0])
+        key, value = (
+            array.at[at].set(jnp.where(before[..., None, None], jnp.nan, array[at])) for array in (key, value)
+        )
+        args, kwargs = kernel("page_attention").prepare(
+            query, key, value, table, lengths, starts, softmax_aux=given["softmax_aux"]
+        )
+        out, _ = self.run_and_check(kernel("page_attention").inputs(*args, **kwargs))
+        assert np.isfinite(np.asarray(out)).all()
+        assert not np.any(np.asarray(out[2]))
+
     @pytest.mark.parametrize("seed", sampled(range(6), test=[1, 2]))
     def test_hostile_tables(self, seed: int):
         """Any page numbers, lengths and boundaries; what is in no page that a query sees is NaN."""

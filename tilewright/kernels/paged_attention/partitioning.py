@@ -77,7 +77,7 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
         if inputs.page_table is not None:
             raise ValueError(
                 f"pages that a table names cannot be split by page ({text}), since a sequence's may lie anywhere; "
-                "give each device a cache and a table of its own by jax.shard_map, or reshard the cache"
+                "reshard the cache, or call context_parallel_page_attention inside of jax.shard_map"
             )
         if any(spec[0] not in (None, sequences) for spec in caches):
             raise ValueError(f"query and cache must be split alike by sequences ({text}); reshard them first")

@@ -41,6 +41,7 @@ class PageAttention(PagedAttentionKernel):
         value_pages: ArrayLike,
         page_table: ArrayLike,
         lengths: ArrayLike,
+        starts: ArrayLike | None = None,
         **options: Unpack[ServingOptions],
     ) -> Call:
         """Checks a call and returns the core's problem."""
@@ -53,6 +54,7 @@ class PageAttention(PagedAttentionKernel):
             values,
             arguments.lengths_array("lengths", lengths, sequences),
             page_table=arguments.page_table_array(page_table, sequences),
+            kv_starts=None if starts is None else arguments.lengths_array("starts", starts, sequences),
             **options,
         )
 
@@ -71,6 +73,7 @@ def page_attention(*args: Any, **kwargs: Any) -> Any:
       value_pages: ``[num_pages, page_size, kv_heads, value_dim]`` in the same dtype.
       page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
       lengths: ``[sequences]`` integers: tokens in the cache, the query's own included, which is the last of them.
+      starts: ``[sequences]`` integers: the first visible position; all are by default.
 
     Returns:
       ``[sequences, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. A sequence without keys

@@ -1,0 +1,110 @@
+"""Pages dealt out to the devices of a mesh axis: the tables of one device, and the sum of partial results.
+
+Logical page p of a sequence is on device p mod n, so that all devices have the same work however long a sequence gets.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
+from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
+
+type AxisName = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPages:
+    """The devices of a mesh axis, over which pages are split, as one of them sees it inside ``shard_map``."""
+
+    axis: AxisName
+    devices: int
+    index: jax.Array
+
+    @classmethod
+    def of(cls, axis_name: object) -> "SplitPages":
+        """The split over an axis of the surrounding ``shard_map``.
+
+        Raises:
+          ValueError: there is no such axis.
+        """
+        axis: Any = tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name
+        try:
+            return cls(axis, int(lax.axis_size(axis)), jnp.asarray(lax.axis_index(axis), jnp.int32))
+        except NameError:
+            raise ValueError(
+                f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
+                "function with its part of the pages"
+            ) from None
+
+    def sparse_table(self, table: jax.Array) -> jax.Array:
+        """The table with −1, a page that does not exist, in place of the pages of other devices."""
+        column = jnp.arange(table.shape[1], dtype=jnp.int32)
+        return jnp.where(column % self.devices == self.index, table, -1)
+
+    def dense_table(self, table: jax.Array) -> jax.Array:
+        """The columns of this device's pages alone."""
+        missing = -table.shape[1] % self.devices
+        padded = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+        columns = padded.reshape(table.shape[0], -1, self.devices)
+        return lax.dynamic_index_in_dim(columns, self.index, axis=2, keepdims=False)
+
+    def tokens_before(self, position: jax.Array, page_size: int) -> jax.Array:
+        """The number of tokens below a position of a sequence that lie on this device: its position among those."""
+        round_size = page_size * self.devices
+        begun = position % round_size - page_size * self.index
+        return position // round_size * page_size + jnp.clip(begun, 0, page_size)
+
+    def sum(self, out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The results over all devices' keys, by one maximum and one sum over the axis.
+
+        Args:
+          out, lse: this device's ``[..., heads, value_dim]`` and ``[..., heads]``, without sinks.
+          sinks: ``[heads, n]``, the same on every device; they count once.
+        """
+        dtype = accumulation_dtype(out.dtype)
+        row_max = lax.pmax(lse, self.axis)
+        sink_max, sink_total = _sinks(sinks, dtype, lse.shape[-1])
+        row_max = jnp.maximum(row_max, sink_max)
+        shift = finite_shift(row_max)
+        weight = jnp.exp(lse - shift)[..., None]
+        # One array, so that it is one collective.
+        summed = lax.psum(jnp.concatenate([out.astype(dtype) * weight, weight], axis=-1), self.axis)
+        total = summed[..., -1] + sink_total * jnp.exp(sink_max - shift)
+        whole = summed[..., :-1] / jnp.where(total == 0.0, 1.0, total)[..., None]
+        return whole.astype(out.dtype), jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))
+
+
+def _sinks(sinks: jax.Array | None, dtype: Any, heads: int) -> tuple[jax.Array, jax.Array]:
+    if sinks is None:
+        return jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype)
+    return sinks_statistics(sinks.astype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRanges:
+    """The keys that each query token sees: those of a sequence from ``starts`` up to ``ends``, which is excluded."""
+
+    sequence: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+
+
+def token_ranges(
+    kv_lengths: jax.Array,
+    cum_q_lens: jax.Array | None,
+    tokens: int,
+    q_length: int | None,
+    left: int | None,
+    right: int | None,
+) -> TokenRanges:
+    """The ranges of packed query tokens; that of a token without a sequence is empty."""
+    at = packed_tokens(cum_q_lens, tokens, kv_lengths.shape[0], q_length)
+    length = bounded(kv_lengths)[at.sequence]
+    position = length - at.new + at.offset
+    ends = length if right is None else jnp.minimum(length, position + 1 + right)
+    starts = jnp.zeros_like(ends) if left is None else jnp.maximum(position - left, 0)
+    return TokenRanges(at.sequence, starts, jnp.where(at.owned, jnp.maximum(ends, 0), 0))
