@@ -349,3 +349,36 @@ def test_a_gradient_is_refused():
 
     with pytest.raises(TypeError, match="page_attention is for inference"):
         jax.grad(loss)(drawn.query)
+
+
+@pytest.mark.slow
+def test_float64_keeps_its_precision():
+    with jax.enable_x64(True):
+        drawn = Drawn(Call(dtype="float64", sinks=1, options={"sliding_window": 9}))
+        sinks = drawn.arrays["softmax_aux"].astype(jnp.float64)
+        out, lse = inside(drawn, softmax_aux=sinks, sliding_window=9, return_lse=True)
+        assert out.dtype == lse.dtype == jnp.float64
+        np.testing.assert_allclose(out, drawn.want[0], atol=1e-7)
+        np.testing.assert_allclose(lse, drawn.want[1], atol=1e-7)
+
+
+@pytest.mark.slow
+def test_under_vmap_and_scan():
+    """A scan over lengths, of a vmap over two queries: calls of the same cache."""
+    drawn = Drawn(Call())
+    lengths = jnp.stack([drawn.lengths, drawn.lengths - 2])
+
+    def attend(queries: Any, key: Any, value: Any) -> Any:
+        def step(carry: Any, lengths: Any) -> Any:
+            one = lambda query: context_parallel_page_attention(
+                query, key, value, drawn.table, lengths, axis_name="pages"
+            )
+            return carry, jax.vmap(one)(queries)
+
+        return jax.lax.scan(step, 0, lengths)[1]
+
+    run = jax.shard_map(attend, mesh=mesh_of(), in_specs=(P(), P("pages"), P("pages")), out_specs=P())
+    got = jax.jit(run)(jnp.stack([drawn.query, -drawn.query]), *drawn.pages)
+    np.testing.assert_allclose(got[0, 0], drawn.want[0], atol=3e-6)
+    drawn.query, drawn.lengths = -drawn.query, lengths[1]
+    np.testing.assert_allclose(got[1, 1], inside(drawn), atol=3e-6)
