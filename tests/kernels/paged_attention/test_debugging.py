@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from tilewright.modules import page_attention, ragged_page_attention
+from tilewright.modules import context_parallel_page_attention, page_attention, ragged_page_attention
 
 QUERY, PAGES = jnp.ones((2, 4, 8)), jnp.ones((3, 4, 2, 8))
 GOOD = jnp.asarray([[0, 1], [2, 0]])
@@ -65,3 +67,24 @@ def test_without_the_variable_nothing_is_looked_at(caplog: pytest.LogCaptureFixt
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     text = jax.jit(lambda q: page_attention(q, PAGES, PAGES, GOOD, jnp.asarray([1, 2]))).lower(QUERY).as_text()
     assert "callback" not in text
+
+
+@pytest.mark.parametrize("slopes", [None, jnp.ones(4)])
+def test_pages_of_other_devices_are_no_faults(slopes: Any, said: Any):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def run(table: Any) -> None:
+        def attend(pages: Any) -> Any:
+            return context_parallel_page_attention(
+                QUERY, pages, pages, table, jnp.array([12, 7]), axis_name="x", alibi_slopes=slopes
+            )
+
+        pages = jnp.ones((6, 4, 2, 8))
+        jax.block_until_ready(jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P()))(pages))
+
+    run(jnp.array([[0, 1, 2], [1, 0, 0]]))
+    assert said() == []
+    run(jnp.array([[0, -1, 2], [1, 3, 0]]))
+    (message,) = said()
+    assert message.endswith("= 3 is none of the 3 pages")
+    assert "= -1, " in message

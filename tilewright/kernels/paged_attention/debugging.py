@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tilewright.kernels.paged_attention.inputs import ELSEWHERE
+
 logger = logging.getLogger("tilewright.serving")
 
 MAX_LOCATIONS = 3
@@ -79,7 +81,7 @@ def faults(
         found.append(_fault("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
     if page_table is not None:
         used = np.arange(columns) * page_size < lengths[:, None]
-        absent = used & ((page_table < 0) | (page_table >= num_pages))
+        absent = used & ((page_table < 0) | (page_table >= num_pages)) & (page_table != ELSEWHERE)
         found.append(_fault("page_table", page_table, absent, f"is none of the {num_pages} pages"))
         if writes:
             found.append(_written_twice(page_table, lengths, counts, num_pages, page_size))

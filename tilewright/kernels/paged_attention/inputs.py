@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Integer, Num
 FAR = 1 << 29
 """A bound beyond every position: windows, lengths and starts are clipped to it, so that sums of three fit int32."""
 
+ELSEWHERE = -(1 << 31)
+"""A page number in the table of one of several devices: the page is another's, so that its absence is no fault."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedOptions:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
 
@@ -41,14 +42,14 @@ class SplitPages:
             ) from None
 
     def sparse_table(self, table: jax.Array) -> jax.Array:
-        """The table with −1, a page that does not exist, in place of the pages of other devices."""
+        """The table with a page that does not exist in place of those of other devices."""
         column = jnp.arange(table.shape[1], dtype=jnp.int32)
-        return jnp.where(column % self.devices == self.index, table, -1)
+        return jnp.where(column % self.devices == self.index, table, ELSEWHERE)
 
     def dense_table(self, table: jax.Array) -> jax.Array:
         """The columns of this device's pages alone."""
         missing = -table.shape[1] % self.devices
-        padded = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+        padded = jnp.pad(table, ((0, 0), (0, missing)), constant_values=ELSEWHERE)
         columns = padded.reshape(table.shape[0], -1, self.devices)
         return lax.dynamic_index_in_dim(columns, self.index, axis=2, keepdims=False)
 
