@@ -245,7 +245,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "query_seq_lengths.shape=()", {"query_seq_lengths": 3}),
     (TypeError, "key_value_seq_lengths.dtype=float32", {"key_value_seq_lengths": [1.0, 2.0]}),
     (ValueError, "cum_seqlens_k=None", {"cum_seqlens_q": [0, 8]}),
-    (ValueError, "shape.batch=2", {"cum_seqlens_q": [0, 8], "cum_seqlens_k": [0, 12]}),
+    (ValueError, "got batch=2", {"cum_seqlens_q": [0, 8], "cum_seqlens_k": [0, 12]}),
     (ValueError, "precision=3", {"precision": 3}),
     (ValueError, "precision='exact'", {"precision": "exact"}),
     (TypeError, "return_lse must be True or False, known while tracing, got 1", {"return_lse": 1}),
