@@ -8,8 +8,8 @@ from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
+from tilewright.kernels.linear_cross_entropy.blocks import driver
 from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
-from tilewright.kernels.linear_cross_entropy.hopper.kernels import HeadArrays
 from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
     STORE_MULTIPLE,
@@ -79,7 +79,7 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:
         statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
         options = inputs.options
-        head = HeadArrays(inputs.weight, inputs.bias, options.vocab_first, options.logits_soft_cap)
         return HopperLogits(
-            head, options.needs_sum, options.gradient_epsilon, statistics, params.gradient, num_sms(current_device())
-        )
+            driver.head_of(inputs), options.needs_sum, options.gradient_epsilon, statistics, params.gradient,
+            num_sms(current_device()),
+        )  # fmt: skip

@@ -11,25 +11,8 @@ from tilewright.kernels.hopper.matmul.epilogue import Epilogue
 from tilewright.kernels.hopper.matmul.kernel import Factors, matmul_kernel
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.schedule import DenseSchedule
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Head
 from tilewright.kernels.linear_cross_entropy.hopper.epilogues import LogitGradients, LogitTiles, SoftmaxSums
-
-
-class HeadArrays(NamedTuple):
-    """A matrix from d to the vocabulary, and what becomes of its logits.
-
-    Attributes:
-      weight: ``[d, vocab]``, or ``[vocab, d]`` if ``vocab_first``.
-      bias: ``[vocab]`` or None.
-    """
-
-    weight: jax.Array
-    bias: jax.Array | None
-    vocab_first: bool
-    soft_cap: float | None
-
-    @property
-    def vocab(self) -> int:
-        return self.weight.shape[0 if self.vocab_first else 1]
 
 
 class TileSums(NamedTuple):
@@ -56,7 +39,7 @@ class TileSums(NamedTuple):
 
 
 def softmax_sums(
-    head: HeadArrays, x: jax.Array, labels: jax.Array, *, sums_logits: bool, keep: bool, tile: MatmulParams, sms: int
+    head: Head, x: jax.Array, labels: jax.Array, *, sums_logits: bool, keep: bool, tile: MatmulParams, sms: int
 ) -> tuple[TileSums, jax.Array | None]:
     """The sums of the logits ``x · weight`` of ``[tokens, d]``, and with ``keep`` their exponentials.
 
@@ -82,7 +65,7 @@ def softmax_sums(
 
 
 def logit_gradients(
-    head: HeadArrays,
+    head: Head,
     x: jax.Array,
     labels: jax.Array,
     lse: jax.Array,
@@ -132,7 +115,7 @@ def _padding(tokens: int, tile: MatmulParams) -> tuple[tuple[int, int], int]:
     return (0, padded - tokens), padded
 
 
-def _tiles(head: HeadArrays, begin: jax.Array | None, size: int, tail: int | None, tile: MatmulParams) -> LogitTiles:
+def _tiles(head: Head, begin: jax.Array | None, size: int, tail: int | None, tile: MatmulParams) -> LogitTiles:
     bias = head.bias
     if bias is not None:
         if begin is not None:
@@ -142,7 +125,7 @@ def _tiles(head: HeadArrays, begin: jax.Array | None, size: int, tail: int | Non
 
 
 def _call(
-    head: HeadArrays,
+    head: Head,
     x: jax.Array,
     columns: int,
     begin: jax.Array | None,
@@ -154,7 +137,7 @@ def _call(
     # A block of the vocabulary begins anywhere, not where an atom does.
     plan = dense_plan(
         x.dtype, x.shape, head.weight.shape, 1, tile, x.dtype,
-        transpose_rhs=head.vocab_first, panelled=begin is not None and not head.vocab_first,
+        transpose_rhs=head.vocab_axis == 0, panelled=begin is not None and head.vocab_axis == 1,
     )  # fmt: skip
     steps = -(-x.shape[1] // plan.lhs.block_k)
     schedule = DenseSchedule(x.shape[0], columns, steps, plan.tile, begin)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.kept import KeptShares
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block
-from tilewright.kernels.linear_cross_entropy.hopper.kernels import HeadArrays, logit_gradients, softmax_sums
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
+from tilewright.kernels.linear_cross_entropy.hopper.kernels import logit_gradients, softmax_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class HopperLogits:
       statistics_tile, gradient_tile: the configs of both kernels.
     """
 
-    head: HeadArrays
+    head: Head
     needs_sum: bool
     epsilon: float | None
     statistics_tile: MatmulParams
@@ -36,7 +36,7 @@ class HopperLogits:
         @jax.custom_batching.sequential_vmap
         def run(x: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array) -> Any:
             return softmax_sums(
-                head._replace(weight=weight, bias=bias), x, labels,
+                dataclasses.replace(head, weight=weight, bias=bias), x, labels,
                 sums_logits=self.needs_sum, keep=keep, tile=self.statistics_tile, sms=self.sms,
             )  # fmt: skip
 
@@ -74,7 +74,7 @@ class HopperLogits:
         @jax.custom_batching.sequential_vmap
         def run(x: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, *rest: Any) -> jax.Array:
             return logit_gradients(
-                head._replace(weight=weight, bias=bias), x, labels, *rest,
+                dataclasses.replace(head, weight=weight, bias=bias), x, labels, *rest,
                 size=block.size, epsilon=self.epsilon, tile=self.gradient_tile, sms=self.sms,
             )  # fmt: skip
 
