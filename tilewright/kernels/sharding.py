@@ -14,6 +14,9 @@ from jax.typing import ArrayLike
 
 from tilewright.ops.kernel.arrays import explicit_sharding
 
+type AxisName = str | tuple[str, ...]
+"""The name of a mesh axis, or those of several."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientParts:
@@ -111,6 +114,24 @@ def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[A
                 raise ValueError(f"arguments must be split alike or be whole ({described}); reshard {name} first")
             split[position] = split[position] or each
     return split
+
+
+def devices_along(axis: AxisName, parts: str) -> int:
+    """The number of devices along an axis of the surrounding ``shard_map``, for a function that needs one.
+
+    Args:
+      parts: of what each device passes its part.
+
+    Raises:
+      ValueError: there is no such axis.
+    """
+    try:
+        return int(jax.lax.axis_size(axis))
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
+            f"function with its part of the {parts}"
+        ) from None
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

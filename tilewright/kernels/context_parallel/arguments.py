@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from tilewright.kernels import arguments
-from tilewright.kernels.context_parallel.call import AxisName, ContextCall, MaskArrays
+from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.ring import Keys
 from tilewright.kernels.context_parallel.strategy import Sizes, StrategyName, check_strategy
@@ -22,6 +21,7 @@ from tilewright.kernels.flash_attention.masking import (
     packed_bounds,
     segments_mask,
 )
+from tilewright.kernels.sharding import AxisName, devices_along
 
 
 class Prepared(NamedTuple):
@@ -62,7 +62,7 @@ def prepare(
     """
     queries, keys, values, unbatched = query_key_value(query, key, value)
     axis: AxisName = tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name
-    split = _layout(layout, _shards(axis), queries.shape[1], keys.shape[1])
+    split = _layout(layout, devices_along(axis, "rows"), queries.shape[1], keys.shape[1])
     queries, scale = arguments.scaled(queries, softmax_scale)
     bottom_right = alignment(causal_alignment)
     is_causal = arguments.flag("causal", causal)
@@ -89,16 +89,6 @@ def prepare(
     )  # fmt: skip
     chosen = check_strategy(strategy, sizes, call.static_band)
     return Prepared(chosen, call, queries, Keys(keys, values, arrays.kv_ids), sinks, arrays, unbatched)
-
-
-def _shards(axis: AxisName) -> int:
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        raise ValueError(
-            f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
-            "function with its part of the rows"
-        ) from None
 
 
 def _layout(name: str, shards: int, q_length: int, kv_length: int) -> Layout:

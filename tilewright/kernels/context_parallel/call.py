@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.flash_attention.masking import FAR, Band, packed_rows
 from tilewright.kernels.masks import BandMask, CausalMask, LengthMask, Mask, SegmentMask, WindowMask
-
-type AxisName = str | tuple[str, ...]
+from tilewright.kernels.sharding import AxisName
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,13 +32,13 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tilewright.kernels.context_parallel.call import AxisName, ContextCall, MaskArrays, mask_of
+from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of
 from tilewright.kernels.context_parallel.plan import Rectangle, Segment, Step, ring_steps, segments
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type AttentionKernel = Portfolio[Any, Any, Any]

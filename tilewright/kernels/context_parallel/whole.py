@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.context_parallel.call import AxisName, ContextCall, MaskArrays, mask_of, order_matters
+from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of, order_matters
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.ring import AttentionKernel, Keys
+from tilewright.kernels.sharding import AxisName
 from tilewright.kernels.softmax import accumulation_dtype
 
 type Results = tuple[jax.Array, jax.Array]

@@ -13,13 +13,12 @@ from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.matmul.rings import (
     STRATEGIES,
-    AxisName,
     RingOptions,
     Strategy,
     all_gather_product,
     reduce_scatter_product,
 )
-from tilewright.kernels.sharding import axis_names, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, axis_names, vary_over, varying_axes
 
 
 def all_gather_matmul(

@@ -28,12 +28,11 @@ from tilewright.kernels.arguments import PlatformOption
 from tilewright.kernels.dots import accumulator
 from tilewright.kernels.matmul.op import matmul
 from tilewright.kernels.roofline import peaks_of
-from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 
 type Strategy = Literal["auto", "collective", "ring", "bidirectional"]
-type AxisName = str | tuple[str, ...]
 
 STRATEGIES = get_args(Strategy.__value__)
 

@@ -17,7 +17,8 @@ from tilewright.kernels.paged_attention.ops.mla_decode import mla_decode
 from tilewright.kernels.paged_attention.ops.page_attention import page_attention
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import ragged_page_attention
 from tilewright.kernels.paged_attention.ops.update_pages import update_pages
-from tilewright.kernels.paged_attention.split_pages import AxisName, SplitPages, token_ranges
+from tilewright.kernels.paged_attention.split_pages import SplitPages, token_ranges
+from tilewright.kernels.sharding import AxisName
 from tilewright.ops.kernel.kernel import errors_naming_function
 
 type Window = int | tuple[int | None, int | None] | None

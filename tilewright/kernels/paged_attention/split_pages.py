@@ -12,9 +12,8 @@ from jax import lax
 
 from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
+from tilewright.kernels.sharding import AxisName, devices_along
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
-
-type AxisName = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +32,8 @@ class SplitPages:
           ValueError: there is no such axis.
         """
         axis: Any = tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name
-        try:
-            return cls(axis, int(lax.axis_size(axis)), jnp.asarray(lax.axis_index(axis), jnp.int32))
-        except NameError:
-            raise ValueError(
-                f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
-                "function with its part of the pages"
-            ) from None
+        devices = devices_along(axis, "pages")
+        return cls(axis, devices, jnp.asarray(lax.axis_index(axis), jnp.int32))
 
     def sparse_table(self, table: jax.Array) -> jax.Array:
         """The table with a page that does not exist in place of those of other devices."""
