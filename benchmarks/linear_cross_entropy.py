@@ -122,20 +122,28 @@ def compiled(function: Callable[..., Any], structs: Sequence[Any]) -> Any:
 def compiled_all(names: Sequence[str], peers: bool) -> dict[str, tuple[dict[tuple[str, str], Any], dict[str, str]]]:
     """Programs of every case by contender and kind, all compiled before anything runs."""
     made: dict[str, tuple[dict[tuple[str, str], Any], dict[str, str]]] = {}
+    wanted: dict[tuple[str, str, str], Callable[..., Any]] = {}
+    for case in names:
+        functions, declined = of_jax(CASES[case], peers)
+        made[case] = {}, declined
+        for name, function in functions.items():
+            wanted |= {
+                (case, name, kind): function if kind == "forward" else jax.value_and_grad(function, (0, 1))
+                for kind in KINDS
+            }
     with concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
-        pending = {}
-        for case in names:
-            functions, declined = of_jax(CASES[case], peers)
-            made[case] = {}, declined
-            for name, function in functions.items():
-                for kind in KINDS:
-                    wanted = function if kind == "forward" else jax.value_and_grad(function, (0, 1))
-                    pending[case, name, kind] = pool.submit(compiled, wanted, structs_of(CASES[case]))
+        pending = {key: pool.submit(compiled, each, structs_of(CASES[key[0]])) for key, each in wanted.items()}
     for (case, name, kind), each in pending.items():
-        if error := each.exception():
+        try:
+            if error := each.exception():
+                # XLA tries algorithms on arrays of the program's size: those of several may not fit at the same time.
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise error
+                made[case][0][name, kind] = compiled(wanted[case, name, kind], structs_of(CASES[case]))
+            else:
+                made[case][0][name, kind] = each.result()
+        except Exception as error:  # the failure of one is a result; the others are still measured
             made[case][1][f"{name}, {kind}"] = f"{type(error).__name__}: {error}"[:300]
-        else:
-            made[case][0][name, kind] = each.result()
     return made
 
 
