@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--wall", action="store_true", help="the host's clock: whether everything runs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell after this many seconds")
+    parser.add_argument("--name", default="linear_cross_entropy", help="of the record")
     given = parser.parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some of the memory
     start = time.monotonic()
@@ -293,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             except Exception as error:  # one case that does not fit must not take the others along
                 print(f"{name} {kind}: {type(error).__name__}: {error}"[:300], flush=True)
             gc.collect()
-            record("linear_cross_entropy", shared | {"cells": cells})
+            record(given.name, shared | {"cells": cells})
         del arrays
 
 

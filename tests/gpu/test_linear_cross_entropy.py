@@ -1,6 +1,8 @@
 """The cross-entropy on a GPU: conformance of all backends in all forms of the gradients, and at larger sizes."""
 
+import concurrent.futures
 import dataclasses
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -125,7 +127,7 @@ def compiled(options: dict[str, Any], cotangents: Any, cfg: Any) -> Any:
     ids=lambda case: case.name,
 )
 def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
-    """Every candidate is right against float64, and repeatable bit for bit."""
+    """Candidates are right against float64, and repeatable bit for bit."""
     pytest.importorskip("triton")
     kernel = LinearCrossEntropy()
     args, options = call_of(case)
@@ -134,9 +136,14 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
     given, kwargs = kernel.prepare(*args, **options)
     problem = kernel.problem(*given, **kwargs)
     kernels = (TritonLinearCrossEntropy(), HopperLinearCrossEntropy())
-    each = [cfg for backend in kernels for cfg in forms_of(backend, problem, block_tokens=384, block_vocab=4096)]
-    for cfg in (None, *forms_of_xla()[1:2], *each):
-        program = compiled(options, cotangents, cfg)
+    each = [forms_of(backend, problem, block_tokens=384, block_vocab=4096) for backend in kernels]
+    # All of them in one case: to compile a config takes seconds.
+    each = [forms if case is LARGE else forms[:2] for forms in each]
+    configs = [None, *forms_of_xla()[1:2], *itertools.chain.from_iterable(each)]
+    lowered = [compiled(options, cotangents, cfg).lower(*args) for cfg in configs]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(lambda x: x.compile(), lowered))
+    for cfg, program in zip(configs, programs, strict=True):
         got, again = program(*args), program(*args)
         check(got, want, str(cfg))
         for name, x in got.items():
@@ -154,7 +161,7 @@ def test_more_logits_in_a_block_than_32_bits_count(recompute: bool, one_device: 
     kernel = LinearCrossEntropy()
     given, kwargs = kernel.prepare(*args, **options)
     problem = kernel.problem(*given, **kwargs)
-    listed = forms_of_triton(problem, case.tokens, case.vocab)
+    listed = forms_of(TritonLinearCrossEntropy(), problem, block_tokens=case.tokens, block_vocab=case.vocab)
     cfg = next(each for each in listed if each.backward.params.recompute == recompute)
     xla = PerDirection(
         Choice("xla", None, XlaLossParams(1024, 1 << 20)),

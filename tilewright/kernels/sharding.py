@@ -1,6 +1,7 @@
 """Runs an implementation on each device's part if the arrays' types say how they are split."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,6 +133,14 @@ def devices_along(axis: AxisName, parts: str) -> int:
             f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
             f"function with its part of the {parts}"
         ) from None
+
+
+def permutes_by_copies() -> bool:
+    """True if XLA's flags let the devices of a process exchange data by copies, which need none of their SMs.
+
+    Options of one ``jax.jit`` are not seen.
+    """
+    return "--xla_gpu_collective_permute_mode=peer" in os.environ.get("XLA_FLAGS", "").split()
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

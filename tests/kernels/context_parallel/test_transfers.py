@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.kernels.context_parallel.calls import mesh_of
+from tilewright.kernels.flash_attention.op import FlashAttention
 
 ROWS = P(None, "s")
 
@@ -50,6 +51,29 @@ def test_a_hop_is_issued_before_the_kernels_of_its_step(shards: int) -> None:
     # The last hop before the end takes dK and dV alone, the one behind it takes them home.
     backward = ["barrier", *["hop", "kernels", "barrier"] * (shards - 1), "hop", "kernels", "hop"]
     assert events(run.trace(*operands).jaxpr.jaxpr) == forward + backward
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [("", [True, False]), ("--a=1 --xla_gpu_collective_permute_mode=peer", [False])]
+)
+def test_forward_kernels_beside_a_hop_are_told_of_it(
+    flags: str, told: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's, and not the last one's; none if copies need no SMs."""
+    seen, inputs = [], FlashAttention.inputs
+
+    def recorded(self: FlashAttention, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("beside_transfer", False))
+        return inputs(self, *args, **kwargs)
+
+    run = jax.shard_map(
+        lambda x: tilewright.context_parallel_attention(x, x, x, axis_name="s", causal=True, strategy="ring"),
+        mesh=mesh_of(2), in_specs=ROWS, out_specs=ROWS,
+    )  # fmt: skip
+    monkeypatch.setattr(FlashAttention, "inputs", recorded)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    jax.make_jaxpr(run)(jax.ShapeDtypeStruct((1, 24, 8, 16), jnp.float32))
+    assert list(dict.fromkeys(seen)) == told
 
 
 @pytest.mark.slow

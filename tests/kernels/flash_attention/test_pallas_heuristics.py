@@ -1,5 +1,6 @@
 """What the model of work chooses on Hopper, where runs on the card tell which config is the fastest."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -136,3 +137,11 @@ def test_makespan_of_few_items():
     assert makespan(costs, 1, 8) == 3.0
     assert makespan(costs, 2, 3) == 4.0  # 3 + 1, 3 + 1, 2 + 2
     assert makespan(costs, 100, 3) == 200.0
+
+
+def test_beside_a_transfer_no_cta_has_more_than_one_item():
+    for head_dim in (72, 128, 256):
+        alone, beside = (
+            first(problem(1, 4096, 8, head_dim, causal=True, beside_transfer=told), "forward") for told in (False, True)
+        )
+        assert dataclasses.replace(alone, persistent=False) == beside

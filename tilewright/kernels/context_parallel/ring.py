@@ -15,15 +15,18 @@ XLA has one ``collective-permute`` under way at a time, and waits at once for al
 one array: the bits of keys, values, ids and gradients one after another, of which kernels read slices.
 
 Kernels round what they compute in a step to the query's dtype, in which those of the first step wait for the second;
-every sum is float32. The branches of a step return results of one shape whatever the device's plan, so that combining
-them is one operation in place.
+every sum is float32. A branch of a step combines its results with the rows of the sums that they belong to, and rounds
+them in the last step: each sum is read and written once in a step.
+
+NCCL moves data by CTAs, of which each takes an SM. A kernel with one CTA on every SM for its whole time starts on some
+of them only when the transfer ends, and takes so much longer. So kernels beside a hop are told of it.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +41,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, Attention
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, permutes_by_copies, vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type AttentionKernel = Portfolio[Any, Any, Any]
@@ -133,11 +136,29 @@ class Separate(NamedTuple):
     columns: bool
 
 
+class Now(NamedTuple):
+    """What a branch of a step knows of the step, beside its device's plan.
+
+    Attributes:
+      last: True if no step follows.
+      hints: keyword arguments of forward kernels that change no result. Backward ones have one CTA on each SM anyway.
+    """
+
+    shift: Index
+    separate: Separate
+    last: bool
+    hints: Mapping[str, Any]
+
+
 class Partial(NamedTuple):
     """``[batch, q_length, heads, value_dim]`` and ``[batch, heads, q_length]``; of one step as its kernel gives it."""
 
     out: jax.Array
     lse: jax.Array
+
+    def rounded(self, dtype: jax.typing.DTypeLike) -> "Partial":
+        """The same with the output in a dtype, and statistics of accumulation."""
+        return Partial(self.out.astype(dtype), self.lse.astype(accumulation_dtype(self.out.dtype)))
 
 
 def ring_attention(
@@ -182,27 +203,29 @@ def _forward(
     index = lax.axis_index(call.axis)
     travelling = Travelling(Keys(key, value, ids))
 
-    def compute(plan: Sequence[Rectangle], separate: Separate, held: jax.Array | None, shift: Index) -> Any:
+    def compute(now: Now, plan: Sequence[Rectangle], held: jax.Array | None, partial: Partial | None) -> Partial:
         keys, found = travelling.keys(held), []
         for part in plan:
             rows, columns = slice(*part.rows), slice(*part.columns)
-            mask = _mask(call, arrays, keys.ids, index, shift, part)
+            mask = _mask(call, arrays, keys.ids, index, now.shift, part)
             results = kernel(
                 query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                return_lse=True, **dict(call.options),
+                return_lse=True, **now.hints, **dict(call.options),
             )  # fmt: skip
             found.append((part.rows, results))
-        if not separate.rows:
-            return functools.reduce(lambda sums, each: _combined(sums, *each), found, _nothing(query, value))
-        shape = (*query.shape[:3], value.shape[3])
-        out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
-        return Partial(out, _placed([(rows, lse) for rows, (_, lse) in found], _of_rows(shape), 2, query, -jnp.inf))
+        if partial is None and now.separate.rows:
+            shape = (*query.shape[:3], value.shape[3])
+            out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
+            return Partial(out, _placed([(rows, lse) for rows, (_, lse) in found], _of_rows(shape), 2, query, -jnp.inf))
+        partial = _nothing(query, value) if partial is None else partial
+        # The sinks join the result before it is rounded.
+        dtype = query.dtype if now.last and sinks is None else accumulation_dtype(query.dtype)
+        return functools.reduce(lambda sums, each: _combined(sums, *each), found, partial).rounded(dtype)
 
     def step(segment: Segment, carry: tuple[jax.Array | None, Partial | None], turn: Turn) -> Any:
         held, partial = carry
         arriving = None if segment.hop_out is None else travelling.hop(held, call.axis, segment.hop_out)
-        found = _on_device(segment, turn, index, compute, held)
-        partial = found if partial is None else _combined(partial, (0, query.shape[1]), found)
+        partial = _on_device(segment, turn, index, compute, held, partial)
         return (held, partial) if arriving is None else lax.optimization_barrier((arriving, partial))
 
     held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
@@ -223,11 +246,11 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
     dtype = accumulation_dtype(query.dtype)
     travelling = Travelling(Keys(key, value, ids))
 
-    def compute(plan: Sequence[Rectangle], separate: Separate, held: jax.Array | None, shift: Index) -> Any:
+    def compute(now: Now, plan: Sequence[Rectangle], held: jax.Array | None, d_query: jax.Array | None) -> Any:
         keys, found = travelling.keys(held), []
         for part in plan:
             rows, columns = slice(*part.rows), slice(*part.columns)
-            mask = _mask(call, arrays, keys.ids, index, shift, part)
+            mask = _mask(call, arrays, keys.ids, index, now.shift, part)
             d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
             # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
             gradients = kernel.gradients(
@@ -235,20 +258,26 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
                 query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
                 return_lse=call.return_lse, **dict(call.options),
             )  # fmt: skip
-            found.append(((part.rows, part.columns, part.columns), gradients))
-        d_query, *d_keys = (
-            (_placed if apart else _summed)([(ranges[i], each[i]) for ranges, each in found], operand.shape, 1, query)
-            for i, (operand, apart) in enumerate(
-                ((query, separate.rows), (key, separate.columns), (value, separate.columns))
-            )
-        )
-        return d_query, _in_one(d_keys)
+            found.append((part.rows, part.columns, gradients))
+        if d_query is None:
+            together = _placed if now.separate.rows else _summed
+            d_query = together([(where, each[0]) for where, _, each in found], query.shape, 1, query)
+        else:
+            # Widened here, where it is one operation with the sum.
+            d_query = d_query.astype(dtype)
+            for where, _, (added, *_) in found:
+                d_query = _with_rows(d_query, where, 1, functools.partial(jnp.add, added.astype(dtype)))
+            d_query = d_query.astype(query.dtype if now.last else dtype)
+        together = _placed if now.separate.columns else _summed
+        return d_query, _in_one([
+            together([(where, each[i]) for _, where, each in found], operand.shape, 1, query)
+            for i, operand in ((1, key), (2, value))
+        ])  # fmt: skip
 
     def step(segment: Segment, carry: tuple[jax.Array | None, jax.Array | None, Any], turn: Turn) -> Any:
         held, d_query, gradients = carry
         arriving, received = travelling.hop_both(held, gradients, call.axis, segment.hop_out, segment.hop_in)
-        added, contribution = _on_device(segment, turn, index, compute, held)
-        d_query = added if d_query is None else d_query.astype(dtype) + added.astype(dtype)
+        d_query, contribution = _on_device(segment, turn, index, compute, held, d_query)
         # Only here does anything wait for what was received: the hop had the time of the kernels.
         gradients = contribution if received is None else received.astype(dtype) + contribution.astype(dtype)
         if arriving is None:
@@ -298,18 +327,16 @@ def _widened[T](carry: T) -> T:
 
 
 def _on_device(
-    segment: Segment, turn: Turn, index: jax.Array, compute: Callable[..., Any], held: jax.Array | None
+    segment: Segment, turn: Turn, index: jax.Array, compute: Callable[..., Any], held: jax.Array | None, sums: Any
 ) -> Any:
     """Runs this device's plan of a step, whose results have the same shapes whatever the plan."""
-    plans = segment.steps[0].plans
+    plans, last = segment.steps[0].plans, segment.hop_out is None
     separate = Separate(*(all(map(_are_separate, each)) for each in zip(*map(_ranges, plans), strict=True)))
-
-    def branch(plan: Sequence[Rectangle], held: jax.Array | None) -> Any:
-        return compute(plan, separate, held, turn.shift)
-
+    hints: Mapping[str, Any] = {} if last or permutes_by_copies() else {"beside_transfer": True}
+    now = Now(turn.shift, separate, last, hints)
     # On a GPU the host reads which branch to launch. Kernels that are masked as a whole would cost more than that.
-    branches = [functools.partial(branch, plan) for plan in plans]
-    return branches[0](held) if len(branches) == 1 else lax.switch(turn.choice[index], branches, held)
+    branches = [functools.partial(compute, now, plan) for plan in plans]
+    return branches[0](held, sums) if len(branches) == 1 else lax.switch(turn.choice[index], branches, held, sums)
 
 
 def _ranges(plan: Sequence[Rectangle]) -> tuple[list[Range], list[Range]]:
@@ -370,9 +397,18 @@ def _combined(partial: Partial, rows: Range, further: tuple[jax.Array, jax.Array
     shift = finite_shift(total)
     kept, added = (by_row(jnp.exp(each - shift)) for each in (old, lse))
     merged = kept * partial.out[:, select] + added * out
-    if merged.shape == partial.out.shape:
-        return Partial(merged, total)
-    return Partial(partial.out.at[:, select].set(merged), partial.lse.at[:, :, select].set(total))
+    return Partial(
+        _with_rows(partial.out, rows, 1, lambda _: merged), _with_rows(partial.lse, rows, 2, lambda _: total)
+    )
+
+
+def _with_rows(x: jax.Array, rows: Range, axis: int, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """An array with a range of an axis changed: written as a whole, since a conditional copies what it is given."""
+    ends = (0, *rows, x.shape[axis])
+    parts = [lax.slice_in_dim(x, start, stop, axis=axis) for start, stop in itertools.pairwise(ends)]
+    parts[1] = change(parts[1])
+    kept = [part for part in parts if part.shape[axis]]
+    return kept[0] if len(kept) == 1 else jnp.concatenate(kept, axis)
 
 
 def _with_sinks(partial: Partial, sinks: jax.Array | None) -> Partial:

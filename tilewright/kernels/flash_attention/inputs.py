@@ -20,12 +20,14 @@ class AttentionOptions:
 
     Attributes:
       dropout_prob: what the generator really drops, a ``drawn_probability`` of ``tilewright.kernels.dropout``.
+      beside_transfer: a transfer to another device is under way, which needs some of the SMs. It changes no result.
     """
 
     softmax_scale: float
     logits_soft_cap: float | None = None
     dropout_prob: float = 0.0
     precision: Any = None
+    beside_transfer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,11 +122,12 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         precision: PrecisionLike = None,
         platform: PlatformOption = None,
         cfg: object = None,
+        beside_transfer: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks a call; returns ``(query, key, value, bias, mask, softmax_aux)`` and the options in canonical form.
 
         Everything that masks a key for a query is combined into one mask. Arrays keep their values and are not copied;
-        those without a batch dimension get one, which ``outputs`` removes.
+        those without a batch dimension get one, which ``outputs`` removes. ``beside_transfer`` is `AttentionOptions`'.
         """
         queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
@@ -163,7 +164,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
             "return_lse": arguments.flag("return_lse", return_lse),
             "unbatched": unbatched,
             "platform": arguments.platforms(platform),
-        }
+        } | ({"beside_transfer": True} if beside_transfer else {})
 
     def inputs(
         self,
@@ -179,11 +180,14 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         logits_soft_cap: float | None,
         dropout_prob: float,
         precision: object,
+        beside_transfer: bool = False,
         **_: Any,
     ) -> AttentionInputs:
         """The prepared arguments in the form that backends take."""
         # Rounded here, not in `prepare`: the number as given is in keys of tables and locks.
-        options = AttentionOptions(softmax_scale, logits_soft_cap, drawn_probability(dropout_prob), precision)
+        options = AttentionOptions(
+            softmax_scale, logits_soft_cap, drawn_probability(dropout_prob), precision, beside_transfer
+        )
         of_positions = bias if isinstance(bias, PositionBias) else None
         array: Any = None if of_positions is not None else bias
         return AttentionInputs(

@@ -149,6 +149,10 @@ def forward_candidates(problem: AttentionProblem, widest: int, num_sms: int) -> 
             block_k = 96 if single else 64 if problem.value_dim <= 128 else 48
         return [HopperForwardParams(128, block_k, 2, False, False)]
     found = _narrow_forward(problem, num_sms) if widest <= 64 else _broad_forward(problem, widest)
+    if problem.options.beside_transfer and widest > 64:
+        # CTAs of one item each leave the SMs that a transfer takes to others. Two H100, 8192 tokens each, causal, 32
+        # heads of 128 on 8: a ring takes 2.03 ms, and 2.26 with one CTA on each SM.
+        found = [*dict.fromkeys([dataclasses.replace(found[0], persistent=False), *found])]
     if of_arrays is not None:  # lists made before the kernel runs do not know the lengths of rows
         found = sorted(found, key=lambda p: (p.persistent, not p.ping_pong))
     if problem.dropout:
