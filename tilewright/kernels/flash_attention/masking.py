@@ -242,8 +242,8 @@ def packed_rows(
     sorted and do not match.
     """
     count = q_bounds.shape[0] - 1
-    q_ids = jnp.searchsorted(q_bounds, rows, side="right").astype(jnp.int32) - 1
-    kv_ids = jnp.searchsorted(kv_bounds, columns, side="right").astype(jnp.int32) - 1
+    q_ids = jnp.searchsorted(q_bounds, rows, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    kv_ids = jnp.searchsorted(kv_bounds, columns, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     edge = 1 if bottom_right else 0
     shifts = kv_bounds[edge : count + edge] - q_bounds[edge : count + edge]
     # Tokens of no sequence get any position: their ids match nothing.
