@@ -87,7 +87,8 @@ def prepare(
         split, queries.shape[0], queries.shape[2], keys.shape[2], queries.shape[3], values.shape[3],
         queries.dtype.itemsize,
     )  # fmt: skip
-    chosen = check_strategy(strategy, sizes, call.static_band)
+    documents = arrays.q_bounds is not None or arrays.kv_ids is not None
+    chosen = check_strategy(strategy, sizes, call.static_band, documents)
     return Prepared(chosen, call, queries, Keys(keys, values, arrays.kv_ids), sinks, arrays, unbatched)
 
 

@@ -1,4 +1,9 @@
-"""The choice of a strategy by a model of its time in a training step, on GPUs of one host."""
+"""The choice of a strategy by a model of its time in a training step, on GPUs of one host.
+
+Constants are fitted to two H100 with 32 heads on 8 of 128: 1024 to 32768 tokens on each device, causal and packed
+(benchmarks/results/nvidia-h100-80gb-hbm3/context_parallel_variants.json). Predictions are within 7 % there from 2048
+tokens on for rings and exchanged heads, 18 % for gathered keys.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,19 +17,19 @@ from tilewright.kernels.flash_attention.masking import Band
 
 type StrategyName = Literal["auto", "ring", "all_gather", "ulysses"]
 
-FLOPS = 6e11
+FLOPS = 6.3e11
 """FLOPs of attention per millisecond: bfloat16 on an H100."""
 
-LINK_BYTES = 3e8
-"""Bytes per millisecond that a device sends while it receives as many: NVLink of an H100, 450 GB/s at most."""
+LINK_BYTES = 2.2e8
+"""Bytes per millisecond that a device sends while it receives as many: a hop of NCCL over NVLink of an H100."""
 
 MEMORY_BYTES = 2.5e9
 """Bytes per millisecond of device memory."""
 
-COLLECTIVE_MS = 0.02
+COLLECTIVE_MS = 0.045
 """Milliseconds of a collective that moves nothing."""
 
-STEP_MS = 0.03
+STEP_MS = 0.12
 """Milliseconds by which a step of the ring delays the device: the launch of its kernels, and the choice of its plan."""
 
 BACKWARD = 2.5
@@ -36,6 +41,12 @@ ARRAY_POSITIONS = 1.5
 Fitted to one run; that the arrays are the reason is likely, not shown.
 Two H100, causal, 8192 tokens each, 32 heads on 8, head dim 128: gathered keys take 10.1 ms, of which the model has 6.7
 without this factor (benchmarks/results/nvidia-h100-80gb-hbm3/context_parallel_first.json).
+"""
+
+DOCUMENTS = 1.2
+"""Time of the device that has the most to do relative to the mean, where documents are the mask.
+
+How long they are and where they begin is not known while tracing; a device with some of the heads has part of each.
 """
 
 MARGIN = 1.05
@@ -83,31 +94,34 @@ class Sizes:
         return ""
 
 
-def best_strategy(sizes: Sizes, band: Band) -> StrategyName:
+def best_strategy(sizes: Sizes, band: Band, documents: bool = False) -> StrategyName:
     """The strategy of the least predicted time among those that can serve the call; the ring if it is about as fast."""
-    times = predicted_ms(sizes, band)
+    times = predicted_ms(sizes, band, documents)
     if sizes.layout.shards * sizes.key_bytes > MAX_GATHERED_BYTES:
         del times["all_gather"]
     return min(times, key=lambda name: times[name] * (1.0 if name == "ring" else MARGIN))
 
 
-def predicted_ms(sizes: Sizes, band: Band) -> dict[StrategyName, float]:
+def predicted_ms(sizes: Sizes, band: Band, documents: bool = False) -> dict[StrategyName, float]:
     """Milliseconds of both passes for each strategy that can serve the call, in order of preference among equals.
 
     The ring hides a hop behind the kernels of its step, each of which ends with the device that has the most to do; the
     others move everything before and after one call.
+
+    Args:
+      documents: whether segment ids or packed sequences are part of the mask.
     """
     layout, shards = sizes.layout, sizes.layout.shards
     steps = ring_steps(layout, band)
     work = np.array([step.areas() for step in steps] or [[0] * shards], float) * sizes.pair_ms
-    both = 1 + BACKWARD
-    ring = _ring_ms(work.max(axis=1).tolist(), sizes)
-    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 4 * COLLECTIVE_MS
+    both, uneven = 1 + BACKWARD, DOCUMENTS if documents and shards > 1 else 1.0
+    ring = _ring_ms((uneven * work.max(axis=1)).tolist(), sizes)
+    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 8 * COLLECTIVE_MS
     by_array = 1.0 if band == Band() or shards == 1 else ARRAY_POSITIONS
     times: dict[StrategyName, float] = {
         "ring": ring,
         # dK and dV of all devices are float32.
-        "all_gather": both * by_array * float(work.sum(axis=0).max()) + gathered,
+        "all_gather": both * by_array * uneven * float(work.sum(axis=0).max()) + gathered,
     }
     if not sizes.ulysses_reason:
         moved = 2 * (sizes.query_bytes + sizes.key_bytes) * (shards - 1) / shards
@@ -131,14 +145,14 @@ def _ring_ms(work: Sequence[float], sizes: Sizes) -> float:
     return total + 2 * STEP_MS * len(work) + merging + home
 
 
-def check_strategy(strategy: str, sizes: Sizes, band: Band) -> StrategyName:
+def check_strategy(strategy: str, sizes: Sizes, band: Band, documents: bool) -> StrategyName:
     """The strategy that runs.
 
     Raises:
       ValueError: there is none of that name, or it cannot serve the call.
     """
     if strategy == "auto":
-        return best_strategy(sizes, band)
+        return best_strategy(sizes, band, documents)
     known: Mapping[str, StrategyName] = {"ring": "ring", "all_gather": "all_gather", "ulysses": "ulysses"}
     if strategy not in known:
         raise ValueError(f"{strategy=} must be 'auto', 'ring', 'all_gather' or 'ulysses'")
