@@ -1,7 +1,8 @@
 """Attention over a sequence that is split over all devices, by the wall clock, beside one device's time for its share.
 
 The share is the time of one device with the whole sequence over the number of devices. Results are compared with one
-device's before anything is timed. ``python -m benchmarks.context_parallel``
+device's before anything is timed. With ``--document`` the sequence is packed from documents of random lengths.
+``python -m benchmarks.context_parallel``
 """
 
 import argparse
@@ -33,15 +34,25 @@ def both_passes(attend: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def causal(strategy: str, *qkv: jax.Array) -> Any:
+def boundaries(length: int, document: int) -> np.ndarray:
+    """Of documents whose mean length is about the given one."""
+    cuts = np.random.default_rng(0).choice(np.arange(1, length), max(length // document, 1) - 1, replace=False)
+    return np.array([0, *sorted(cuts), length], np.int32)
+
+
+def causal(strategy: str, bounds: np.ndarray | None, *qkv: jax.Array) -> Any:
+    packed: Any = {}
+    if bounds is not None:
+        ends = jnp.asarray(bounds)
+        packed = {"cum_seqlens_q": ends, "cum_seqlens_k": ends}
     if strategy == WHOLE:
-        return flash_attention(*qkv, causal=True)
-    return context_parallel_attention(*qkv, axis_name="sequence", strategy=strategy, causal=True)  # type: ignore[arg-type]
+        return flash_attention(*qkv, causal=True, **packed)
+    return context_parallel_attention(*qkv, axis_name="sequence", strategy=strategy, causal=True, **packed)  # type: ignore[arg-type]
 
 
-def contender(name: str, mesh: Mesh, backward: bool) -> Any:
+def contender(name: str, mesh: Mesh, backward: bool, bounds: np.ndarray | None) -> Any:
     """The jitted program of a strategy, or of one device with the whole sequence."""
-    function: Any = functools.partial(causal, name)
+    function: Any = functools.partial(causal, name, bounds)
     function, count = (both_passes(function), 4) if backward else (function, 3)
     if name != WHOLE:
         out = (ROWS,) * 4 if backward else ROWS
@@ -73,12 +84,13 @@ def measured(length: int, arguments: argparse.Namespace, mesh: Mesh) -> list[dic
         for key, n in zip(keys, heads, strict=True)
     ]
     split = [jax.device_put(tilewright.zigzag(x, 1, shards), split_sharding) for x in whole]
+    bounds = boundaries(shards * length, arguments.document) if arguments.document else None
     rows: list[dict[str, Any]] = []
     for direction, count in (("forward", 3), ("both", 4)):
         functions, wanted = {}, None
         for name in (WHOLE, *arguments.strategies):
             operands = (whole if name == WHOLE else split)[:count]
-            functions[name] = functools.partial(contender(name, mesh, direction == "both"), *operands)
+            functions[name] = functools.partial(contender(name, mesh, direction == "both", bounds), *operands)
             found = on_host(functions[name](), 1 if name == WHOLE else shards)
             wanted = found if wanted is None else wanted
             if (difference := largest_difference(found, wanted)) > LIMIT:
@@ -102,13 +114,15 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--document", type=int, default=0, help="mean tokens of a document; 0: one sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=3)
     arguments = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = [row for length in arguments.lengths for row in measured(length, arguments, mesh)]
-    sizes = {"heads": arguments.heads, "kv_heads": arguments.kv_heads, "head_dim": arguments.head_dim}
-    print(record("context_parallel", {**sizes, "causal": True, "layout": "zigzag", "rows": rows}))
+    sizes = {name: getattr(arguments, name) for name in ("heads", "kv_heads", "head_dim", "document")}
+    name = "context_parallel_packed" if arguments.document else "context_parallel"
+    print(record(name, {**sizes, "causal": True, "layout": "zigzag", "rows": rows}))
 
 
 if __name__ == "__main__":
