@@ -116,7 +116,8 @@ def compiled(options: dict[str, Any], cotangents: Any, cfg: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        LARGE,
+        dataclasses.replace(LARGE, name="every_triton"),
+        dataclasses.replace(LARGE, name="every_pallas"),
         dataclasses.replace(MEDIUM, name="tied_with_cap", vocab_first=True, logits_soft_cap=10.0, vocab=16032),
         dataclasses.replace(MEDIUM, name="smoothing", label_smoothing=0.1, z_loss=1e-3, bias=True, token_weights=True),
         dataclasses.replace(MEDIUM, name="recomputed", label_smoothing=0.1, logits_soft_cap=10.0),
@@ -136,9 +137,13 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
     given, kwargs = kernel.prepare(*args, **options)
     problem = kernel.problem(*given, **kwargs)
     kernels = (TritonLinearCrossEntropy(), HopperLinearCrossEntropy())
-    each = [forms_of(backend, problem, block_tokens=384, block_vocab=4096) for backend in kernels]
-    # All of them in one case: to compile a config takes seconds.
-    each = [forms if case is LARGE else forms[:2] for forms in each]
+    # All of a backend in one case: to compile a config takes seconds.
+    each = [
+        forms_of(backend, problem, block_tokens=384, block_vocab=4096)[
+            : None if str(backend.platform) in case.name else 2
+        ]
+        for backend in kernels
+    ]
     configs = [None, *forms_of_xla()[1:2], *itertools.chain.from_iterable(each)]
     lowered = [compiled(options, cotangents, cfg).lower(*args) for cfg in configs]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
