@@ -1,8 +1,10 @@
 """Runs an implementation on each device's part if the arrays' types say how they are split."""
 
+import contextlib
+import contextvars
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -141,6 +143,24 @@ def permutes_by_copies() -> bool:
     Options of one ``jax.jit`` are not seen.
     """
     return "--xla_gpu_collective_permute_mode=peer" in os.environ.get("XLA_FLAGS", "").split()
+
+
+_BESIDE_TRANSFER = contextvars.ContextVar("beside_transfer", default=False)
+
+
+@contextlib.contextmanager
+def beside_transfer(told: bool) -> Iterator[None]:
+    """Tells the calls of kernels within whether a transfer to another device is under way, which takes SMs."""
+    token = _BESIDE_TRANSFER.set(told)
+    try:
+        yield
+    finally:
+        _BESIDE_TRANSFER.reset(token)
+
+
+def is_beside_transfer() -> bool:
+    """What `beside_transfer` says."""
+    return _BESIDE_TRANSFER.get()
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

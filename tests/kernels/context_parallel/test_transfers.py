@@ -1,5 +1,6 @@
 """Transfers of a ring: issued before the kernels that they run beside, and never more memory for more devices."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ def test_forward_kernels_beside_a_hop_are_told_of_it(
     """The first step's, and not the last one's; none if copies need no SMs."""
     seen, inputs = [], FlashAttention.inputs
 
+    @functools.wraps(inputs)  # the names of the arguments are read from it, once
     def recorded(self: FlashAttention, *args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs.get("beside_transfer", False))
         return inputs(self, *args, **kwargs)

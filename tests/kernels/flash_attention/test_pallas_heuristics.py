@@ -18,6 +18,7 @@ from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPla
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.schedule import makespan
+from tilewright.kernels.sharding import beside_transfer
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Direction
 
@@ -141,7 +142,9 @@ def test_makespan_of_few_items():
 
 def test_beside_a_transfer_no_cta_has_more_than_one_item():
     for head_dim in (72, 128, 256):
-        alone, beside = (
-            first(problem(1, 4096, 8, head_dim, causal=True, beside_transfer=told), "forward") for told in (False, True)
-        )
+        found = []
+        for told in (False, True):
+            with beside_transfer(told):
+                found.append(first(problem(1, 4096, 8, head_dim, causal=True), "forward"))
+        alone, beside = found
         assert dataclasses.replace(alone, persistent=False) == beside

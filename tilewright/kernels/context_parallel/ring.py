@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, Attention
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.sharding import AxisName, permutes_by_copies, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, beside_transfer, permutes_by_copies, vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type AttentionKernel = Portfolio[Any, Any, Any]
@@ -137,17 +137,17 @@ class Separate(NamedTuple):
 
 
 class Now(NamedTuple):
-    """What a branch of a step knows of the step, beside its device's plan.
+    """The facts of a step that its branches need.
 
     Attributes:
       last: True if no step follows.
-      hints: keyword arguments of forward kernels that change no result. Backward ones have one CTA on each SM anyway.
+      beside_hop: True if a hop takes SMs meanwhile. Backward kernels have one CTA on each SM anyway.
     """
 
     shift: Index
     separate: Separate
     last: bool
-    hints: Mapping[str, Any]
+    beside_hop: bool
 
 
 class Partial(NamedTuple):
@@ -208,10 +208,11 @@ def _forward(
         for part in plan:
             rows, columns = slice(*part.rows), slice(*part.columns)
             mask = _mask(call, arrays, keys.ids, index, now.shift, part)
-            results = kernel(
-                query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                return_lse=True, **now.hints, **dict(call.options),
-            )  # fmt: skip
+            with beside_transfer(now.beside_hop):
+                results = kernel(
+                    query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
+                    return_lse=True, **dict(call.options),
+                )  # fmt: skip
             found.append((part.rows, results))
         if partial is None and now.separate.rows:
             shape = (*query.shape[:3], value.shape[3])
@@ -332,8 +333,7 @@ def _on_device(
     """Runs this device's plan of a step, whose results have the same shapes whatever the plan."""
     plans, last = segment.steps[0].plans, segment.hop_out is None
     separate = Separate(*(all(map(_are_separate, each)) for each in zip(*map(_ranges, plans), strict=True)))
-    hints: Mapping[str, Any] = {} if last or permutes_by_copies() else {"beside_transfer": True}
-    now = Now(turn.shift, separate, last, hints)
+    now = Now(turn.shift, separate, last, beside_hop=not last and not permutes_by_copies())
     # On a GPU the host reads which branch to launch. Kernels that are masked as a whole would cost more than that.
     branches = [functools.partial(compute, now, plan) for plan in plans]
     return branches[0](held, sums) if len(branches) == 1 else lax.switch(turn.choice[index], branches, held, sums)

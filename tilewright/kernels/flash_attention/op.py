@@ -39,7 +39,7 @@ from tilewright.kernels.masks import Mask, TileClass, TileGrid
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning
+from tilewright.kernels.sharding import Partitioning, is_beside_transfer
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
@@ -122,12 +122,11 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         precision: PrecisionLike = None,
         platform: PlatformOption = None,
         cfg: object = None,
-        beside_transfer: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks a call; returns ``(query, key, value, bias, mask, softmax_aux)`` and the options in canonical form.
 
         Everything that masks a key for a query is combined into one mask. Arrays keep their values and are not copied;
-        those without a batch dimension get one, which ``outputs`` removes. ``beside_transfer`` is `AttentionOptions`'.
+        those without a batch dimension get one, which ``outputs`` removes.
         """
         queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
@@ -164,7 +163,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
             "return_lse": arguments.flag("return_lse", return_lse),
             "unbatched": unbatched,
             "platform": arguments.platforms(platform),
-        } | ({"beside_transfer": True} if beside_transfer else {})
+        } | ({"beside_transfer": True} if is_beside_transfer() else {})
 
     def inputs(
         self,
