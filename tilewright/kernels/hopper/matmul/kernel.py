@@ -12,7 +12,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
-from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
@@ -75,6 +75,12 @@ class MatmulContext:
     warpgroup: Scalar
     program: Scalar
     programs: int
+    split: RegisterSplit | None = None
+
+    @property
+    def registers(self) -> RegisterSplit | None:
+        """Registers of a thread by its role, or None: all have as many."""
+        return self.split or REGISTERS.get(self.plan.params.consumers)
 
     @property
     def schedule(self) -> Schedule:
@@ -178,8 +184,8 @@ def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar, Scalar],
 def run_producer(context: MatmulContext) -> None:
     """Loads the tiles of all items of this CTA, and gives the first turn to consumer 0."""
     params, stages = context.plan.params, context.scratch.stages
-    if params.consumers > 1:
-        plgpu.set_max_registers(REGISTERS[params.consumers].producer, action="decrease")
+    if context.registers is not None:
+        plgpu.set_max_registers(context.registers.producer, action="decrease")
     if context.scratch.turns is not None:
         plgpu.barrier_arrive(context.scratch.turns.at[0])
     steps, _ = for_each_item(context, functools.partial(produce_item, context))
@@ -188,19 +194,28 @@ def run_producer(context: MatmulContext) -> None:
         stages.drain(steps)
 
 
-def produce_item(context: MatmulContext, work: Work, first: Scalar, owner: Scalar) -> None:
-    """Loads the tiles of an item, whose step 0 is step ``first`` of the ring."""
+def produce_item(
+    context: MatmulContext, work: Work, first: Scalar, owner: Scalar, also: Callable[[Scalar], None] | None = None
+) -> None:
+    """Loads the tiles of an item, whose step 0 is step ``first`` of the ring.
+
+    Args:
+      also: what a producer does after the loads of each step, by its number in the ring.
+    """
     plan, stages, products = context.plan, context.scratch.stages, context.operands.products
     lhs_part, *rhs_parts = plan.stages.parts
     steps = lax.div(work.steps, jnp.int32(len(products)))
     first_column = work.column if work.rhs_column is None else work.rhs_column
+    first_row = work.row if work.lhs_row is None else work.lhs_row
 
     def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
         k = work.k + step * plan.lhs.block_k
-        sources = [plan.lhs.slices(factors.lhs, work.matrix, work.row, k, lhs_part)]
+        sources = [plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
         for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
             sources.append(layout.slices(ref, work.matrix, first_column, k, part))
         stages.load_from_dram(first + step, *sources, owner=owner)
+        if also is not None:
+            also(first + step)
 
     # The consumers do not know of several products: for them an item has that many more steps.
     for number, factors in enumerate(products):
@@ -215,8 +230,8 @@ def run_consumer(context: MatmulContext) -> None:
         mine = owner == context.warpgroup if params.turns else True
         when(mine, lambda: consume_item(context, work, first))
 
-    if params.consumers > 1:
-        plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
+    if context.registers is not None:
+        plgpu.set_max_registers(context.registers.consumer, action="increase")
     _, items = for_each_item(context, role)
     if context.scratch.turns is not None:
         take_last_turn(context, items)

@@ -23,12 +23,14 @@ class MatmulPlan:
       lhs: its layout.
       rhs: the layouts of the operands that lhs is multiplied with, each of which has an accumulator.
       out_dtype: of all results.
+      reserved: bytes of shared memory that a kernel has besides.
     """
 
     params: MatmulParams
     lhs: OperandLayout
     rhs: tuple[OperandLayout, ...]
     out_dtype: Any
+    reserved: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
@@ -65,14 +67,14 @@ class MatmulPlan:
         """Parts of a consumer's tile that it writes while TMA stores others: as many as it has, if there is memory."""
         rows, columns = self.store_tile.shape
         parts = self.params.consumer_rows // rows * (self.columns // columns)
-        free = SHARED_BYTES - self.stages.shared_bytes - self._barrier_bytes
+        free = SHARED_BYTES - self.stages.shared_bytes - self._barrier_bytes - self.reserved
         return max(min(parts, free // self.store_tile.stack_bytes(self.params.consumers)), min(parts, 2))
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
         stores = self.store_tile.stack_bytes(self.params.consumers * self.store_buffers)
-        return self.stages.shared_bytes + stores + self._barrier_bytes
+        return self.stages.shared_bytes + stores + self._barrier_bytes + self.reserved
 
     @property
     def _barrier_bytes(self) -> int:
