@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.support.suites import crossed
-from tilewright.kernels.matmul.rings import STRATEGIES, strategy_of
+from tilewright.kernels.matmul.rings import strategy_of
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.utils.device import current_device
@@ -69,7 +69,8 @@ def all_of(function: Any) -> Any:
 
 
 FACTORS = {
-    "op": tuple(OPS), "strategy": STRATEGIES, "count": (8, 3, 2, 1), "kind": (AxisType.Auto, AxisType.Explicit),
+    "op": tuple(OPS), "strategy": ("auto", "collective", "ring", "bidirectional"),
+    "count": (8, 3, 2, 1), "kind": (AxisType.Auto, AxisType.Explicit),
     "check_vma": (True, False), "dtype": ("float32", "bfloat16"), "transposed": (False, True),
 }  # fmt: skip
 
@@ -249,8 +250,10 @@ def test_a_program_for_eight_gpus_is_a_ring_without_one():
         (r"lhs must be a floating-point array \[..., m, k\], got", (8,), (8, 4), {}),
         (r"rhs must be a floating-point array \[n, k\], got", (1, 8, 8), (1, 8, 4), {"transpose_rhs": True}),
         (r"must have the same k, .*transpose_rhs=True", (1, 8, 8), (8, 4), {"transpose_rhs": True}),
-        (r"strategy='tree' must be one of 'auto', 'collective', 'ring', 'bidirectional'", (1, 8, 8), (8, 4),
+        (r"strategy='tree' must be one of 'auto', 'collective', 'ring', 'bidirectional', 'remote'", (1, 8, 8), (8, 4),
          {"strategy": "tree"}),
+        (r"matmul_reduce_scatter: strategy='remote' is one of all_gather_matmul alone", (1, 8, 8), (8, 4),
+         {"strategy": "remote"}),
         (r"axis_name='y' is no axis of a shard_map around the call", (1, 8, 8), (8, 4), {"axis_name": "y"}),
         (r"platform='cudnn' must be None", (1, 8, 8), (8, 4), {"platform": "cudnn"}),
         (r"precision='best' must be None", (1, 8, 8), (8, 4), {"precision": "best"}),
@@ -266,3 +269,44 @@ def test_a_wrong_call_is_an_error(message: str, lhs: Any, rhs: Any, options: dic
 def test_a_call_outside_of_shard_map_says_what_to_do():
     with pytest.raises(ValueError, match=r"all_gather_matmul: axis_name='x' .* go to matmul as they are"):
         all_gather_matmul(jnp.ones((4, 4)), jnp.ones((4, 4)), axis_name="x")
+
+
+REMOTE = ((1, 512, 256), (256, 512))
+
+
+@pytest.mark.parametrize(
+    ("message", "shapes", "dtype", "options"),
+    [
+        (r"lhs must be one of .*, got float32", REMOTE, "float32", {}),
+        (r"TMA needs rows at multiples of 16 bytes, got k=12", ((1, 512, 12), (12, 512)), "bfloat16", {}),
+        (r"there is nothing to compute", ((0, 512, 256), (256, 512)), "bfloat16", {}),
+        (r"its kernel is one of 'pallas', got platform='xla'", REMOTE, "bfloat16", {"platform": "xla"}),
+        (r"the axis must be a single one, got axis_name=\('x', 'y'\)", REMOTE, "bfloat16", {"axis_name": ("x", "y")}),
+        (r"over all axes of the mesh, and leaves out y", REMOTE, "bfloat16", {"axis_names": {"x"}}),
+    ],
+)
+def test_what_the_remote_kernel_does_not_take(message: str, shapes: Any, dtype: str, options: dict[str, Any]):
+    with tilewright.target_device("NVIDIA H100 80GB HBM3", count=4) as target:
+        mesh = target.make_mesh((2, 2), ("x", "y"))
+        over = {name: options.pop(name) for name in ("axis_names",) if name in options}
+        function = lambda *xs: all_gather_matmul(*xs, **{"axis_name": "x", "strategy": "remote"} | options)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), P()), out_specs=P("x"), check_vma=False, **over)
+        structs = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+        with (
+            jax.sharding.use_abstract_mesh(mesh),
+            pytest.raises(ValueError, match=rf"strategy='remote' cannot serve this call: .*{message}"),
+        ):
+            jax.eval_shape(mapped, *structs)
+
+
+def test_the_remote_kernel_wants_a_hopper_gpu():
+    mapped = split("gather", mesh_of(2), strategy="remote")
+    with pytest.raises(
+        ValueError, match=r"strategy='remote' cannot serve this call: needs a GPU of compute capability"
+    ):
+        mapped(*operands(2)[:2])
+
+
+def test_a_single_device_needs_no_remote_kernel():
+    arrays = operands(1)
+    check(all_of(split("gather", mesh_of(1), strategy="remote"))(*arrays), expected(*arrays))

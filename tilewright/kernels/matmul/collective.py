@@ -43,7 +43,9 @@ def all_gather_matmul(
       transpose_rhs: rhs is ``[n, k]``.
       precision, preferred_element_type, platform: as in ``matmul``, which multiplies the parts.
       strategy: "collective" gathers and then multiplies. "ring" multiplies a part while the next one comes from a
-        neighbour, and "bidirectional" takes them from both neighbours. "auto" predicts which is fastest.
+        neighbour, and "bidirectional" takes them from both neighbours. "remote" is one kernel, whose devices send their
+        rows to each other: for up to 8 Hopper GPUs of one process, 16-bit operands and a ``shard_map`` over all axes of
+        the mesh. "auto" predicts which is fastest.
 
     Returns:
       ``[..., m, n]``: all rows, in the order of the devices. A ring's parts are the same numbers as a gather's if
@@ -95,6 +97,8 @@ def matmul_reduce_scatter(
     left, right, options = _prepared(
         name, lhs, rhs, axis_name, transpose_rhs, precision, preferred_element_type, strategy, platform
     )
+    if strategy == "remote":
+        raise ValueError(f"{name}: {strategy=} is one of all_gather_matmul alone")
     if left.shape[-2] % options.devices:
         raise ValueError(
             f"{name}: the rows of lhs must be a multiple of the {options.devices} devices of {axis_name=}, got "

@@ -17,6 +17,7 @@ merging the matmuls of several parts, or one with the sum that its product is ad
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -32,7 +33,7 @@ from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 
-type Strategy = Literal["auto", "collective", "ring", "bidirectional"]
+type Strategy = Literal["auto", "collective", "ring", "bidirectional", "remote"]
 
 STRATEGIES = get_args(Strategy.__value__)
 
@@ -76,14 +77,16 @@ class RingOptions:
         return dataclasses.replace(self, out_dtype=name, transpose_rhs=not self.transpose_rhs)
 
     def chosen(self, moved_bytes: float, flops: float) -> Strategy:
-        """The strategy, by the model if it is "auto".
+        """The strategy of what has no kernel that is remote, by the model if it is "auto" or "remote".
 
         Args:
           moved_bytes: the bytes that a step of a ring sends.
           flops: those of a step's matmul.
         """
-        if self.strategy != "auto" or self.devices == 1:
-            return self.strategy if self.devices > 1 else "collective"
+        if self.devices == 1:
+            return "collective"
+        if self.strategy not in ("auto", "remote"):
+            return self.strategy
         return strategy_of(current_device(), self.devices, moved_bytes, flops)
 
 
@@ -168,6 +171,10 @@ def _zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *operands: jax.A
 def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
     """``all_gather(lhs) · rhs``."""
     rows, n = lhs.shape[-2], rhs.shape[0 if options.transpose_rhs else 1]
+    if options.strategy == "remote" and options.devices > 1:
+        remote = importlib.import_module("tilewright.kernels.matmul.remote")  # which imports this module
+        product: jax.Array = remote.remote_product(lhs, rhs, options)
+        return product
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * n)
     if strategy == "collective":
         return _matmul(_gathered(lhs, options), rhs, options, options.out_dtype)

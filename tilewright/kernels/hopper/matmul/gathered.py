@@ -22,6 +22,7 @@ progress       A producer has sent what the others wait for first before it wait
 
 import dataclasses
 import importlib
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -59,6 +60,9 @@ SENDERS = 64
 """CTAs that send. The first ones have an SM as soon as anything runs; all would not, beside another kernel."""
 
 
+MAX_DEVICES = 8
+"""Devices of a mesh: each is a part of the producer's code, and all have links to each other."""
+
 MAX_PACE = 8
 """The most steps of a matmul from one piece to the next."""
 
@@ -76,13 +80,16 @@ class Ring:
     devices: int
     axes: tuple[str, ...]
 
+    def index(self) -> jax.Array:
+        """The number of this device."""
+        return lax.axis_index(self.axis)
+
     def before(self, places: int) -> Any:
         """The device so many places before this one, as coordinates in the mesh.
 
         TMA descriptors of its memory are made on the host, which computes this again: by arithmetic alone.
         """
-        own = lax.axis_index(self.axis)
-        other = lax.rem(own + (self.devices - places), jnp.int32(self.devices))
+        other = lax.rem(self.index() + (self.devices - places), jnp.int32(self.devices))
         return tuple(other if name == self.axis else lax.axis_index(name) for name in self.axes)
 
 
@@ -125,7 +132,7 @@ def gathered_matmul(
     own_rows = lhs.reshape(batches * rows, k)
     plan = gathered_plan(lhs.dtype, own_rows.shape, rhs.shape, params, out_dtype, transpose_rhs)
     schedule = GatheredSchedule(
-        lax.axis_index(ring.axis).astype(jnp.int32)[None],
+        ring.index().astype(jnp.int32)[None],
         ring.devices,
         batches,
         rows,
@@ -198,19 +205,20 @@ def sending_pace(shape: tuple[int, ...], senders: int, steps: int) -> int:
 
 
 def gathered_params(
-    lhs: jax.ShapeDtypeStruct,
-    rhs: jax.ShapeDtypeStruct,
+    lhs: jax.Array | jax.ShapeDtypeStruct,
+    rhs: jax.Array | jax.ShapeDtypeStruct,
     devices: int,
     out_dtype: DTypeLike,
     transpose_rhs: bool,
-    sms: int,
+    num_sms: int,
 ) -> MatmulParams:
     """The config for the rows of all devices: the best one of a matmul, with as many stages as a sender leaves."""
-    (rows, k), n = lhs.shape, rhs.shape[0 if transpose_rhs else 1]
+    k, n = lhs.shape[-1], rhs.shape[0 if transpose_rhs else 1]
+    rows = math.prod(lhs.shape[:-1])
     # Of the others some leave too few registers to a producer that sends, and some have consumers with own items.
-    candidates = dense_candidates(devices * rows, n, k, sms)
+    candidates = dense_candidates(devices * rows, n, k, num_sms)
     best = next(each for each in candidates if each.consumers == 2 and not each.turns)
-    shapes = lhs.dtype, lhs.shape, rhs.shape
+    shapes = lhs.dtype, (rows, k), rhs.shape
 
     def fits(params: MatmulParams) -> bool:
         return not plan_reasons(lambda: gathered_plan(*shapes, params, out_dtype, transpose_rhs))

@@ -1,0 +1,139 @@
+"""The Hopper matmul with a gather in it: its schedule, and its kernel on one device that sends to itself."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.hopper.matmul import gathered
+from tilewright.kernels.hopper.matmul.gathered import Ring, gathered_matmul, gathered_params, sending_pace
+from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, TileShape
+
+PARAMS = {
+    "alone": MatmulParams(128, 128, 3, band=2),
+    "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1),
+    "side": MatmulParams(256, 128, 2, cluster_n=2, band=2),
+}
+
+
+@pytest.mark.parametrize(("batches", "rows"), [(1, 512), (1, 200), (3, 256), (2, 72)])
+@pytest.mark.parametrize("devices", [1, 2, 5])
+@pytest.mark.parametrize(
+    "tile", [TileShape(128, 256, 1, 1, 2), TileShape(128, 128, 2, 1, 1), TileShape(256, 128, 1, 2, 8)]
+)
+def test_every_element_is_computed_once(batches: int, rows: int, devices: int, tile: TileShape):
+    """By the rows of the device and the range that it belongs to, the own ones first."""
+    columns, own = 300, devices // 2
+    schedule = GatheredSchedule(np.asarray([own]), devices, batches, rows, columns, 7, tile)
+    shape = (batches * devices * rows, columns)
+    # Of each element of the result the row of the part that it comes from, and that part; beside it is nothing stored.
+    count, sources = np.zeros(shape, int), np.full((*shape, 2), -1)
+    parts = []
+    for item in range(schedule.items()):
+        for cta in range(tile.cluster_m * tile.cluster_n):
+            work = schedule.work(item, cta)
+            row, column, lhs_row, part = (int(x) for x in (work.row, work.column, work.lhs_row, work.part))
+            end = min(row + tile.rows, shape[0] if work.row_end is None else int(work.row_end))
+            assert work.steps == 7
+            parts.append(part)
+            if end <= row:
+                continue
+            count[row:end, column : column + tile.columns] += 1
+            sources[row:end, column : column + tile.columns, 0] = lhs_row + np.arange(end - row)[:, None]
+            sources[row:end, column : column + tile.columns, 1] = part
+    assert (count == 1).all()
+    assert parts == sorted(parts)
+    batch, device, row = np.unravel_index(np.arange(shape[0]), (batches, devices, rows))
+    assert (sources[..., 0] == (batch * rows + row)[:, None]).all()
+    assert (sources[..., 1] == ((device - own) % devices)[:, None]).all()
+
+
+class Itself(Ring):
+    """A device that takes itself for all others."""
+
+    def index(self) -> jax.Array:
+        return jnp.int32(0)
+
+    def before(self, places: int) -> Any:
+        return places
+
+
+@contextlib.contextmanager
+def sent_to_itself() -> Iterator[Counter[str]]:
+    """Remote references are those of the device. One CTA sends and receives: what it waits for has been signalled."""
+    calls: Counter[str] = Counter()
+
+    class Semaphores:
+        def __init__(self, number: int | None = None):
+            self.number = number
+
+        @property
+        def at(self) -> Any:
+            return {number: Semaphores(number) for number in range(8)}
+
+    def signal(semaphore: Any, device_id: Any) -> None:
+        assert device_id == semaphore.number + 1
+        calls["signals"] += 1
+
+    def wait(semaphore: Any, value: int, decrement: bool) -> None:
+        assert (value, decrement) == (1, False)
+        calls["waits"] += 1
+
+    with (
+        mock.patch.object(pl, "get_global", return_value=Semaphores()),
+        mock.patch.object(pl, "semaphore_signal", signal),
+        mock.patch.object(pl, "semaphore_wait", wait),
+        mock.patch.object(plgpu, "remote_ref", lambda ref, device: ref),
+        mock.patch.object(gathered, "fence_loads"),
+        mock.patch.object(gathered, "SENDERS", 1),
+    ):
+        yield calls
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "batches", "rows", "k", "n", "transposed", "pace"),
+    [
+        ("alone", 2, 1, 256, 192, 384, False, 1),
+        ("alone", 3, 1, 136, 72, 136, True, 2),
+        ("alone", 2, 2, 72, 264, 128, False, 8),
+    ],
+)
+def test_rows_that_are_sent_are_multiplied(
+    name: str, devices: int, batches: int, rows: int, k: int, n: int, transposed: bool, pace: int
+):
+    random = np.random.default_rng(rows)
+    lhs = jnp.asarray(random.standard_normal((batches, rows, k)), jnp.bfloat16)
+    rhs = jnp.asarray(random.standard_normal((n, k) if transposed else (k, n)), jnp.bfloat16)
+    with interpret_mosaic(detect_races=True), sent_to_itself() as calls, mock.patch.object(gathered, "MAX_PACE", pace):
+        out = gathered_matmul(
+            lhs, rhs, Itself("x", devices, ("x",)),
+            transpose_rhs=transposed, out_dtype=jnp.float32, params=PARAMS[name], num_sms=1,
+        )  # fmt: skip
+    left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
+    want = np.broadcast_to((left @ (right.T if transposed else right))[:, None], out.shape)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=1e-4, atol=1e-3)
+    assert calls["waits"] == devices - 1
+    assert calls["signals"] >= devices - 1
+
+
+def test_the_best_config_leaves_memory_to_the_sender():
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 4096), (4096, 7168)))
+    params = gathered_params(lhs, rhs, 2, jnp.bfloat16, False, 132)
+    assert (params.block_m * params.block_n, params.num_stages) == (128 * 256, 3)
+
+
+@pytest.mark.parametrize(("steps", "pace"), [(0, 1), (40, 1), (217, 4), (10**6, gathered.MAX_PACE)])
+def test_pieces_are_sent_in_most_of_the_steps(steps: int, pace: int):
+    found = sending_pace((2048, 4096), 64, steps)
+    assert found == pace
+    assert found == 1 or found * 33 <= steps
