@@ -1,7 +1,7 @@
 """Matmuls of operands that are split over a mesh axis inside of ``shard_map``: with a gather before, or a sum after.
 
-They are functions over ``matmul``, whose configs and tables their parts share, and no kernels of their own: a kernel is
-selected and tuned on one device, where there is no axis to communicate over.
+They are functions over ``matmul``, whose configs and tables their parts share, and but for "remote" no kernels of their
+own: a kernel is selected and tuned on one device, where there is no axis to communicate over.
 """
 
 import jax

@@ -263,7 +263,7 @@ def run_gathering_producer(context: MatmulContext, ring: Ring, rows: Ref, arrive
 
 
 def items_before(context: MatmulContext, item: int) -> Scalar:
-    """How many items of this CTA come before one of all."""
+    """The number of items of this CTA before one of all."""
     return lax.div(jnp.int32(item + context.programs - 1) - context.program, jnp.int32(context.programs))
 
 
@@ -280,7 +280,7 @@ def fence_loads() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sender:
-    """What a CTA sends to others: every ``senders``-th piece of its device's rows.
+    """The part of a CTA that sends to others every ``senders``-th piece of its device's rows.
 
     Attributes:
       own, rows: this device's rows, and those that are received.

@@ -161,7 +161,7 @@ class GatheredSchedule:
         return self.devices * self.items_of_part
 
     def part(self, item: Scalar) -> Scalar:
-        """How many places behind this device the one is whose rows an item has."""
+        """The places behind this device at which the one is whose rows an item has."""
         return lax.div(jnp.asarray(item, jnp.int32), jnp.int32(self.items_of_part))
 
     def work(self, item: Scalar, cta: Scalar) -> Work:
