@@ -14,10 +14,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.hopper.matmul import gathered
-from tilewright.kernels.hopper.matmul.gathered import Ring, gathered_matmul, gathered_params, sending_pace
+from tilewright.kernels.hopper.matmul import gathered, scattered
+from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params, sending_pace
 from tilewright.kernels.hopper.matmul.params import MatmulParams
-from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, TileShape
+from tilewright.kernels.hopper.matmul.scattered import scattered_matmul
+from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, ScatteredSchedule, TileShape
+from tilewright.kernels.hopper.matmul.sending import Ring
 
 PARAMS = {
     "alone": MatmulParams(128, 128, 3, band=2),
@@ -58,6 +60,32 @@ def test_every_element_is_computed_once(batches: int, rows: int, devices: int, t
     assert (sources[..., 1] == ((device - own) % devices)[:, None]).all()
 
 
+@pytest.mark.parametrize(("batches", "rows"), [(1, 512), (1, 200), (3, 256), (2, 72)])
+@pytest.mark.parametrize("devices", [2, 5])
+@pytest.mark.parametrize(
+    "tile", [TileShape(128, 256, 1, 1, 2), TileShape(128, 128, 2, 1, 1), TileShape(256, 128, 1, 2, 8)]
+)
+def test_every_product_is_computed_once(batches: int, rows: int, devices: int, tile: TileShape):
+    """The rows of this device are the last ones, and the tiles of each device are in the same order."""
+    columns, own = 300, devices // 2
+    schedule = ScatteredSchedule(np.asarray([own]), devices, batches, rows, columns, 7, tile)
+    count = np.zeros((batches, devices, rows, columns), int)
+    places: dict[int, list[Any]] = {}
+    for item in range(schedule.items()):
+        for cta in range(tile.cluster_m * tile.cluster_n):
+            work = schedule.work(item, cta)
+            row, column, lhs_row, part, batch = (
+                int(x) for x in (work.row, work.column, work.lhs_row, work.part, work.matrix)
+            )
+            device = (own + part + 1) % devices
+            assert lhs_row == (batch * devices + device) * rows + row
+            assert part == item // schedule.items_of_part
+            count[batch, device, row : row + tile.rows, column : column + tile.columns] += 1
+            places.setdefault(part, []).append((batch, row, column))
+    assert (count == 1).all()
+    assert all(each == places[0] for each in places.values())
+
+
 class Itself(Ring):
     """A device that takes itself for all others."""
 
@@ -74,15 +102,14 @@ def sent_to_itself() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     class Semaphores:
-        def __init__(self, number: int | None = None):
-            self.number = number
-
         @property
         def at(self) -> Any:
-            return {number: Semaphores(number) for number in range(8)}
+            return self
+
+        def __getitem__(self, number: Any) -> Any:
+            return number
 
     def signal(semaphore: Any, device_id: Any) -> None:
-        assert device_id == semaphore.number + 1
         calls["signals"] += 1
 
     def wait(semaphore: Any, value: int, decrement: bool) -> None:
@@ -95,6 +122,7 @@ def sent_to_itself() -> Iterator[Counter[str]]:
         mock.patch.object(pl, "semaphore_wait", wait),
         mock.patch.object(plgpu, "remote_ref", lambda ref, device: ref),
         mock.patch.object(gathered, "fence_loads"),
+        mock.patch.object(scattered, "fence_loads"),
         mock.patch.object(gathered, "SENDERS", 1),
     ):
         yield calls
@@ -126,6 +154,33 @@ def test_rows_that_are_sent_are_multiplied(
     assert calls["signals"] >= devices - 1
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "batches", "rows", "k", "n", "transposed", "pace"),
+    [
+        ("alone", 2, 1, 256, 1024, 384, False, 1),
+        ("alone", 3, 1, 136, 72, 136, True, 2),
+        ("alone", 2, 2, 72, 520, 128, False, 8),
+    ],
+)
+def test_products_that_are_sent_are_added(
+    name: str, devices: int, batches: int, rows: int, k: int, n: int, transposed: bool, pace: int
+):
+    random = np.random.default_rng(rows)
+    lhs = jnp.asarray(random.standard_normal((batches, devices * rows, k)), jnp.bfloat16)
+    rhs = jnp.asarray(random.standard_normal((n, k) if transposed else (k, n)), jnp.bfloat16)
+    with interpret_mosaic(detect_races=True), sent_to_itself() as calls, mock.patch.object(gathered, "MAX_PACE", pace):
+        out = scattered_matmul(
+            lhs, rhs, Itself("x", devices, ("x",)),
+            transpose_rhs=transposed, out_dtype=jnp.bfloat16, params=PARAMS[name], num_sms=1,
+        )  # fmt: skip
+    left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
+    products = (left @ (right.T if transposed else right)).reshape(batches, devices, rows, n)
+    want = products.sum(1)  # what it has computed for all others comes back to it
+    np.testing.assert_allclose(np.asarray(out).astype(np.float64), want, rtol=5e-3, atol=1e-2)
+    assert calls["waits"] >= devices - 1
+    assert calls["signals"] >= devices - 1
+
+
 def test_the_best_config_leaves_memory_to_the_sender():
     lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 4096), (4096, 7168)))
     params = gathered_params(lhs, rhs, 2, jnp.bfloat16, False, 132)
@@ -134,6 +189,6 @@ def test_the_best_config_leaves_memory_to_the_sender():
 
 @pytest.mark.parametrize(("steps", "pace"), [(0, 1), (40, 1), (217, 4), (10**6, gathered.MAX_PACE)])
 def test_pieces_are_sent_in_most_of_the_steps(steps: int, pace: int):
-    found = sending_pace((2048, 4096), 64, steps)
+    found = sending_pace(32, steps)
     assert found == pace
     assert found == 1 or found * 33 <= steps

@@ -60,7 +60,7 @@ REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 3
 NARROW_REGISTERS = RegisterSplit(232, 40)
 """The split of two consumers whose accumulators are narrow, and which leave registers to the producer."""
 
-PUSH_REGISTERS = RegisterSplit(232, 40)
+PUSH_REGISTERS = RegisterSplit(224, 56)
 """The split of two consumers and a producer that sends to other devices besides."""
 
 DQ_REGISTERS = RegisterSplit(208, 24, dq=72)

@@ -6,8 +6,9 @@ from typing import cast
 import jax
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.hopper.matmul.gathered import MAX_DEVICES, Ring, gathered_matmul, gathered_params
+from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
+from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
 from tilewright.kernels.matmul.rings import RingOptions, gathered_product
 from tilewright.kernels.sharding import unvarying, vary_over, varying_axes
 from tilewright.ops.utils.device import current_device
@@ -42,11 +43,13 @@ def remote_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.
         )
         return vary_over(varying, out.reshape(*leading, rows * options.devices, -1))
 
+    # Pallas would add an axis to a grid whose devices wait for each other.
     @product.def_vmap
     def _(size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
         if not batched[1]:
             return product(lhs, rhs), True
         ring = dataclasses.replace(options, strategy="ring")
+        # Of each matrix the rows would have to be sent.
         axes = tuple(0 if each else None for each in batched)
         return jax.vmap(lambda x, y: gathered_product(x, y, ring), axes)(lhs, rhs), True
 

@@ -21,7 +21,6 @@ progress       A producer has sent what the others wait for first before it wait
 """
 
 import dataclasses
-import importlib
 import math
 from typing import Any, NamedTuple, cast
 
@@ -48,49 +47,24 @@ from tilewright.kernels.hopper.matmul.kernel import (
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
 from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule
+from tilewright.kernels.hopper.matmul.sending import (
+    Outgoing,
+    PieceBuffers,
+    Ring,
+    buffers_bytes,
+    fence_loads,
+    piece_shape,
+)
 from tilewright.kernels.hopper.types import Ref, Scalar
 
-PIECE = (16, 256)
-"""Rows and columns of a copy to another device."""
-
 BUFFERS = 3
-"""Copies for which a sender has shared memory: one is loaded while another one is sent."""
+"""Pieces for which a CTA has shared memory: one is loaded while another one is sent."""
 
 SENDERS = 64
 """CTAs that send. The first ones have an SM as soon as anything runs; all would not, beside another kernel."""
 
-
-MAX_DEVICES = 8
-"""Devices of a mesh: each is a part of the producer's code, and all have links to each other."""
-
 MAX_PACE = 8
 """The most steps of a matmul from one piece to the next."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
-    """The devices along a mesh axis.
-
-    Attributes:
-      axis: the mesh axis.
-      axes: all axes of the mesh, in its order.
-    """
-
-    axis: str
-    devices: int
-    axes: tuple[str, ...]
-
-    def index(self) -> jax.Array:
-        """The number of this device."""
-        return lax.axis_index(self.axis)
-
-    def before(self, places: int) -> Any:
-        """The device so many places before this one, as coordinates in the mesh.
-
-        TMA descriptors of its memory are made on the host, which computes this again: by arithmetic alone.
-        """
-        other = lax.rem(self.index() + (self.devices - places), jnp.int32(self.devices))
-        return tuple(other if name == self.axis else lax.axis_index(name) for name in self.axes)
 
 
 class Received(NamedTuple):
@@ -100,12 +74,11 @@ class Received(NamedTuple):
     rows: Any
 
 
-class Sending(NamedTuple):
+class GatheringScratch(NamedTuple):
     """Shared memory of a CTA: that of the matmul, and buffers of pieces to send."""
 
     matmul: Scratch
-    pieces: Any
-    loaded: Any
+    buffers: PieceBuffers
 
 
 def gathered_matmul(
@@ -144,29 +117,26 @@ def gathered_matmul(
         jax.ShapeDtypeStruct((batches * ring.devices * rows, n), out_dtype),
         jax.ShapeDtypeStruct((ring.devices - 1, *own_rows.shape), lhs.dtype),
     )
+    # Persistent; the first CTAs send.
     programs = min(num_sms // params.cluster, schedule.items())
     senders = min(SENDERS, programs * params.cluster)
-    pace = sending_pace(own_rows.shape, senders, schedule.items_of_part // programs * schedule.steps)
+    pieces = len(pieces_of(own_rows)) // senders + 1
+    pace = sending_pace(pieces, schedule.items_of_part // programs * schedule.steps)
 
-    def body(operands: Operands, results: Received, scratch: Sending) -> None:
+    def body(operands: Operands, results: Received, scratch: GatheringScratch) -> None:
         arrived: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((ring.devices - 1,)))
         warpgroup = lax.axis_index("warpgroup")
         context = MatmulContext(
             plan, operands, (results.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
             PUSH_REGISTERS,
         )  # fmt: skip
-        number = context.program * params.cluster + context.cta
-        ((own, _),) = operands.products
-        sender = Sender(own, results.rows, arrived, scratch.pieces, scratch.loaded, number, senders, pace)
+        sender = RowsSender(context, ring, results.rows, arrived, scratch.buffers, senders)
         pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
-        pl.when(warpgroup == params.consumers)(
-            lambda: run_gathering_producer(context, ring, results.rows, arrived, sender)
-        )
+        pl.when(warpgroup == params.consumers)(lambda: run_gathering_producer(context, sender, pace))
 
-    scratch = Sending(
+    scratch = GatheringScratch(
         Scratch(plan.stages, plan.store_tile.stack(params.consumers, plan.store_buffers), None, None),
-        plgpu.SMEM((BUFFERS, *PIECE), lhs.dtype),
-        plgpu.Barrier(num_arrivals=1, num_barriers=BUFFERS),
+        PieceBuffers.scratch(BUFFERS, lhs.dtype),
     )
     received: Received = run_kernel(
         body,
@@ -190,18 +160,18 @@ def gathered_plan(
 ) -> MatmulPlan:
     """The plan of `gathered_matmul`."""
     plan = dense_plan(dtype, lhs_shape, rhs_shape, 1, params, out_dtype, False, transpose_rhs)
-    return dataclasses.replace(plan, reserved=sender_bytes(dtype))
+    return dataclasses.replace(plan, reserved=buffers_bytes(BUFFERS))
 
 
-def sender_bytes(dtype: DTypeLike) -> int:
-    """Shared memory of a sender, with its barriers."""
-    return BUFFERS * (PIECE[0] * PIECE[1] * jnp.dtype(dtype).itemsize + 1024)
+def pieces_of(matrix: Any) -> range:
+    """The pieces of a matrix, by their numbers."""
+    height, width = piece_shape(matrix.dtype)
+    return range(-(-matrix.shape[0] // height) * -(-matrix.shape[1] // width))
 
 
-def sending_pace(shape: tuple[int, ...], senders: int, steps: int) -> int:
-    """Steps of the matmul from one piece to the next, so that all are sent in most of a part's steps of a CTA."""
-    pieces = -(-shape[0] // PIECE[0]) * -(-shape[1] // PIECE[1])
-    return max(1, min(MAX_PACE, 3 * steps // (4 * (-(-pieces // senders) + 1))))
+def sending_pace(pieces: int, steps: int) -> int:
+    """Steps of the matmul from one piece to the next, so that all are sent in most of so many."""
+    return max(1, min(MAX_PACE, 3 * steps // (4 * (pieces + 1))))
 
 
 def gathered_params(
@@ -215,7 +185,7 @@ def gathered_params(
     """The config for the rows of all devices: the best one of a matmul, with as many stages as a sender leaves."""
     k, n = lhs.shape[-1], rhs.shape[0 if transpose_rhs else 1]
     rows = math.prod(lhs.shape[:-1])
-    # Of the others some leave too few registers to a producer that sends, and some have consumers with own items.
+    # Some of the others leave too few registers to a producer that sends, and some have consumers with own items.
     candidates = dense_candidates(devices * rows, n, k, num_sms)
     best = next(each for each in candidates if each.consumers == 2 and not each.turns)
     shapes = lhs.dtype, (rows, k), rhs.shape
@@ -228,38 +198,40 @@ def gathered_params(
     )
 
 
-def run_gathering_producer(context: MatmulContext, ring: Ring, rows: Ref, arrived: Ref, sender: "Sender") -> None:
+def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: int) -> None:
     """Loads the tiles of all items of this CTA, part by part, and sends this device's rows meanwhile."""
-    params, stages, schedule = context.plan.params, context.scratch.stages, cast(GatheredSchedule, context.schedule)
+    schedule, arrived = cast(GatheredSchedule, context.schedule), sender.arrived
     plgpu.set_max_registers(PUSH_REGISTERS.producer, action="decrease")
+    # Received rows are stacked by the device that they come from.
     stacked = dataclasses.replace(context.plan, lhs=dataclasses.replace(context.plan.lhs, stacked=True))
     ((_, rhs),) = context.operands.products
     of_others = dataclasses.replace(
-        context, plan=stacked, operands=context.operands._replace(products=(Factors(rows, rhs),))
+        context, plan=stacked, operands=context.operands._replace(products=(Factors(sender.rows, rhs),))
     )
-    for part in range(ring.devices):
+    for part in range(schedule.devices):
         begin, end = (items_before(context, number * schedule.items_of_part) for number in (part, part + 1))
-        first_step = begin * schedule.steps
-        group = None
-        if part + 1 < ring.devices:
-            group = sender.to(ring.before(part + 1), part)
-            group.begin()
+        outgoing = sender.to_device(part) if part + 1 < schedule.devices else None
+        if outgoing is not None:
+            outgoing.begin()
+        # All devices have sent their previous group before they wait here, so that none waits for one that waits.
         if part > 0:
             pl.semaphore_wait(arrived.at[part - 1], sender.senders, decrement=False)
             fence_loads()
 
-        def one(index: Scalar, _: None, part: int = part, group: Any = group, first_step: Scalar = first_step) -> None:
+        def one(index: Scalar, _: None, part: int = part, outgoing: Any = outgoing, begin: Scalar = begin) -> None:
             work = schedule.work(context.program + index * context.programs, context.cta)
-            where = of_others if part else context
-            work = work._replace(matrix=part - 1) if part else work
-            first = index * schedule.steps
-            produce_item(where, work, first, 0, None if group is None else lambda step: group.pace(step - first_step))
+            first, begun = index * schedule.steps, begin * schedule.steps
+            send = None if outgoing is None else lambda step: outgoing.at_step(step - begun, pace)
+            if part:
+                produce_item(of_others, work._replace(matrix=part - 1), first, 0, send)
+            else:
+                produce_item(context, work, first, 0, send)
 
         lax.fori_loop(begin, end, one, None)
-        if group is not None:
-            group.finish((end - begin) * schedule.steps)
-    if params.cluster > 1:
-        stages.drain(items_before(context, schedule.items()) * schedule.steps)
+        if outgoing is not None:
+            outgoing.finish((end - begin) * schedule.steps, pace)
+    if context.plan.params.cluster > 1:
+        context.scratch.stages.drain(items_before(context, schedule.items()) * schedule.steps)
 
 
 def items_before(context: MatmulContext, item: int) -> Scalar:
@@ -267,107 +239,41 @@ def items_before(context: MatmulContext, item: int) -> Scalar:
     return lax.div(jnp.int32(item + context.programs - 1) - context.program, jnp.int32(context.programs))
 
 
-def fence_loads() -> None:
-    """Orders the TMA loads that follow after what this thread has waited for in global memory."""
-
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        utils = importlib.import_module("jax.experimental.mosaic.gpu.utils")
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
-
-    fence()
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sender:
+class RowsSender:
     """The part of a CTA that sends to others every ``senders``-th piece of its device's rows.
 
     Attributes:
-      own, rows: this device's rows, and those that are received.
+      rows: those that are received.
       arrived: semaphores, one for each part.
-      pieces, loaded: buffers in shared memory and their barriers.
-      number: of the CTA; those from ``senders`` on send nothing.
-      pace: steps of the matmul from one piece to the next.
+      senders: CTAs that send; the others do not.
     """
 
-    own: Ref
+    context: MatmulContext
+    ring: Ring
     rows: Ref
     arrived: Ref
-    pieces: Ref
-    loaded: Ref
-    number: Scalar
+    buffers: PieceBuffers
     senders: int
-    pace: int
 
-    def to(self, device: Any, slot: int) -> "SentGroup":
-        """The pieces for one device, for which this one's rows are number ``slot``."""
-        return SentGroup(self, device, slot)
+    def to_device(self, slot: int) -> Outgoing:
+        """The pieces for the device for which this one's rows are number ``slot`` of the received ones."""
+        context, device = self.context, self.ring.before(slot + 1)
+        ((own, _),) = context.operands.products
+        number = context.program * context.plan.params.cluster + context.cta
+        height, width = piece_shape(own.dtype)
+        across = -(-own.shape[1] // width)
 
-    @property
-    def across(self) -> int:
-        """Pieces beside each other."""
-        return -(-self.own.shape[1] // PIECE[1])
+        def place(index: Scalar) -> tuple[Any, Any]:
+            piece = number + index * self.senders
+            row, column = lax.div(piece, jnp.int32(across)), lax.rem(piece, jnp.int32(across))
+            return pl.ds(row * height, height), pl.ds(column * width, width)
 
-    @property
-    def count(self) -> Scalar:
-        """Pieces of this CTA."""
-        pieces = -(-self.own.shape[0] // PIECE[0]) * self.across
-        mine = lax.div(jnp.int32(pieces - 1 + self.senders) - self.number, jnp.int32(self.senders))
-        return jnp.where(self.number < self.senders, mine, -1)
-
-    def place(self, index: Scalar) -> tuple[Any, Any]:
-        """Rows and columns of a piece of this CTA."""
-        piece = jnp.asarray(self.number + index * self.senders, jnp.int32)
-        row, column = lax.div(piece, jnp.int32(self.across)), lax.rem(piece, jnp.int32(self.across))
-        return pl.ds(row * PIECE[0], PIECE[0]), pl.ds(column * PIECE[1], PIECE[1])
-
-    def load(self, index: Scalar) -> None:
-        """Starts the load of a piece into its buffer."""
-        buffer = lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(BUFFERS))
-        plgpu.copy_gmem_to_smem(self.own.at[self.place(index)], self.pieces.at[buffer], self.loaded.at[buffer])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SentGroup:
-    """The pieces for one device, as events: number i sends piece i, and the one behind the last signals."""
-
-    sender: Sender
-    device: Any
-    slot: int
-
-    def begin(self) -> None:
-        """Loads the first piece."""
-        pl.when(self.sender.count > 0)(lambda: self.sender.load(0))
-
-    def event(self, index: Scalar) -> None:
-        """Sends a piece and loads the next one; or signals that all are there."""
-        sender, count = self.sender, self.sender.count
-
-        @pl.when(index < count)
-        def _() -> None:
-            buffer = lax.rem(index, jnp.int32(BUFFERS))
-            plgpu.barrier_wait(sender.loaded.at[buffer])
-            target = plgpu.remote_ref(sender.rows, self.device).at[self.slot, *sender.place(index)]
-            plgpu.copy_smem_to_gmem(sender.pieces.at[buffer], target)
-
-            @pl.when(index + 1 < count)
-            def _() -> None:
-                # The next piece's buffer has been read but for the latest stores from others.
-                plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
-                sender.load(index + 1)
-
-        @pl.when(index == count)
-        def _() -> None:
-            # The copies are complete, not only what they read.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-            pl.semaphore_signal(sender.arrived.at[self.slot], device_id=self.device)
-
-    def pace(self, step: Scalar) -> None:
-        """Runs the event of a step of the matmul."""
-        pace = jnp.int32(self.sender.pace)
-        pl.when(lax.rem(step, pace) == 0)(lambda: self.event(lax.div(step, pace)))
-
-    def finish(self, steps: Scalar) -> None:
-        """Runs the events that ``steps`` steps have left."""
-        pace = jnp.int32(self.sender.pace)
-        lax.fori_loop(lax.div(steps + pace - 1, pace), self.sender.count + 1, lambda index, _: self.event(index), None)
+        mine = lax.div(jnp.int32(len(pieces_of(own)) - 1 + self.senders) - number, jnp.int32(self.senders))
+        return Outgoing(
+            self.buffers,
+            jnp.where(number < self.senders, mine, -1),
+            lambda index: own.at[place(index)],
+            lambda index: plgpu.remote_ref(self.rows, device).at[slot, *place(index)],
+            lambda: pl.semaphore_signal(self.arrived.at[slot], device_id=device),
+        )

@@ -189,6 +189,53 @@ class GatheredSchedule:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ScatteredSchedule:
+    """All tiles of a matmul whose rows belong to several devices, those of the device behind this one first.
+
+    The rows of this device are the last ones. The tiles of each device are in the same order.
+
+    Attributes:
+      own: ``[1]``, the number of this device.
+      devices: how many there are.
+      batches: ranges of rows that each device has, between which are those of the others.
+      rows: of a range.
+    """
+
+    own: Any
+    devices: int = dataclasses.field(metadata={"static": True})
+    batches: int = dataclasses.field(metadata={"static": True})
+    rows: int = dataclasses.field(metadata={"static": True})
+    columns: int = dataclasses.field(metadata={"static": True})
+    steps: int = dataclasses.field(metadata={"static": True})
+    tile: TileShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tiles(self) -> TileIndex:
+        """Tiles of a cluster of one range of rows, along both."""
+        return self.tile.tiles(self.rows, self.columns)
+
+    @property
+    def items_of_part(self) -> int:
+        """The number of items of one device's rows."""
+        return self.batches * self.tiles.row * self.tiles.column
+
+    def items(self) -> int:
+        """The number of items of all clusters."""
+        return self.devices * self.items_of_part
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster: its row is one of the range ``matrix`` of the device's rows."""
+        part, of_range = lax.div(jnp.asarray(item, jnp.int32), jnp.int32(self.items_of_part)), self.tiles.row
+        index = in_bands(item - part * self.items_of_part, self.batches * of_range, self.tiles.column, self.tile.band)
+        batch = lax.div(jnp.asarray(index.row, jnp.int32), jnp.int32(of_range)) if self.batches > 1 else jnp.int32(0)
+        row, column = self.tile.place(TileIndex(index.row - batch * of_range, index.column), cta)
+        device = lax.rem(self.own[0] + part + 1, jnp.int32(self.devices))
+        first = (batch * self.devices + device) * self.rows
+        return Work(row, column, batch, jnp.int32(0), jnp.int32(self.steps), lhs_row=first + row, part=part)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RaggedRowsSchedule:
     """Rows in groups, each of which has a matrix: the tiles of a group begin at its first row.
 

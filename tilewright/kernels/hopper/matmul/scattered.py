@@ -1,0 +1,355 @@
+"""A matmul whose products are summed over the devices of a mesh axis while it runs: k is split, and so are the sums.
+
+A device computes the tiles of the others' rows first, in float32, and keeps them in its memory, from which the producer
+sends each one while the next is computed. Of its own rows, the last, it adds what it has received to each tile::
+
+    device i, consumers    tile 0 of i+1 · keep     tile 1 of i+1 · keep     ...   tile 0 of i · wait · add · store ...
+    device i, producer                              tile 0 -> i+1 · signal   ...   last tile -> i+1 · signal
+
+The sums are in float32 and in the order of the devices before this one, so that they repeat bit for bit. All devices
+have the tiles in the same order: what a CTA waits for was sent when the same CTA of the other device had begun its next
+tile. It is safe as ``gathered.py`` is, but that all CTAs send, and must have an SM in the end.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.launch import run_kernel
+from tilewright.kernels.hopper.limits import PUSH_REGISTERS, WGMMA_M
+from tilewright.kernels.hopper.matmul.dense import dense_plan
+from tilewright.kernels.hopper.matmul.epilogue import AsSummed, Columns
+from tilewright.kernels.hopper.matmul.gathered import items_before, sending_pace
+from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
+from tilewright.kernels.hopper.matmul.kernel import (
+    Factors,
+    MatmulContext,
+    Operands,
+    Scratch,
+    accumulate,
+    produce_item,
+)
+from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
+from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
+from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
+from tilewright.kernels.hopper.matmul.sending import (
+    Outgoing,
+    PieceBuffers,
+    Ring,
+    buffers_bytes,
+    fence_loads,
+    piece_shape,
+)
+from tilewright.kernels.hopper.matmul.store import store_tile
+from tilewright.kernels.hopper.shared import SharedTile
+from tilewright.kernels.hopper.types import Ref, Scalar
+
+BUFFERS = 2
+"""Pieces for which a CTA has shared memory."""
+
+KEPT_BUFFERS = 2
+"""Parts of a consumer's float32 tile that it writes while TMA stores others."""
+
+FIRST_STEP = 4
+"""The step of an item with which the tile before is sent: then all consumers have stored it, and nobody waits."""
+
+COLUMNS = 64
+"""Columns to which received ones are added at a time."""
+
+
+class Arrays(NamedTuple):
+    """Arrays that the kernel writes.
+
+    Attributes:
+      out: ``[batches, rows, n]``, the sums of this device.
+      kept, received: float32, ``[devices - 1, batches, rows, n]``, padded to whole tiles: what this device has computed
+        for the others, and they for it, by the distance of the two.
+    """
+
+    out: Any
+    kept: Any
+    received: Any
+
+
+class ScatteringScratch(NamedTuple):
+    """Shared memory of a CTA: that of the matmul, parts of float32 tiles, and buffers of pieces to send.
+
+    Attributes:
+      stored: whether the consumers have stored the tile that is sent next.
+    """
+
+    matmul: Scratch
+    kept: Any
+    buffers: PieceBuffers
+    stored: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScatterContext:
+    """A CTA's references beside those of the matmul."""
+
+    matmul: MatmulContext
+    ring: Ring
+    arrays: Arrays
+    scratch: ScatteringScratch
+    arrived: Any
+
+    @property
+    def schedule(self) -> ScatteredSchedule:
+        """The kernel's schedule, over its references."""
+        return cast(ScatteredSchedule, self.matmul.schedule)
+
+    def begin(self, part: int) -> Scalar:
+        """The number of the first item of a part among those of this CTA."""
+        return items_before(self.matmul, part * self.schedule.items_of_part)
+
+    def work(self, index: Scalar) -> Work:
+        """An item of this CTA."""
+        return self.schedule.work(self.matmul.program + index * self.matmul.programs, self.matmul.cta)
+
+    def semaphore(self, slot: int, index: Scalar, part: int) -> Ref:
+        """The semaphore of the tile of an item, which has the same number on all devices."""
+        schedule, cluster = self.schedule, self.matmul.plan.params.cluster
+        item = self.matmul.program + index * self.matmul.programs - part * schedule.items_of_part
+        number = slot * schedule.items_of_part * cluster + item * cluster + self.matmul.cta
+        semaphore: Ref = self.arrived.at[number]
+        return semaphore
+
+
+def scattered_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    ring: Ring,
+    *,
+    transpose_rhs: bool = False,
+    out_dtype: DTypeLike,
+    params: MatmulParams,
+    num_sms: int,
+) -> jax.Array:
+    """``psum_scatter(lhs · rhs)`` of 16-bit operands inside of ``shard_map``, with float32 sums.
+
+    Args:
+      lhs: ``[batches, devices · rows, k]``, this device's part of k.
+      rhs: ``[k, n]``, or ``[n, k]`` with ``transpose_rhs``.
+
+    Returns:
+      ``[batches, rows, n]``.
+    """
+    batches, all_rows, k = lhs.shape
+    n, rows, devices = rhs.shape[0 if transpose_rhs else 1], all_rows // ring.devices, ring.devices
+    matrix = lhs.reshape(batches * all_rows, k)
+    plan = scattered_plan(lhs.dtype, matrix.shape, rhs.shape, params, out_dtype, transpose_rhs)
+    own = ring.index().astype(jnp.int32)[None]
+    schedule = ScatteredSchedule(own, devices, batches, rows, n, -(-k // plan.lhs.block_k), plan.tile)
+    tiles, tile = schedule.tiles, plan.tile
+    padded = (tiles.row * tile.rows * tile.cluster_m, tiles.column * tile.columns * tile.cluster_n)
+    wide = jax.ShapeDtypeStruct((devices - 1, batches, *padded), jnp.float32)
+    # Each CTA has an item of every part.
+    programs = min(num_sms // params.cluster, schedule.items_of_part)
+
+    def body(operands: Operands, arrays: Arrays, scratch: ScatteringScratch) -> None:
+        arrived: Any = pl.get_global(
+            plgpu.SemaphoreType.REGULAR(((devices - 1) * schedule.items_of_part * params.cluster,))
+        )
+        warpgroup = lax.axis_index("warpgroup")
+        context = MatmulContext(
+            plan, operands, (arrays.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
+            PUSH_REGISTERS,
+        )  # fmt: skip
+        scatter = ScatterContext(context, ring, arrays, scratch, arrived)
+        pl.when(warpgroup < params.consumers)(lambda: run_scattering_consumer(scatter))
+        pl.when(warpgroup == params.consumers)(lambda: run_scattering_producer(scatter))
+
+    scratch = ScatteringScratch(
+        Scratch(plan.stages, plan.store_tile.stack(params.consumers, plan.store_buffers), None, None),
+        kept_tile().stack(params.consumers, KEPT_BUFFERS),
+        PieceBuffers.scratch(BUFFERS, jnp.float32),
+        plgpu.Barrier(num_arrivals=params.consumers, num_barriers=1),
+    )
+    arrays: Arrays = run_kernel(
+        body,
+        Operands((Factors(matrix, (rhs,)),), schedule, AsSummed(), None),
+        Arrays(jax.ShapeDtypeStruct((batches, rows, n), out_dtype), wide, wide),
+        scratch,
+        num_ctas=programs,
+        warpgroups=params.consumers + 1,
+        cluster=params.cluster,
+    )
+    return arrays.out
+
+
+def kept_tile() -> SharedTile:
+    """A part of a float32 tile: the rows of one wgmma, and a swizzle width of columns."""
+    return SharedTile((WGMMA_M, BLOCK_BYTES // 4), jnp.float32, BLOCK_BYTES, True)
+
+
+def scattered_plan(
+    dtype: DTypeLike,
+    lhs_shape: tuple[int, ...],
+    rhs_shape: tuple[int, ...],
+    params: MatmulParams,
+    out_dtype: DTypeLike,
+    transpose_rhs: bool,
+) -> MatmulPlan:
+    """The plan of `scattered_matmul`."""
+    plan = dense_plan(dtype, lhs_shape, rhs_shape, 1, params, out_dtype, False, transpose_rhs)
+    reserved = buffers_bytes(BUFFERS) + kept_tile().stack_bytes(params.consumers * KEPT_BUFFERS)
+    return dataclasses.replace(plan, reserved=reserved)
+
+
+def scattered_params(
+    lhs: jax.Array | jax.ShapeDtypeStruct,
+    rhs: jax.Array | jax.ShapeDtypeStruct,
+    out_dtype: DTypeLike,
+    transpose_rhs: bool,
+    num_sms: int,
+) -> MatmulParams:
+    """The config of a call: the best one of a matmul, with as many stages as the rest leaves."""
+    k, n = lhs.shape[-1], rhs.shape[0 if transpose_rhs else 1]
+    rows = math.prod(lhs.shape[:-1])
+    candidates = dense_candidates(rows, n, k, num_sms)
+    best = next(each for each in candidates if each.consumers == 2 and not each.turns)
+    shapes = lhs.dtype, (rows, k), rhs.shape
+
+    def fits(params: MatmulParams) -> bool:
+        return not plan_reasons(lambda: scattered_plan(*shapes, params, out_dtype, transpose_rhs))
+
+    return next(
+        filter(fits, (dataclasses.replace(best, num_stages=number) for number in range(best.num_stages, 1, -1)))
+    )
+
+
+def run_scattering_consumer(scatter: ScatterContext) -> None:
+    """Computes this warpgroup's rows of all items of this CTA: keeps those of others, and adds up the own ones."""
+    context, devices = scatter.matmul, scatter.ring.devices
+    first_own = scatter.begin(devices - 1)
+    plgpu.set_max_registers(PUSH_REGISTERS.consumer, action="increase")
+
+    def one(finish: Callable[[jax.Array, Work, Scalar], None], index: Scalar, _: None) -> None:
+        work = scatter.work(index)
+        accumulator = plgpu.ACC((context.plan.params.consumer_rows, context.plan.columns), jnp.float32)
+        first = index * scatter.schedule.steps
+        (tile,) = pl.run_scoped(functools.partial(accumulate, context, work, first), accumulator)
+        finish(tile, work, index)
+
+    lax.fori_loop(0, first_own, functools.partial(one, functools.partial(keep, scatter)), None)
+    lax.fori_loop(first_own, scatter.begin(devices), functools.partial(one, functools.partial(add, scatter)), None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def keep(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> None:
+    """Stores a tile that belongs to another device, and tells the producer."""
+    context, first_row = scatter.matmul, work.row + scatter.matmul.first_row
+    target = scatter.arrays.kept.at[work.part, work.matrix]
+    store_tile((tile,), target, scatter.scratch.kept.at[context.warpgroup], work, first_row)
+    # The sender reads it from global memory.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    plgpu.barrier_arrive(scatter.scratch.stored)
+
+
+def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> None:
+    """Adds what the others have computed of a tile, and stores the sum."""
+    context, first_row = scatter.matmul, work.row + scatter.matmul.first_row
+    last = scatter.ring.devices - 1
+    for slot in range(last):
+        pl.semaphore_wait(scatter.semaphore(slot, index, last), 1, decrement=False)
+    # In blocks, so that few registers hold what is loaded.
+    height, width = tile.shape
+    blocks: list[jax.Array] = []
+    for begin in range(0, width, COLUMNS):
+        block = tile[:, begin : begin + COLUMNS]
+        for slot in range(last):
+            rows, columns = pl.ds(first_row, height), pl.ds(work.column + begin, COLUMNS)
+            block = block + load_columns(scatter.arrays.received.at[slot, work.matrix, rows, columns])
+        blocks.append(block.astype(context.plan.out_dtype))
+    columns_of: Columns = tuple(blocks)
+    target = scatter.arrays.out.at[work.matrix]
+    store_tile(columns_of, target, context.scratch.store.at[context.warpgroup], work, first_row)
+
+
+def load_columns(source: Ref) -> jax.Array:
+    """Loads a tile from global memory in the accumulator's layout."""
+    # Four lanes load 32 bytes of a row, a whole sector.
+    values: jax.Array = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+    return values
+
+
+def run_scattering_producer(scatter: ScatterContext) -> None:
+    """Loads the tiles of all items of this CTA, and sends each tile of others while the next item is computed."""
+    context, steps, devices = scatter.matmul, scatter.schedule.steps, scatter.ring.devices
+    plgpu.set_max_registers(PUSH_REGISTERS.producer, action="decrease")
+
+    def produce(index: Scalar, before: int | None) -> None:
+        """Loads an item, and sends the one before it, which is of part ``before``, or which nobody wants."""
+        work, first = scatter.work(index), index * steps
+        if before is None:
+            produce_item(context, work, first, 0)
+            return
+        outgoing = tile_sender(scatter, index - 1, before)
+        pace = sending_pace(len_of_tile(scatter), steps - FIRST_STEP)
+
+        def also(step: Scalar) -> None:
+            since = step - first - FIRST_STEP
+            pl.when(since == 0)(lambda: begin(scatter, outgoing))
+            pl.when(since > 0)(lambda: outgoing.at_step(since - 1, pace))
+
+        # The consumers store the next tile after the last step, so the producer has waited for this one before that.
+        meanwhile = steps > FIRST_STEP + 1
+        if not meanwhile:
+            begin(scatter, outgoing)
+        produce_item(context, work, first, 0, also if meanwhile else None)
+        # What a short item has no steps for.
+        outgoing.finish(steps - FIRST_STEP - 1 if meanwhile else 0, pace)
+
+    # The device that a tile is sent to is static in its TMA descriptor: the first item of a part stands alone, as the
+    # tile before is of the part before.
+    for part in range(devices):
+        first, last = scatter.begin(part), scatter.begin(part + 1)
+        own = part == devices - 1
+        produce(first, part - 1 if part else None)
+        lax.fori_loop(first + 1, last, lambda index, _, own=own, part=part: produce(index, None if own else part), None)
+    if context.plan.params.cluster > 1:
+        context.scratch.stages.drain(scatter.begin(devices) * steps)
+
+
+def begin(scatter: ScatterContext, outgoing: Outgoing) -> None:
+    """Loads the first piece of a tile when the consumers have stored it."""
+    plgpu.barrier_wait(scatter.scratch.stored)
+    fence_loads()
+    outgoing.begin()
+
+
+def len_of_tile(scatter: ScatterContext) -> int:
+    """The number of pieces of a tile."""
+    height, width = piece_shape(jnp.float32)
+    return scatter.matmul.plan.params.block_m // height * (scatter.matmul.plan.columns // width)
+
+
+def tile_sender(scatter: ScatterContext, index: Scalar, part: int) -> Outgoing:
+    """The pieces of an item's tile for the device whose rows it has."""
+    work, device = scatter.work(index), scatter.ring.before(scatter.ring.devices - part - 1)
+    height, width = piece_shape(jnp.float32)
+    across = scatter.matmul.plan.columns // width
+
+    def place(array: Ref, index: Scalar) -> Ref:
+        row, column = lax.div(index, jnp.int32(across)), lax.rem(index, jnp.int32(across))
+        rows, columns = pl.ds(work.row + row * height, height), pl.ds(work.column + column * width, width)
+        piece: Ref = array.at[part, work.matrix, rows, columns]
+        return piece
+
+    return Outgoing(
+        scatter.scratch.buffers,
+        jnp.int32(len_of_tile(scatter)),
+        lambda index: place(scatter.arrays.kept, index),
+        lambda index: place(plgpu.remote_ref(scatter.arrays.received, device), index),
+        lambda: pl.semaphore_signal(scatter.semaphore(part, index, part), device_id=device),
+    )
