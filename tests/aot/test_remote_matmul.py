@@ -20,7 +20,7 @@ from tests.aot.compiler import (
     missing_packages,
     parse_reports,
 )
-from tilewright.modules import all_gather_matmul
+from tilewright.modules import all_gather_matmul, matmul_reduce_scatter
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages() or "nothing")
 
@@ -58,6 +58,10 @@ def remote(lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
     return all_gather_matmul(lhs, rhs, axis_name="x", strategy="remote", **options)
 
 
+def summed(lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
+    return matmul_reduce_scatter(lhs, rhs, axis_name="x", strategy="remote", **options)
+
+
 ROWS, COLUMNS = P("x", None), P(None, "x")
 
 
@@ -79,6 +83,28 @@ def test_one_kernel_without_spills(m: int, k: int, n: int, mesh_shape: tuple[int
     assert "multimem" not in lowered
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "mesh_shape"),
+    [(4096, 14336, 4096, (2,)), (400, 528, 264, (2,)), (1024, 1024, 512, (2, 2))],
+)
+def test_sums_in_one_kernel_without_spills(m: int, k: int, n: int, mesh_shape: tuple[int, ...], check_vma: bool):
+    lowered, text, reports = compiled(summed, ((m, k), (k, n)), (COLUMNS, ROWS, ROWS), mesh_shape, check_vma=check_vma)
+    assert len(reports) == 1
+    assert not reports[0].faults
+    assert not re.search(r" (all-reduce|reduce-scatter|collective-permute)", text)
+    assert "skip_device_barrier = false" in lowered
+    assert "multimem" not in lowered
+
+
+def test_sums_over_eight_devices():
+    """The producer has the descriptors of seven devices."""
+    _, _, reports = compiled(summed, ((16384, 28672), (28672, 8192)), (COLUMNS, ROWS, ROWS), (8,))
+    assert len(reports) == 1
+    assert max(reports[0].spill_stores, reports[0].spill_loads) <= 16
+    assert not reports[0].serialised
+
+
 def test_ranges_of_rows_and_a_transposed_matrix_in_float32():
     specs = (P(None, "x", None), P("x", None), P(None, None, "x"))
     function = lambda lhs, rhs: remote(lhs, rhs, transpose_rhs=True, preferred_element_type=jnp.float32)
@@ -98,3 +124,8 @@ def test_gradients_and_vmap():
     both = (P(None, "x", None), P(None, None, "x"), P(None, None, "x"))
     lowered, _, _ = compiled(jax.vmap(remote), ((2, 1024, 512), (2, 512, 1024)), both)
     assert lowered.count("collective_permute") == 1
+    scattered = (P(None, None, "x"), P("x", None), P(None, "x", None))
+    lowered, _, reports = compiled(
+        jax.vmap(summed, (0, None)), ((2, 1024, 512), (512, 1024)), scattered, check_vma=False
+    )
+    assert len(reports) == 1

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tilewright.kernels.hopper.device import device_reasons
-from tilewright.modules import all_gather_matmul
+from tilewright.modules import all_gather_matmul, matmul_reduce_scatter
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +59,23 @@ def test_the_same_as_in_float64(batches: int, rows: int, k: int, n: int, dtype: 
     lhs, rhs = draw(0, batches, rows * count, k, dtype=dtype), draw(1, k, n * count, dtype=dtype)
     got = over_devices(remote, ROWS, COLUMNS, P(None, None, "x"))(*placed(lhs, rhs))
     near(got, lhs, rhs)
+
+
+@pytest.mark.parametrize(
+    ("batches", "rows", "k", "n", "dtype"),
+    [(1, 512, 1024, 512, "bfloat16"), (1, 200, 264, 264, "float16"), (3, 136, 64, 512, "bfloat16")],
+)
+def test_sums_are_the_same_as_in_float64(batches: int, rows: int, k: int, n: int, dtype: str):
+    count = jax.device_count()
+    lhs, rhs = draw(0, batches, rows * count, k * count, dtype=dtype), draw(1, k * count, n, dtype=dtype)
+    specs = P(None, None, "x"), P("x", None)
+    arrays = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip((lhs, rhs), specs, strict=True)]
+    function = lambda *xs: matmul_reduce_scatter(*xs, axis_name="x", strategy="remote")
+    call = over_devices(function, *specs, ROWS)
+    got = call(*arrays)
+    near(got, lhs, rhs)
+    for _ in range(5):
+        assert jnp.array_equal(call(*arrays), got)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -85,7 +85,9 @@ def matmul_reduce_scatter(
       transpose_rhs: rhs is ``[n, k / devices]``.
       precision, preferred_element_type, platform: as in ``matmul``, which multiplies the parts.
       strategy: "collective" multiplies and then sums. "ring" multiplies the rows of one device while the sums of
-        another travel, and "bidirectional" sends them to both neighbours. "auto" predicts which is fastest.
+        another travel, and "bidirectional" sends them to both neighbours. "remote" is one kernel, whose devices send
+        their products to each other, where the one of ``all_gather_matmul`` would serve. "auto" predicts which is
+        fastest.
 
     Returns:
       ``[..., m / devices, n]``: this device's rows of the sum.
@@ -97,8 +99,6 @@ def matmul_reduce_scatter(
     left, right, options = _prepared(
         name, lhs, rhs, axis_name, transpose_rhs, precision, preferred_element_type, strategy, platform
     )
-    if strategy == "remote":
-        raise ValueError(f"{name}: {strategy=} is one of all_gather_matmul alone")
     if left.shape[-2] % options.devices:
         raise ValueError(
             f"{name}: the rows of lhs must be a multiple of the {options.devices} devices of {axis_name=}, got "

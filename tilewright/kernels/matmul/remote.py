@@ -1,6 +1,7 @@
-"""An `all_gather_matmul` in one kernel, whose devices send their rows to each other while they multiply."""
+"""Both ops in one kernel each, whose devices send their rows or their products to each other while they multiply."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -8,40 +9,73 @@ import jax
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
+from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scattered_params
 from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
-from tilewright.kernels.matmul.rings import RingOptions, gathered_product
+from tilewright.kernels.matmul.rings import RingOptions, gathered_product, scattered_product
 from tilewright.kernels.sharding import unvarying, vary_over, varying_axes
 from tilewright.ops.utils.device import current_device
 
+type Product = Callable[[jax.Array, jax.Array, RingOptions], jax.Array]
 
-def remote_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """``all_gather(lhs) · rhs`` by the Hopper kernel whose devices send their rows to each other.
 
-    Under ``vmap`` of lhs alone its rows are those of a larger lhs; of rhs, too, a ring computes it.
+def remote_gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+    """``all_gather(lhs) · rhs``.
 
     Raises:
       ValueError: the kernel does not take such a call.
     """
-    reasons = remote_reasons(lhs, rhs, options)
-    if reasons:
-        raise ValueError(f"all_gather_matmul: strategy='remote' cannot serve this call: {'; '.join(reasons)}")
+    check("all_gather_matmul", lhs, rhs, options)
 
-    axis = cast(str, options.axis_name)
-    varying = varying_axes((lhs, rhs)) | {axis}
-
-    @jax.custom_batching.custom_vmap
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
         (*leading, rows, k), sms = lhs.shape, num_sms(current_device())
         out = gathered_matmul(
-            unvarying(lhs).reshape(-1, rows, k),
-            unvarying(rhs),
-            Ring(axis, options.devices, jax.sharding.get_abstract_mesh().axis_names),
+            lhs.reshape(-1, rows, k),
+            rhs,
+            ring_of(options),
             transpose_rhs=options.transpose_rhs,
             out_dtype=options.out_dtype,
             params=gathered_params(lhs, rhs, options.devices, options.out_dtype, options.transpose_rhs, sms),
             num_sms=sms,
         )
-        return vary_over(varying, out.reshape(*leading, rows * options.devices, -1))
+        return out.reshape(*leading, rows * options.devices, -1)
+
+    return over_devices(product, gathered_product, lhs, rhs, options)
+
+
+def remote_scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+    """``psum_scatter(lhs · rhs)``, summed in float32.
+
+    Raises:
+      ValueError: the kernel does not take such a call.
+    """
+    check("matmul_reduce_scatter", lhs, rhs, options)
+
+    def product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+        (*leading, rows, k), sms = lhs.shape, num_sms(current_device())
+        out = scattered_matmul(
+            lhs.reshape(-1, rows, k),
+            rhs,
+            ring_of(options),
+            transpose_rhs=options.transpose_rhs,
+            out_dtype=options.out_dtype,
+            params=scattered_params(lhs, rhs, options.out_dtype, options.transpose_rhs, sms),
+            num_sms=sms,
+        )
+        return out.reshape(*leading, rows // options.devices, -1)
+
+    return over_devices(product, scattered_product, lhs, rhs, options)
+
+
+def over_devices(kernel: Product, parts: Product, lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+    """Runs a kernel in a ``shard_map`` that may check types, and under ``vmap``.
+
+    There the rows of several lhs are those of a larger one; of several rhs ``parts`` computes a ring.
+    """
+    varying = varying_axes((lhs, rhs)) | {cast(str, options.axis_name)}
+
+    @jax.custom_batching.custom_vmap
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return vary_over(varying, kernel(unvarying(lhs), unvarying(rhs), options))
 
     # Pallas would add an axis to a grid whose devices wait for each other.
     @product.def_vmap
@@ -49,15 +83,26 @@ def remote_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.
         if not batched[1]:
             return product(lhs, rhs), True
         ring = dataclasses.replace(options, strategy="ring")
-        # Of each matrix the rows would have to be sent.
         axes = tuple(0 if each else None for each in batched)
-        return jax.vmap(lambda x, y: gathered_product(x, y, ring), axes)(lhs, rhs), True
+        return jax.vmap(lambda x, y: parts(x, y, ring), axes)(lhs, rhs), True
 
     return cast(jax.Array, product(lhs, rhs))
 
 
+def ring_of(options: RingOptions) -> Ring:
+    """The devices of a call."""
+    return Ring(cast(str, options.axis_name), options.devices, jax.sharding.get_abstract_mesh().axis_names)
+
+
+def check(name: str, lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> None:
+    """Raises a ``ValueError`` that says why the kernel of an op cannot serve a call."""
+    reasons = remote_reasons(lhs, rhs, options)
+    if reasons:
+        raise ValueError(f"{name}: strategy='remote' cannot serve this call: {'; '.join(reasons)}")
+
+
 def remote_reasons(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> list[str]:
-    """Reasons why the Hopper kernel that gathers rows itself cannot compute a product; empty if it can."""
+    """Reasons why the kernels cannot serve a call; empty if they can."""
     k, n = lhs.shape[-1], rhs.shape[0 if options.transpose_rhs else 1]
     reasons = device_reasons(current_device())
     reasons += operand_reasons({"lhs": lhs.dtype, "rhs": rhs.dtype}, options.out_dtype, {"k": k, "n": n})

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +73,13 @@ class RingOptions:
 
     def backward(self, out_dtype: jax.typing.DTypeLike) -> "RingOptions":
         """The options of the op that computes the gradient of lhs."""
-        name = jnp.dtype(out_dtype).name
-        return dataclasses.replace(self, out_dtype=name, transpose_rhs=not self.transpose_rhs)
+        name, strategy = jnp.dtype(out_dtype).name, self.strategy
+        if strategy == "remote":  # of a gradient's dtypes or sizes there may be no kernel
+            strategy = "auto"
+        return dataclasses.replace(self, out_dtype=name, transpose_rhs=not self.transpose_rhs, strategy=strategy)
 
     def chosen(self, moved_bytes: float, flops: float) -> Strategy:
-        """The strategy of what has no kernel that is remote, by the model if it is "auto" or "remote".
+        """The strategy of what has no kernel of its own, by the model if it is "auto" or "remote".
 
         Args:
           moved_bytes: the bytes that a step of a ring sends.
@@ -172,9 +174,7 @@ def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> ja
     """``all_gather(lhs) · rhs``."""
     rows, n = lhs.shape[-2], rhs.shape[0 if options.transpose_rhs else 1]
     if options.strategy == "remote" and options.devices > 1:
-        remote = importlib.import_module("tilewright.kernels.matmul.remote")  # which imports this module
-        product: jax.Array = remote.remote_product(lhs, rhs, options)
-        return product
+        return _remote().remote_gathered_product(lhs, rhs, options)
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * n)
     if strategy == "collective":
         return _matmul(_gathered(lhs, options), rhs, options, options.out_dtype)
@@ -193,6 +193,8 @@ def scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> j
     devices, n = options.devices, rhs.shape[0 if options.transpose_rhs else 1]
     rows, steps = lhs.shape[-2] // devices, lhs.size // devices
     moved_bytes = (steps // max(lhs.shape[-1], 1)) * n * wide.itemsize
+    if options.strategy == "remote" and options.devices > 1:
+        return _remote().remote_scattered_product(lhs, rhs, options)
     strategy = options.chosen(moved_bytes, 2.0 * steps * n)
     if strategy == "collective":
         whole = _matmul(lhs, rhs, options, wide)
@@ -215,6 +217,11 @@ def scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> j
     for each in (total_right, total_left):
         total = total if each is None else total + each
     return total.astype(options.out_dtype)
+
+
+def _remote() -> Any:
+    """The module of the kernels, which imports this one."""
+    return importlib.import_module("tilewright.kernels.matmul.remote")
 
 
 def _gathered(x: jax.Array, options: RingOptions) -> jax.Array:
