@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.hopper.matmul import gathered, scattered
+from tilewright.kernels.hopper.matmul import gathered, scattered, sending
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params, sending_pace
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.scattered import scattered_matmul
@@ -121,8 +121,9 @@ def sent_to_itself() -> Iterator[Counter[str]]:
         mock.patch.object(pl, "semaphore_signal", signal),
         mock.patch.object(pl, "semaphore_wait", wait),
         mock.patch.object(plgpu, "remote_ref", lambda ref, device: ref),
-        mock.patch.object(gathered, "fence_loads"),
-        mock.patch.object(scattered, "fence_loads"),
+        mock.patch.object(gathered, "fence_copies"),
+        mock.patch.object(scattered, "fence_copies"),
+        mock.patch.object(sending, "fence_copies"),
         mock.patch.object(gathered, "SENDERS", 1),
     ):
         yield calls

@@ -52,7 +52,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     PieceBuffers,
     Ring,
     buffers_bytes,
-    fence_loads,
+    fence_copies,
     piece_shape,
 )
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -216,7 +216,7 @@ def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: i
         # All devices have sent their previous group before they wait here, so that none waits for one that waits.
         if part > 0:
             pl.semaphore_wait(arrived.at[part - 1], sender.senders, decrement=False)
-            fence_loads()
+            fence_copies()
 
         def one(index: Scalar, _: None, part: int = part, outgoing: Any = outgoing, begin: Scalar = begin) -> None:
             work = schedule.work(context.program + index * context.programs, context.cta)

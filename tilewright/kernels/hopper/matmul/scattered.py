@@ -46,7 +46,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     PieceBuffers,
     Ring,
     buffers_bytes,
-    fence_loads,
+    fence_copies,
     piece_shape,
 )
 from tilewright.kernels.hopper.matmul.store import store_tile
@@ -262,6 +262,8 @@ def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> 
     last = scatter.ring.devices - 1
     for slot in range(last):
         pl.semaphore_wait(scatter.semaphore(slot, index, last), 1, decrement=False)
+    # What is loaded was written by TMA.
+    fence_copies()
     # In blocks, so that few registers hold what is loaded.
     height, width = tile.shape
     blocks: list[jax.Array] = []
@@ -324,7 +326,7 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
 def begin(scatter: ScatterContext, outgoing: Outgoing) -> None:
     """Loads the first piece of a tile when the consumers have stored it."""
     plgpu.barrier_wait(scatter.scratch.stored)
-    fence_loads()
+    fence_copies()
     outgoing.begin()
 
 

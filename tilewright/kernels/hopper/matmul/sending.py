@@ -123,6 +123,7 @@ class Outgoing:
         def _() -> None:
             # The copies are complete, not only what they read.
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            fence_copies()
             self.signal()
 
     def at_step(self, step: Scalar, pace: int) -> None:
@@ -135,8 +136,11 @@ class Outgoing:
         lax.fori_loop(first, self.count + 1, lambda index, _: self.event(index), None)
 
 
-def fence_loads() -> None:
-    """Orders the TMA loads that follow after what this thread has waited for in global memory."""
+def fence_copies() -> None:
+    """Orders copies by TMA to and from global memory with loads, stores and signals of the same memory.
+
+    To PTX these are two proxies. A wait for copies orders them for the thread that waits, a semaphore for no other.
+    """
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
