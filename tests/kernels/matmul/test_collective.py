@@ -220,7 +220,7 @@ def test_float64():
         np.testing.assert_allclose(mine, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_the_predicted_strategy():
+def test_the_predicted_strategy(monkeypatch: pytest.MonkeyPatch):
     with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         h100 = current_device()
     # A part of 2048 rows, 8192 wide, in bfloat16, by a matrix of 8192 x 3584: 75 us of transfer, 122 us of matmul.
@@ -229,6 +229,11 @@ def test_the_predicted_strategy():
     assert strategy_of(h100, 8, *(x / 64 for x in large)) == "collective"
     assert strategy_of(h100, 8, large[0], 0.0) == "collective"  # nothing to overlap with
     assert strategy_of(current_device(), 8, *large) == "collective"
+    # Between two devices a ring was measured to be worth it where its transfers take no SMs.
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert strategy_of(h100, 2, *large) == "collective"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
+    assert strategy_of(h100, 2, *large) == "ring"
 
 
 def test_a_program_for_eight_gpus_is_a_ring_without_one():
