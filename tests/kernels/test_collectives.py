@@ -90,8 +90,8 @@ class Split:
         return dict(found)
 
 
-def attention_operands(queries: P, keys: P) -> tuple[Any, ...]:
-    shape = (1, 32, HEADS, 16)
+def attention_operands(queries: P, keys: P, batch: int = 1) -> tuple[Any, ...]:
+    shape = (batch, 32, HEADS, 16)
     return ((shape, queries), (shape, keys), (shape, keys))
 
 
@@ -145,8 +145,14 @@ CALLS = {
     "`flash_attention` | batch or heads": Split(
         causal, attention_operands(P(None, None, "s"), P(None, None, "s")), AxisType.Explicit
     ),
+    "`flash_attention` | batch, beside whole keys": Split(
+        causal, attention_operands(P("s"), P(), batch=4), AxisType.Explicit
+    ),
     "`flash_attention` | length of the query, beside whole keys": Split(
         causal, attention_operands(ROWS, P()), AxisType.Explicit
+    ),
+    "`flash_attention` | length of the keys, beside a whole query": Split(
+        causal, attention_operands(P(), ROWS), AxisType.Explicit
     ),
     "`context_parallel_attention`, ring | length": over_axis("ring"),
     "the same with a window shorter than a shard | length": over_axis("ring", sliding_window=4),

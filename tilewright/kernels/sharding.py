@@ -144,9 +144,12 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def forward_locally[Inputs, Results](
     forward: Callable[[Inputs], Results], partitioning: Partitioning | None, inputs: Inputs
 ) -> Results:
-    """Runs ``forward(inputs)``, on each device's part if there is a partitioning."""
+    """Runs ``forward(inputs)``, on each device's part if there is a partitioning.
+
+    Inside of ``shard_map`` all inputs get one type, as the carry of a backend's loop must have.
+    """
     if partitioning is None:
-        return varying_as(forward(inputs), inputs)
+        return varying_as(forward(vary_over(varying_axes(inputs), inputs)), inputs)
     return jax.shard_map(
         lambda part: partitioning.on_results(forward(partitioning.on_part(part))),
         mesh=partitioning.mesh,
@@ -165,7 +168,8 @@ def backward_locally[Inputs, Results](
 ) -> dict[str, Any]:
     """Runs ``backward(inputs, results, cotangents)`` likewise; gradients of replicated arguments are summed."""
     if partitioning is None:
-        return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
+        operands = inputs, results, cotangents
+        return varying_as(backward(*vary_over(varying_axes(operands), operands)), operands)
     gradients = partitioning.gradients
 
     def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
