@@ -242,6 +242,20 @@ def test_a_whole_query_is_split_if_that_moves_less() -> None:
 
 
 @pytest.mark.slow
+def test_memory_of_a_device_does_not_grow_with_keys_and_devices() -> None:
+    sizes = []
+    for devices in (2, 4, 8):
+        on = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
+        query = jax.ShapeDtypeStruct((1, 8, 4, 16), jnp.float32, sharding=NamedSharding(on, P()))
+        keys = jax.ShapeDtypeStruct((1, 256 * devices, 4, 16), jnp.float32, sharding=NamedSharding(on, KEYS))
+        loss = lambda *qkv: flash_attention(*qkv, causal=True, causal_alignment="bottom_right").sum()
+        with jax.set_mesh(on):
+            compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, keys, keys).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert max(sizes) <= 1.1 * min(sizes), sizes
+
+
+@pytest.mark.slow
 def test_results_of_a_query_that_is_split_for_the_call_are_whole_again() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (2, 64, 8, 16))
