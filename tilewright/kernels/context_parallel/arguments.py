@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AxisType
 
 from tilewright.kernels import arguments
 from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays
@@ -21,7 +22,7 @@ from tilewright.kernels.flash_attention.masking import (
     packed_bounds,
     segments_mask,
 )
-from tilewright.kernels.sharding import AxisName, devices_along
+from tilewright.kernels.sharding import AxisName, check_manual, devices_along
 
 
 class Prepared(NamedTuple):
@@ -81,13 +82,16 @@ def prepare(
         "cfg": options["cfg"],
     }
     call = ContextCall(
-        axis, split, band, moving, bottom_right, tuple(checked.items()), arguments.flag("return_lse", return_lse)
-    )
+        axis, split, band, moving, bottom_right, tuple(checked.items()),
+        arguments.flag("return_lse", return_lse),
+    )  # fmt: skip
     sizes = Sizes(
         split, queries.shape[0], queries.shape[2], keys.shape[2], queries.shape[3], values.shape[3],
         queries.dtype.itemsize,
     )  # fmt: skip
     chosen = check_strategy(strategy, sizes, call.static_band)
+    if strategy in ("auto", "ring"):
+        check_manual(AxisType.Auto)
     return Prepared(chosen, call, queries, Keys(keys, values, arrays.kv_ids), sinks, arrays, unbatched)
 
 

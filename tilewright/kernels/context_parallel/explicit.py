@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from tilewright.kernels.arguments import as_array
 from tilewright.kernels.context_parallel.function import attention_over_axis, check_refused
 from tilewright.kernels.context_parallel.ring import AttentionKernel
-from tilewright.kernels.sharding import axis_names, explicit_mesh, placed, typed_axes
+from tilewright.kernels.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
 from tilewright.kernels.softmax import accumulation_dtype
 
 _BY_BATCH = frozenset({"query_seq_lengths", "key_value_seq_lengths"})
@@ -128,10 +128,8 @@ def attention_on_explicit_axes(
         return attention_over_axis(kernel, axis_name=rows, layout="contiguous", **parts, **options)
 
     lse = PartitionSpec(*leading, heads, rows)
-    run = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(specs,), out_specs=(spec, lse) if options.get("return_lse") else spec
-    )
-    found = run(placed(arrays, specs, mesh))
+    out = (spec, lse) if options.get("return_lse") else spec
+    found = over_explicit_axes(on_device, mesh, arrays, specs, out)
     if own_rows is not None:
         return found
     whole = PartitionSpec(*leading, None, heads, None), PartitionSpec(*leading, heads, None)

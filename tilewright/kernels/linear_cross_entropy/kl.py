@@ -37,7 +37,14 @@ from tilewright.kernels.linear_cross_entropy.shards import (
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_mesh, typed_axes, typed_spec
+from tilewright.kernels.sharding import (
+    GradientParts,
+    Partitioning,
+    devices_along,
+    explicit_mesh,
+    typed_axes,
+    typed_spec,
+)
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
@@ -336,6 +343,8 @@ def _split_vocabulary(
       token_names: axes over which tokens are split, if a scalar is to be that of all of them.
     """
     given, checked = prepare(_LINEAR_KL_DIVERGENCE, args, dict(kwargs))
+    with errors_naming(_LINEAR_KL_DIVERGENCE):
+        devices_along(axis_name, "vocabulary")
     inputs, reduction = _LINEAR_KL_DIVERGENCE.inputs(*given, **checked), checked["reduction"]
     rest = {name: value for name, value in kwargs.items() if name not in _POSITIONAL}
     student, teacher = (of_all_devices(x, axis_name) for x in (inputs.student_x, inputs.teacher_x))

@@ -49,7 +49,7 @@ from tilewright.kernels.linear_cross_entropy.shards import (
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning, explicit_mesh, typed_axes
+from tilewright.kernels.sharding import Partitioning, devices_along, explicit_mesh, typed_axes
 from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
@@ -378,9 +378,9 @@ def _split_vocabulary(
     call = {"axis_name": axis_name, "token_weights": token_weights, "reduction": reduction, "return_lse": return_lse}
     given, checked = prepare(kernel, (x, weight, labels), call | options | {"ignore_index": ignore_index})
     inputs = kernel.inputs(*given, **checked)
-    check_labels_on_host(
-        labels, inputs.vocab * jax.lax.axis_size(axis_name), arguments.integer("ignore_index", ignore_index)
-    )
+    with errors_naming(kernel):
+        devices = devices_along(axis_name, "vocabulary")
+    check_labels_on_host(labels, inputs.vocab * devices, arguments.integer("ignore_index", ignore_index))
     whole = arguments.to_int32(arguments.as_array("labels", labels))
     whole = jnp.where(whole == ignore_index, IGNORED, jnp.where(whole < 0, np.iinfo(np.int32).max, whole))
     own, wrong = local_labels(whole, inputs.vocab, axis_name)
@@ -392,7 +392,7 @@ def _split_vocabulary(
     valid = whole != IGNORED
     lse = jnp.where(valid, lse, 0)
     label_logit = jnp.where(wrong, jnp.nan, label_logit)
-    vocab = inputs.vocab * jax.lax.axis_size(axis_name)
+    vocab = inputs.vocab * devices
     weight_of = weights(whole, inputs.token_weights, lse.dtype)
     loss = jnp.where(valid, losses(inputs.options, vocab, lse, label_logit, logit_sum), 0) * weight_of
     if reduction != "none":

@@ -16,7 +16,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
 from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
-from tilewright.kernels.sharding import axis_names, explicit_mesh, placed, typed_axes, vary_over, varying_axes
+from tilewright.kernels.sharding import (
+    axis_names,
+    explicit_mesh,
+    over_explicit_axes,
+    typed_axes,
+    vary_over,
+    varying_axes,
+)
 from tilewright.kernels.softmax import accumulation_dtype
 
 
@@ -65,9 +72,7 @@ class TypedSplit:
         self, function: Callable[[dict[str, Any]], Any], arrays: dict[str, Any], specs: dict[str, Any], out: Any
     ) -> Any:
         """Runs a function of the devices' parts of some arrays, inside ``shard_map``."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=(specs,), out_specs=out)(
-            placed(arrays, specs, self.mesh)
-        )
+        return over_explicit_axes(function, self.mesh, arrays, specs, out)
 
 
 def of_all_devices(x: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
