@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
@@ -50,6 +52,39 @@ def test_a_hop_is_issued_before_the_kernels_of_its_step(shards: int) -> None:
     # The last hop before the end takes dK and dV alone, the one behind it takes them home.
     backward = ["barrier", *["hop", "kernels", "barrier"] * (shards - 1), "hop", "kernels", "hop"]
     assert events(run.trace(*operands).jaxpr.jaxpr) == forward + backward
+
+
+def hops(bounds: Any, **options: Any) -> int:
+    """Transfers of both passes over four devices with 16 rows each."""
+    run, operands = both_passes(4, 16, layout="contiguous", cum_seqlens_q=bounds, cum_seqlens_k=bounds, **options)
+    return events(run.trace(*operands).jaxpr.jaxpr).count("hop")
+
+
+def test_a_ring_ends_early_if_it_is_known_how_short_documents_are() -> None:
+    """Forward one hop of three, backward that and two of gradients."""
+    documents = np.arange(0, 65, 16) - 3
+    assert hops(documents, strategy="ring") == hops(documents.tolist(), strategy="ring") == 1 + 3
+    assert hops(jnp.asarray(documents), strategy="ring") == 3 + 5
+    assert hops(jnp.asarray(documents), strategy="ring", sliding_window=15) == 1 + 3
+    assert hops(np.array([0, 64]), strategy="ring") == 3 + 5
+
+
+def test_documents_that_the_host_knows_on_explicit_axes() -> None:
+    mesh = mesh_of(4, AxisType.Explicit)
+    query, keys = (
+        jax.ShapeDtypeStruct((1, 4 * 8192, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
+        for heads in (32, 2)
+    )
+
+    def forward_hops(bounds: Any) -> int:
+        attend = lambda *qkv: tilewright.modules.flash_attention(
+            *qkv, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True
+        )
+        with jax.set_mesh(mesh):
+            return events(jax.jit(attend).trace(query, keys, keys).jaxpr.jaxpr).count("hop")
+
+    documents = np.arange(0, 4 * 8192 + 1, 4096)
+    assert (forward_hops(documents), forward_hops(jnp.asarray(documents))) == (1, 3)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.arguments import as_array
+from tilewright.kernels.arguments import as_array, on_host
 from tilewright.kernels.context_parallel.function import attention_over_axis, check_refused
 from tilewright.kernels.context_parallel.ring import AttentionKernel
 from tilewright.kernels.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
@@ -117,6 +117,8 @@ def attention_on_explicit_axes(
         (_WHOLE, PartitionSpec()),
     ):
         for name in names & options.keys():
+            if name in _WHOLE and on_host(options[name]):
+                continue  # known boundaries leave steps of a ring out
             array = options.pop(name)
             if array is not None and not (name == "cum_seqlens_k" and self_attention):
                 arrays[name], specs[name] = as_array(name, array), by
