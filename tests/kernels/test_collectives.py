@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.suites import sampled
+from tilewright.kernels import OPS
 from tilewright.modules import (
     all_gather_matmul,
     context_parallel_attention,
@@ -231,6 +232,12 @@ CALLS = {
 }  # fmt: skip
 
 
+LIKE_PAGE_ATTENTION = {
+    "decode_attention", "ragged_decode_attention", "ragged_page_attention", "unified_attention",
+    "chunked_prefill_paged_decode",
+}  # fmt: skip
+
+
 def described(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
@@ -242,6 +249,11 @@ def test_the_page_says_what_each_split_costs(call: str) -> None:
     forward = described(CALLS[call].counts(backward=False))
     backward = "–" if CALLS[call].inference else described(CALLS[call].counts(backward=True))
     assert f"| {call} | {forward} | {backward} |" in PAGE.read_text()
+
+
+def test_every_op_has_a_row() -> None:
+    named = set(re.findall(r"`(\w+)`", " ".join(CALLS)))
+    assert set(OPS) == (named & set(OPS)) | LIKE_PAGE_ATTENTION
 
 
 def test_the_page_has_no_other_row() -> None:

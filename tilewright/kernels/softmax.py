@@ -43,10 +43,11 @@ def merged_over_axes(
       sinks: ``[heads, n]``, the same on every device and in no device's lse; they count once.
     """
     dtype = accumulation_dtype(out.dtype)
-    row_max = lax.pmax(lse, axes)
+    row_max = lax.pmax(lax.stop_gradient(lse), axes)
     if sinks is not None:
         sinks_max, sinks_total = sinks_statistics(sinks.astype(dtype))
-        row_max = jnp.maximum(row_max, sinks_max)
+        row_max = jnp.maximum(row_max, lax.stop_gradient(sinks_max))
+    # The shift cancels, and a maximum over devices has no derivative in JAX.
     shift = finite_shift(row_max)
     weight = jnp.exp(lse - shift)[..., None]
     # One array, so that it is one collective.

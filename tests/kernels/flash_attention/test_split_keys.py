@@ -282,6 +282,20 @@ def test_a_cache_that_is_split_by_its_length_eagerly_through_the_drop_in() -> No
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_derivatives_in_forward_mode_and_under_vmap() -> None:
+    query, key, value, *_ = operands()
+    sinks = jnp.linspace(-1.0, 1.0, HEADS)
+
+    def run(query: Any, key: Any, value: Any) -> Any:
+        attend = lambda *qkv: flash_attention(*qkv, causal=True, softmax_aux=sinks, return_lse=True)
+        each = jax.vmap(lambda scale: attend(scale * query, key, value)[0])(jnp.arange(1.0, 3.0))
+        return jax.jvp(attend, (query, key, value), (jnp.sin(query), jnp.cos(key), value)), each
+
+    results = on_mesh(run, (P(), KEYS, KEYS), query, key, value)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), results, run(query, key, value))
+
+
 @jax.tree_util.register_static
 class Checkers(Mask):
     """A user's own kind of mask, whose arrays could mean anything."""
