@@ -180,6 +180,33 @@ def test_heads_or_batch_are_split_over_explicit_axes(op):
 
 
 @every
+def test_one_operand_alone_may_differ_between_the_devices_of_a_shard_map(op):
+    """With checked types: a backend's loops have one type, and gradients of what is the same are sums over devices."""
+    call = call_of(op)
+    function, arrays = call.training()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def is_varying(x: Any) -> bool:
+        return bool(jax.typeof(x).manual_axis_type.varying)
+
+    for differs in range(len(arrays)):
+
+        def on_device(*given: Any, differs: int = differs) -> Any:
+            operands = [jax.lax.pcast(x, "x", to="varying") if i == differs else x for i, x in enumerate(given)]
+            found = function(*operands)
+            assert is_varying(jax.tree.leaves(found)[0])
+            if call.differentiable:
+                floating = [i for i, x in enumerate(given) if jnp.issubdtype(x.dtype, jnp.floating)]
+                assert [i for i, x in zip(floating, found[1], strict=True) if is_varying(x)] == [
+                    i for i in floating if i == differs
+                ]
+            return jax.tree.map(lambda x: jnp.sum(x.astype(jnp.float32))[None], found)
+
+        split = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P("x"))
+        jax.jit(split).lower(*arrays)
+
+
+@every
 def test_explain_says_what_runs_and_why_nothing_else_does(op):
     call = call_of(op)
     function, arrays = call.training()

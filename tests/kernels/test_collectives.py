@@ -15,14 +15,24 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.suites import sampled
+from tilewright.kernels import OPS
 from tilewright.modules import (
+    all_gather_matmul,
     context_parallel_attention,
     context_parallel_mla_decode,
     context_parallel_page_attention,
     context_parallel_update_pages,
     flash_attention,
+    gated_grouped_matmul,
+    glu,
     grouped_matmul,
+    layer_norm,
     linear_cross_entropy,
+    linear_kl_divergence,
+    linear_log_probs,
+    matmul,
+    matmul_reduce_scatter,
+    mla_decode,
     page_attention,
     rms_norm,
     update_pages,
@@ -66,7 +76,8 @@ class Split:
                 return self.function(*(given.get(i, x) for i, x in enumerate(operands)))
 
             out, pull = jax.vjp(of_floats, *(operands[i] for i in floats))
-            return out, pull(jnp.ones_like(out))
+            # Not ones: of a constant XLA gathers nothing.
+            return out, pull(jnp.cos(out))
 
         total, forward = self._counted(both, tuple(s for _, s in self.operands)), self.counts(False)
         return {name: total[name] - forward.get(name, 0) for name in total if total[name] > forward.get(name, 0)}
@@ -90,8 +101,8 @@ class Split:
         return dict(found)
 
 
-def attention_operands(queries: P, keys: P) -> tuple[Any, ...]:
-    shape = (1, 32, HEADS, 16)
+def attention_operands(queries: P, keys: P, batch: int = 1) -> tuple[Any, ...]:
+    shape = (batch, 32, HEADS, 16)
     return ((shape, queries), (shape, keys), (shape, keys))
 
 
@@ -141,26 +152,74 @@ def writing(function: Callable[..., Any], pages: P, tokens: P, **options: Any) -
 
 
 BY_HEAD, BY_PAGE = P(None, None, "s"), P("s")
+BY_ROW, BY_COLUMN = P("s"), P(None, "s")
 CALLS = {
     "`flash_attention` | batch or heads": Split(
         causal, attention_operands(P(None, None, "s"), P(None, None, "s")), AxisType.Explicit
     ),
+    "`flash_attention` | batch, beside whole keys": Split(
+        causal, attention_operands(P("s"), P(), batch=4), AxisType.Explicit
+    ),
     "`flash_attention` | length of the query, beside whole keys": Split(
         causal, attention_operands(ROWS, P()), AxisType.Explicit
+    ),
+    "`flash_attention` | length of the keys, beside a whole query": Split(
+        causal, attention_operands(P(), ROWS), AxisType.Explicit
     ),
     "`context_parallel_attention`, ring | length": over_axis("ring"),
     "the same with a window shorter than a shard | length": over_axis("ring", sliding_window=4),
     "`context_parallel_attention`, all_gather | length": over_axis("all_gather"),
     "`context_parallel_attention`, ulysses | length": over_axis("ulysses"),
+    "`matmul` | rows": Split(matmul, (((16, 8), BY_ROW), ((8, 4), P())), AxisType.Explicit),
+    "`matmul` | n": Split(matmul, (((16, 8), P()), ((8, 4), BY_COLUMN)), AxisType.Explicit),
+    "`matmul` | k": Split(matmul, (((16, 8), BY_COLUMN), ((8, 4), BY_ROW)), AxisType.Explicit),
+    "`glu` | n": Split(glu, (((16, 8), P()), ((8, 4), BY_COLUMN), ((8, 4), BY_COLUMN)), AxisType.Explicit),
+    "`all_gather_matmul`, collective | rows and n": Split(
+        functools.partial(all_gather_matmul, axis_name="s", strategy="collective"),
+        (((16, 8), BY_ROW), ((8, 4), BY_COLUMN)), out=BY_COLUMN,
+    ),
+    "`matmul_reduce_scatter`, collective | k": Split(
+        functools.partial(matmul_reduce_scatter, axis_name="s", strategy="collective"),
+        (((16, 8), BY_COLUMN), ((8, 4), BY_ROW)), out=BY_ROW,
+    ),
+    "`grouped_matmul` | rows": Split(
+        grouped_matmul, (((16, 8), BY_ROW), ((8, 8, 4), P())), AxisType.Explicit, integers=((8,),)
+    ),
     "`grouped_matmul` | groups": Split(
         grouped_matmul, (((16, 8), P()), ((8, 8, 4), P("s"))), AxisType.Explicit, integers=((8,),)
+    ),
+    "`gated_grouped_matmul` | n": Split(
+        gated_grouped_matmul, (((16, 8), P()), *[((8, 8, 4), P(None, None, "s"))] * 2), AxisType.Explicit,
+        integers=((8,),),
+    ),
+    "`gated_grouped_matmul` | groups": Split(
+        gated_grouped_matmul, (((16, 8), P()), *[((8, 8, 4), P("s"))] * 2), AxisType.Explicit, integers=((8,),)
+    ),
+    "`linear_cross_entropy` | tokens": Split(
+        lambda x, weight: linear_cross_entropy(x, weight, jnp.zeros(16, int)),
+        (((16, 8), BY_ROW), ((8, 64), P())), AxisType.Explicit,
+    ),
+    "`linear_cross_entropy` | vocabulary": Split(
+        lambda x, weight: linear_cross_entropy(x, weight, jnp.zeros(16, int)),
+        (((16, 8), P()), ((8, 64), BY_COLUMN)), AxisType.Explicit,
     ),
     "`linear_cross_entropy` with `axis_name` | vocabulary": Split(
         split_loss, (((16, 8), P()), ((8, 64), P(None, "s"))), out=P(), integers=((16,),)
     ),
+    "`linear_log_probs` | tokens and, by the same axis, vocabulary or d": Split(
+        linear_log_probs, (((16, 8), BY_ROW), ((8, 64), BY_COLUMN)), AxisType.Explicit, integers=((16,),)
+    ),
+    "`linear_kl_divergence` | vocabulary": Split(
+        linear_kl_divergence, (((16, 8), P()), ((8, 64), BY_COLUMN)) * 2, AxisType.Explicit
+    ),
     "`rms_norm` | rows": Split(rms_norm, (((16, 8), P("s")), ((8,), P())), AxisType.Explicit),
+    "`layer_norm` | rows": Split(layer_norm, (((16, 8), P("s")), ((8,), P()), ((8,), P())), AxisType.Explicit),
     "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
     "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
+    "`mla_decode` | heads, beside whole latents": Split(
+        functools.partial(mla_decode, kv_lora_rank=8), ((QUERY, ROWS), ((32, 8, 16), P())), AxisType.Explicit,
+        integers=(TABLE, (SEQUENCES,)), inference=True,
+    ),
     "`update_pages` | heads": writing(update_pages, BY_HEAD, ROWS),
     "`update_pages` | new tokens by sequences, beside whole pages": writing(update_pages, P(), P("s")),
     "`context_parallel_page_attention` | pages": serving(
@@ -170,7 +229,13 @@ CALLS = {
         latents, ((QUERY, P()), ((32, 8, 16), BY_PAGE)), out=P(), integers=(TABLE, (SEQUENCES,)), inference=True
     ),
     "`context_parallel_update_pages` | pages": writing(context_parallel_update_pages, BY_PAGE, P(), axis_name="s"),
-}
+}  # fmt: skip
+
+
+LIKE_PAGE_ATTENTION = {
+    "decode_attention", "ragged_decode_attention", "ragged_page_attention", "unified_attention",
+    "chunked_prefill_paged_decode",
+}  # fmt: skip
 
 
 def described(counts: dict[str, int]) -> str:
@@ -184,6 +249,11 @@ def test_the_page_says_what_each_split_costs(call: str) -> None:
     forward = described(CALLS[call].counts(backward=False))
     backward = "–" if CALLS[call].inference else described(CALLS[call].counts(backward=True))
     assert f"| {call} | {forward} | {backward} |" in PAGE.read_text()
+
+
+def test_every_op_has_a_row() -> None:
+    named = set(re.findall(r"`(\w+)`", " ".join(CALLS)))
+    assert set(OPS) == (named & set(OPS)) | LIKE_PAGE_ATTENTION
 
 
 def test_the_page_has_no_other_row() -> None:

@@ -329,7 +329,7 @@ def test_tokens_of_sequences_on_several_devices_are_written_to_every_copy_of_the
             for x, spec in zip(arrays, specs, strict=True)
         ]
         got = jax.jit(update_pages)(*placed)
-        with pytest.raises(ValueError, match="split by heads alone"):
+        with pytest.raises(ValueError, match=r"^update_pages: .*by heads alone.*context_parallel_update_pages"):
             update_pages(jax.device_put(arrays[0], NamedSharding(mesh, P("data"))), *placed[1:])
     assert jax.typeof(got).sharding.spec[2] == heads
     np.testing.assert_array_equal(got, want)
@@ -347,6 +347,12 @@ def test_a_split_of_sequences_that_would_need_communication_is_one_clear_error()
             ragged_page_attention(split, KEY_PAGES, VALUE_PAGES, table, jnp.ones(4, int), jnp.arange(5))
         with pytest.raises(ValueError, match="split alike by sequences"):
             decode_attention(jnp.concatenate([query] * 3), pages, pages, jnp.ones(12, int))
+        latents = jax.device_put(KEY_PAGES[:, :, 0], by_sequence)
+        with pytest.raises(ValueError, match=r"mla_decode: .*call context_parallel_mla_decode inside"):
+            mla_decode(query, latents, table, jnp.ones(4, int), kv_lora_rank=8)
+        by_length = jax.device_put(KEY_PAGES, NamedSharding(mesh, P(None, "data")))
+        with pytest.raises(ValueError, match=r"decode_attention: .*call flash_attention with key_value_seq_lengths"):
+            decode_attention(jnp.concatenate([query] * 3), by_length, by_length, jnp.ones(12, int))
 
 
 def test_explain_and_strict_platforms():

@@ -32,6 +32,13 @@ def as_array(name: str, value: object) -> jax.Array:
     raise TypeError(f"{name} must be an array, got {value!r} of type {type(value).__name__}")
 
 
+def on_host(value: object) -> bool:
+    """True for numbers that are known while tracing, without a device: a NumPy array, or a list of Python's."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, int | np.integer) for each in value)
+    return isinstance(value, np.ndarray)
+
+
 def reshape(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``array.reshape`` that also takes a ``ShapeDtypeStruct`` and adds no equation if the shape is the same."""
     return array if array.shape == shape else apply(lambda x: x.reshape(shape), array)

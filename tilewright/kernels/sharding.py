@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.ops.kernel.arrays import explicit_sharding
@@ -126,15 +126,33 @@ def devices_along(axis: AxisName, parts: str) -> int:
       parts: of what each device passes its part.
 
     Raises:
-      ValueError: there is no such axis.
+      ValueError: there is no such axis, or the ``shard_map`` leaves other axes to explicit types.
     """
     try:
-        return int(jax.lax.axis_size(axis))
+        devices = int(jax.lax.axis_size(axis))
     except NameError:
         raise ValueError(
             f"axis_name={axis!r} is no axis of a surrounding jax.shard_map, inside of which each device calls this "
             f"function with its part of the {parts}"
         ) from None
+    check_manual(AxisType.Explicit)
+    return devices
+
+
+def check_manual(left: AxisType) -> None:
+    """Raises if the surrounding ``shard_map`` leaves an axis of its mesh, of more than one device, to types or to XLA.
+
+    A device's part of an array is then no array of one device. JAX has no rules for all that is done to one whose type
+    splits it over such an axis; and what XLA splits it may send between devices in the branches that only some take.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    names = [name for name, kind, size in sizes if kind == left and size > 1]
+    if names:
+        raise ValueError(
+            f"the surrounding jax.shard_map must be manual over all axes of its mesh, and leaves {', '.join(names)} "
+            f"{'to types' if left == AxisType.Explicit else 'to XLA'}; leave out axis_names, and name them in in_specs"
+        )
 
 
 def permutes_by_copies() -> bool:
@@ -173,16 +191,24 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def forward_locally[Inputs, Results](
     forward: Callable[[Inputs], Results], partitioning: Partitioning | None, inputs: Inputs
 ) -> Results:
-    """Runs ``forward(inputs)``, on each device's part if there is a partitioning."""
+    """Runs ``forward(inputs)``, on each device's part if there is a partitioning.
+
+    Inside of ``shard_map`` all inputs get one type, as the carry of a backend's loop must have. It may be manual over
+    some axes of the mesh beside the explicit ones.
+    """
+    axes = varying_axes(inputs)
+    inputs = vary_over(axes, inputs)
     if partitioning is None:
-        return varying_as(forward(inputs), inputs)
-    return jax.shard_map(
+        return vary_over(axes, forward(inputs))
+    results = jax.shard_map(
         lambda part: partitioning.on_results(forward(partitioning.on_part(part))),
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs,),
         out_specs=partitioning.results,
         check_vma=False,
     )(placed(inputs, partitioning.inputs, partitioning.mesh))
+    # Without checks the results have lost the axes of a ``shard_map`` around this one.
+    return vary_over(axes, results)
 
 
 def backward_locally[Inputs, Results](
@@ -193,8 +219,10 @@ def backward_locally[Inputs, Results](
     cotangents: Results,
 ) -> dict[str, Any]:
     """Runs ``backward(inputs, results, cotangents)`` likewise; gradients of replicated arguments are summed."""
+    axes = varying_axes((inputs, results, cotangents))
+    inputs, results, cotangents = vary_over(axes, (inputs, results, cotangents))
     if partitioning is None:
-        return varying_as(backward(inputs, results, cotangents), (inputs, results, cotangents))
+        return vary_over(axes, backward(inputs, results, cotangents))
     gradients = partitioning.gradients
 
     def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
@@ -215,7 +243,41 @@ def backward_locally[Inputs, Results](
         out_specs={name: gradients[name].spec for name in dtypes},
         check_vma=False,
     )(inputs, results, cotangents)
-    return placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh)
+    return vary_over(axes, placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh))
+
+
+def over_explicit_axes(
+    function: Callable[[dict[str, Any]], Any],
+    mesh: AbstractMesh | Mesh,
+    operands: dict[str, Any],
+    specs: dict[str, PartitionSpec],
+    out_specs: Any,
+) -> Any:
+    """``function(operands)`` of the devices' parts of arrays by name, inside ``shard_map`` with checked types.
+
+    Inside of another ``shard_map``, over other axes of the mesh, the backward pass computes the forward pass again: JAX
+    0.12 cannot lower the derivative of a nested one whose residuals vary over the outer axes.
+    """
+    run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+    operands = placed(operands, specs, mesh)
+    axes = varying_axes(operands)
+    if not axes:
+        return run(operands)
+    names = [name for name, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def gradients(parts: dict[str, Any], cotangents: Any) -> dict[str, Any]:
+        _, pull_back = jax.vjp(lambda floats: function(parts | floats), {name: parts[name] for name in names})
+        found: dict[str, Any] = pull_back(cotangents)[0]
+        return found
+
+    def backward(operands: dict[str, Any], cotangents: Any) -> tuple[dict[str, Any]]:
+        out = {name: specs[name] for name in names}
+        computed = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, out_specs), out_specs=out)(operands, cotangents)
+        return ({name: computed.get(name) for name in operands},)
+
+    nested = jax.custom_vjp(run)
+    nested.defvjp(lambda operands: (run(operands), operands), backward)
+    return nested(vary_over(axes, operands))
 
 
 def varying_as[T](results: T, operands: object) -> T:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 
@@ -26,3 +27,33 @@ def sinks_statistics(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
 def sinks_lse(softmax_aux: jax.Array | None) -> Any:
     """The logsumexp of each head's sinks, ``[heads]`` float32; None without sinks."""
     return None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=1)
+
+
+def merged_over_axes(
+    out: jax.Array, lse: jax.Array, axes: str | tuple[str, ...], sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """``(out, lse)`` over the keys of all devices along mesh axes, from those of each device's keys.
+
+    One maximum of lse and one sum of ``[..., heads, value_dim + 1]``, in float32 or wider.
+
+    Args:
+      out: ``[..., heads, value_dim]``, rounded to the dtype of the result.
+      lse: ``[..., heads]``.
+      axes: of the surrounding ``shard_map``.
+      sinks: ``[heads, n]``, the same on every device and in no device's lse; they count once.
+    """
+    dtype = accumulation_dtype(out.dtype)
+    row_max = lax.pmax(lax.stop_gradient(lse), axes)
+    if sinks is not None:
+        sinks_max, sinks_total = sinks_statistics(sinks.astype(dtype))
+        row_max = jnp.maximum(row_max, lax.stop_gradient(sinks_max))
+    # The shift cancels, and a maximum over devices has no derivative in JAX.
+    shift = finite_shift(row_max)
+    weight = jnp.exp(lse - shift)[..., None]
+    # One array, so that it is one collective.
+    summed = lax.psum(jnp.concatenate([out.astype(dtype) * weight, weight], axis=-1), axes)
+    total = summed[..., -1]
+    if sinks is not None:
+        total = total + sinks_total * jnp.exp(sinks_max - shift)
+    whole = summed[..., :-1] / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return whole.astype(out.dtype), jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

@@ -41,6 +41,7 @@ KEY_SEGMENTS = np.array([[0] * 9 + [1] * 16 + [7] * 7, [3] * 16 + [4] * 16])
 Q_LENGTHS, KV_LENGTHS = np.array([32, 13]), np.array([6, 29])
 BOUNDS = np.array([0, 3, 17, 17, 30])
 KEY_BOUNDS = np.array([1, 8, 20, 26, 32])
+SHORT_BOUNDS = np.array([1, 6, 6, 13, 19, 26, 29])
 
 
 def _of_bounds(q: np.ndarray, k: np.ndarray, q_bounds: np.ndarray, k_bounds: np.ndarray, edge: int) -> np.ndarray:
@@ -84,6 +85,10 @@ CALLS = {
     "packed": Call(
         lambda q, k: _of_bounds(q, k, BOUNDS, BOUNDS, 0), {"causal": True},
         {"cum_seqlens_q": BOUNDS}, batch=1,
+    ),
+    "packed by the host, both directions": Call(
+        lambda q, k: _of_bounds(q, k, SHORT_BOUNDS, SHORT_BOUNDS, 0) | _of_bounds(k.T, q.T, *[SHORT_BOUNDS] * 2, 0).T,
+        {"cum_seqlens_q": SHORT_BOUNDS, "cum_seqlens_k": SHORT_BOUNDS}, batch=1,
     ),
     "packed, other keys, ends aligned": Call(
         lambda q, k: _of_bounds(q, k, BOUNDS, KEY_BOUNDS, 1), {"causal": True, "causal_alignment": "bottom_right"},

@@ -38,6 +38,7 @@ STRATEGIES, LAYOUTS = ("ring", "all_gather", "ulysses"), ("zigzag", "contiguous"
             ("lengths, sinks, ends aligned", "all_gather", "zigzag"),
             ("packed", "ulysses", "zigzag"),
             ("short window, sinks", "ring", "contiguous"),
+            ("packed by the host, both directions", "ring", "contiguous"),
         ],
         test=[
             ("full", "ring", "contiguous"),
@@ -51,6 +52,8 @@ STRATEGIES, LAYOUTS = ("ring", "all_gather", "ulysses"), ("zigzag", "contiguous"
             ("lengths", "ulysses", "zigzag"),
             ("lengths, sinks, ends aligned", "ring", "zigzag"),
             ("packed", "ring", "contiguous"),
+            ("packed by the host, both directions", "ring", "zigzag"),
+            ("packed by the host, both directions", "all_gather", "contiguous"),
             ("packed, other keys, ends aligned", "ring", "zigzag"),
             ("packed, other keys, ends aligned", "ulysses", "contiguous"),
             ("more keys, ends aligned", "ring", "zigzag"),

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
@@ -76,6 +78,39 @@ def test_forward_kernels_beside_a_hop_are_told_of_it(
     monkeypatch.setenv("XLA_FLAGS", flags)
     jax.make_jaxpr(run)(jax.ShapeDtypeStruct((1, 24, 8, 16), jnp.float32))
     assert list(dict.fromkeys(seen)) == told
+
+
+def hops(bounds: Any, **options: Any) -> int:
+    """Transfers of both passes over four devices with 16 rows each."""
+    run, operands = both_passes(4, 16, layout="contiguous", cum_seqlens_q=bounds, cum_seqlens_k=bounds, **options)
+    return events(run.trace(*operands).jaxpr.jaxpr).count("hop")
+
+
+def test_a_ring_ends_early_if_it_is_known_how_short_documents_are() -> None:
+    """Forward one hop of three, backward that and two of gradients."""
+    documents = np.arange(0, 65, 16) - 3
+    assert hops(documents, strategy="ring") == hops(documents.tolist(), strategy="ring") == 1 + 3
+    assert hops(jnp.asarray(documents), strategy="ring") == 3 + 5
+    assert hops(jnp.asarray(documents), strategy="ring", sliding_window=15) == 1 + 3
+    assert hops(np.array([0, 64]), strategy="ring") == 3 + 5
+
+
+def test_documents_that_the_host_knows_on_explicit_axes() -> None:
+    mesh = mesh_of(4, AxisType.Explicit)
+    query, keys = (
+        jax.ShapeDtypeStruct((1, 4 * 8192, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
+        for heads in (32, 2)
+    )
+
+    def forward_hops(bounds: Any) -> int:
+        attend = lambda *qkv: tilewright.modules.flash_attention(
+            *qkv, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True
+        )
+        with jax.set_mesh(mesh):
+            return events(jax.jit(attend).trace(query, keys, keys).jaxpr.jaxpr).count("hop")
+
+    documents = np.arange(0, 4 * 8192 + 1, 4096)
+    assert (forward_hops(documents), forward_hops(jnp.asarray(documents))) == (1, 3)
 
 
 @pytest.mark.slow

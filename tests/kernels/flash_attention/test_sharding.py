@@ -239,8 +239,8 @@ def test_a_split_that_needs_communication_is_an_error_that_names_it() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-        with pytest.raises(ValueError, match=r"flash_attention: .*length of the keys.*key: .*'x'"):
-            flash_attention(query, put(key, P(None, "x")), put(value, P(None, "x")))
+        with pytest.raises(ValueError, match=r"flash_attention: query and keys are both split by x.*key: .*'x'"):
+            flash_attention(put(query, P(None, None, "x")), put(key, P(None, "x")), put(value, P(None, "x")))
         with pytest.raises(ValueError, match=r"split by head_dim"):
             flash_attention(put(query, P(None, None, None, "x")), key, value)
         doubled = [jnp.concatenate([x, x]) for x in (query, key, value)]

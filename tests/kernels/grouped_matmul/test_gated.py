@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.kernels.grouped_matmul.conformance import random_sizes
@@ -167,3 +168,27 @@ def test_params():
         assert untagged(tagged(params)) == params
     with pytest.raises(TypeError, match=r"needs a bool, got self\.recompute=1"):
         XlaGatedBackwardParams(8, recompute=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_matrices(check_vma: bool):
+    """Each device takes the groups of its experts by ``group_offset``, and gives zeros for the rows of others."""
+    arrays = arrays_of(sizes=(5, 0, 20, 7))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def on_device(lhs: Any, gate: Any, up: Any, sizes: Any) -> Any:
+        first = jax.lax.axis_index("x") * gate.shape[0]
+        return jax.lax.psum(gated_grouped_matmul(lhs, gate, up, sizes, group_offset=first), "x")
+
+    specs = (P(), P("x"), P("x"), P())
+    split = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    out, pull_back = jax.vjp(lambda *xs: jax.jit(split)(*xs, arrays[3]), *arrays[:3])
+    near({"out": out} | dict(zip(("d_lhs", "d_gate", "d_up"), pull_back(arrays[4]), strict=True)), expected(*arrays))
+
+
+def test_fewer_matrices_than_groups_need_an_offset():
+    lhs, gate, up, sizes, _ = arrays_of()
+    with pytest.raises(ValueError, match="gated_grouped_matmul: gate must have a matrix for each of 4 groups"):
+        gated_grouped_matmul(lhs, gate[:2], up[:2], sizes)
+    with pytest.raises(TypeError, match="gated_grouped_matmul: group_offset must be an integer"):
+        gated_grouped_matmul(lhs, gate[:2], up[:2], sizes, group_offset=1.0)

@@ -180,6 +180,116 @@ def test_split_tokens_without_a_mesh_in_context():
     assert d_x.sharding.is_equivalent_to(placed[0].sharding, 3)
 
 
+TYPED = {
+    "vocabulary": (P(), ("model",), None),
+    "vocabulary and tokens": (P("data"), ("model",), None),
+    "vocabulary, tokens and d": (P("data"), ("model",), "data"),
+    "vocabulary over both axes": (P(), ("data", "model"), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    sampled(
+        [(name, split) for name in OPTIONS for split in TYPED],
+        test=[
+            ("mean", "vocabulary and tokens"),
+            ("none", "vocabulary, tokens and d"),
+            ("vocab_first", "vocabulary over both axes"),
+            ("bfloat16", "vocabulary"),
+        ],
+        quick=[("all", "vocabulary and tokens")],
+    ),
+)
+def test_a_vocabulary_split_by_types(name: str, split: str):
+    """As with ``axis_name``: statistics are gathered, the matrix is not."""
+    args, options = case_of(name)
+    tokens, vocab, d = TYPED[split]
+    of_weight = P(vocab, d) if options["vocab_first"] else P(d, vocab)
+    specs = {"x": tokens, "weight": of_weight, "labels": tokens, "bias": P(vocab), "token_weights": tokens}
+    given = dict(zip(("x", "weight", "labels"), args, strict=True))
+    given |= {key: options[key] for key in ("bias", "token_weights") if key in options}
+    static = {key: value for key, value in options.items() if key not in given}
+
+    def both(arrays: dict[str, Any]) -> Any:
+        rest = dict(arrays)
+        labels = rest.pop("labels")
+        loss, pull = jax.vjp(lambda rest: linear_cross_entropy(labels=labels, **rest, **static), rest)
+        return {"loss": loss} | pull(jnp.ones_like(loss))[0]
+
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
+    with jax.set_mesh(mesh):
+        placed = {key: jax.device_put(x, NamedSharding(mesh, specs[key])) for key, x in given.items()}
+        lowered = jax.jit(both).lower(placed)
+        got = lowered.compile()(placed)
+    ones = np.ones(16) if options["reduction"] == "none" else 1.0
+    check(got, cross_entropy(*args, **options, d_loss=ones), factor=6.0)
+    for key in got.keys() - {"loss"}:
+        assert got[key].sharding.is_equivalent_to(placed[key].sharding, got[key].ndim), key
+    assert got["loss"].sharding.spec == (tokens if options["reduction"] == "none" else P())
+    gathered = collectives(lowered.compile().as_text())["all-gather"]
+    whole = 0 if d is None else np.prod(args[1].shape) // 4
+    assert all(np.prod(shape) <= max(8 * 3 * 16, whole) for shape in gathered), gathered
+
+
+def test_sums_over_a_split_vocabulary_are_float32():
+    args, _ = case_of("bfloat16")
+    for kind, axis_name in ((AxisType.Auto, "vocab"), (AxisType.Explicit, None)):
+        mesh = mesh_of(kind, vocab=8)
+        specs = P(), P(None, "vocab")
+        loss = lambda x, w, axis_name=axis_name: linear_cross_entropy(x, w, args[2], axis_name=axis_name)
+        split = loss if axis_name is None else jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args[:2], specs, strict=True)]
+            program = jax.jit(jax.grad(split, (0, 1))).lower(*placed).as_text("hlo")
+        assert re.findall(r"= (\w+)\[[\d,]+\]\S* all-reduce\(", program) == ["f32"]
+
+
+@pytest.mark.slow
+def test_memory_of_a_device_does_not_grow_with_vocabulary_and_devices():
+    sizes = []
+    for devices in (2, 4, 8):
+        mesh = jax.make_mesh((devices,), ("vocab",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
+        x = jax.ShapeDtypeStruct((32, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+        weight = jax.ShapeDtypeStruct((64, 512 * devices), jnp.float32, sharding=NamedSharding(mesh, P(None, "vocab")))
+        loss = lambda x, weight: linear_cross_entropy(x, weight, jnp.zeros(32, int))
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert max(sizes) <= 1.1 * min(sizes), sizes
+
+
+def test_a_divergence_over_a_vocabulary_split_by_types():
+    args, options = LinearKlDivergenceCase("", tokens=16, d=12, teacher_d=8, vocab=96, temperature=2.0).arguments()
+    mask = jnp.arange(16) % 3 > 0
+    loss = lambda *xs: linear_kl_divergence(*xs, **options, mask=mask)
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
+    specs = (P("data"), P(None, "model"), P(), P())  # the teacher's are split for the call
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        lowered = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(*placed)
+        value, gradients = lowered.compile()(*placed)
+    want = kl_divergence(*args, **options, mask=mask)
+    names = ("student_x", "student_weight", "teacher_x", "teacher_weight")
+    check({"loss": value} | dict(zip(names, gradients, strict=True)), want, factor=6.0)
+    for gradient, array in zip(gradients, placed, strict=True):
+        assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
+
+
+def test_what_needs_the_whole_vocabulary_gathers_it():
+    args, options = case_of("mean", gradient_epsilon=1e-3, d=16)
+    mesh = mesh_of(AxisType.Explicit, vocab=8)
+    function = jax.jit(lambda *xs: linear_cross_entropy(*xs, args[2], **options))
+    with jax.set_mesh(mesh):
+        weight = jax.device_put(args[1], NamedSharding(mesh, P(None, "vocab")))
+        got = function(args[0], weight)
+        with pytest.raises(ValueError, match="linear_cross_entropy: labels must be from 0 to 95"):
+            linear_cross_entropy(args[0], weight, jnp.full(16, 96))
+        with pytest.raises(ValueError, match="linear_cross_entropy: x must be whole along d"):
+            linear_cross_entropy(jax.device_put(args[0], NamedSharding(mesh, P(None, "vocab"))), weight, args[2])
+    check({"loss": got}, cross_entropy(*args))
+
+
 def test_a_matrix_split_by_types_is_gathered_and_its_gradient_split():
     args, options = case_of("mean")
     mesh = mesh_of(AxisType.Explicit, data=8)

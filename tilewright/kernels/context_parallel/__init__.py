@@ -33,7 +33,7 @@ than a shard a causal ring has two steps.
 | --- | --- |
 | causal, windows, either alignment | the band of the whole, shifted by the first positions of two chunks |
 | segment ids | those of the keys travel with the keys |
-| packed sequences | ids from the positions and the boundaries, which every device has |
+| packed sequences | ids from positions and boundaries, which all devices have; known to the host, they bound the band |
 | lengths | how many of a device's positions are below the length: they ascend, so that is a prefix |
 | a band that counts from each element's or packed sequence's end | positions that are arrays; every step is computed |
 

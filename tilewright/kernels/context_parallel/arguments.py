@@ -3,8 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import AxisType
 
 from tilewright.kernels import arguments
+from tilewright.kernels.arguments import on_host
 from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.ring import Keys
@@ -21,7 +24,7 @@ from tilewright.kernels.flash_attention.masking import (
     packed_bounds,
     segments_mask,
 )
-from tilewright.kernels.sharding import AxisName, devices_along
+from tilewright.kernels.sharding import AxisName, check_manual, devices_along
 
 
 class Prepared(NamedTuple):
@@ -81,14 +84,17 @@ def prepare(
         "cfg": options["cfg"],
     }
     call = ContextCall(
-        axis, split, band, moving, bottom_right, tuple(checked.items()), arguments.flag("return_lse", return_lse)
-    )
+        axis, split, band, moving, bottom_right, _longest(cum_seqlens), tuple(checked.items()),
+        arguments.flag("return_lse", return_lse),
+    )  # fmt: skip
     sizes = Sizes(
         split, queries.shape[0], queries.shape[2], keys.shape[2], queries.shape[3], values.shape[3],
         queries.dtype.itemsize,
     )  # fmt: skip
     documents = arrays.q_bounds is not None or arrays.kv_ids is not None
     chosen = check_strategy(strategy, sizes, call.static_band, documents)
+    if strategy in ("auto", "ring"):
+        check_manual(AxisType.Auto)
     return Prepared(chosen, call, queries, Keys(keys, values, arrays.kv_ids), sinks, arrays, unbatched)
 
 
@@ -119,6 +125,14 @@ def _band(
     shifted = bottom_right and not moving and cum_seqlens[0] is None
     offset = layout.shards * (layout.kv_length - layout.q_length) if shifted else 0
     return Band(-FAR if left is None else offset - left, FAR if right is None else offset + right), moving
+
+
+def _longest(cum_seqlens: Pair) -> int | None:
+    """Tokens of the longest of packed sequences if the host has their boundaries, which are the same for the keys."""
+    bounds = cum_seqlens[0]
+    if bounds is not cum_seqlens[1] or not on_host(bounds):
+        return None
+    return max(1, int(np.diff(np.asarray(bounds)).max(initial=1)))
 
 
 def _mask_arrays(shape: ScoreShape, segment_ids: Pair, lengths: Pair, cum_seqlens: Pair) -> MaskArrays:

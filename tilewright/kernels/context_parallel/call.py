@@ -23,6 +23,7 @@ class ContextCall:
       band: of key − query in absolute positions; without bounds if the call has neither a causal mask nor a window.
       moving_ends: True if the band counts from the ends of each batch element or packed sequence, which only arrays of
         positions describe.
+      longest: tokens of the longest packed sequence, if its boundaries are known on the host.
       options: keyword arguments of every call of the kernel.
       return_lse: True if the caller gets the log-sum-exp, and may differentiate it.
     """
@@ -32,13 +33,18 @@ class ContextCall:
     band: Band
     moving_ends: bool
     bottom_right: bool
+    longest: int | None
     options: tuple[tuple[str, Any], ...]
     return_lse: bool
 
     @property
     def static_band(self) -> Band:
         """The band by which steps are planned: without bounds if positions are arrays."""
-        return Band() if self.moving_ends else self.band
+        if self.moving_ends:
+            return Band()
+        if self.longest is None:
+            return self.band
+        return Band(max(self.band.lowest, 1 - self.longest), min(self.band.highest, self.longest - 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,8 @@ def context_parallel_attention(
       query_seq_lengths: ``[batch]``, of the whole sequences; the same on every device.
       key_value_seq_lengths: ``[batch]``, of the whole sequences.
       cum_seqlens_q: ``[sequences + 1]`` boundaries in the whole sequence, of a batch of one; the same on every device.
-        Pass the very same array as ``cum_seqlens_k`` for self-attention: a causal ring then leaves steps out.
+        Pass the very same array as ``cum_seqlens_k`` for self-attention: a causal ring then leaves steps out, and with
+        a NumPy array any ring those that are further than the longest sequence.
       cum_seqlens_k: the boundaries among the keys.
       dropout_prob: refused unless 0.
       dropout_seed: of no use without dropout.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from tilewright.kernels import arguments
 from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.context_parallel.explicit import attention_on_explicit_axes, lengths_are_split
+from tilewright.kernels.context_parallel.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.dropout import drawn_probability
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
@@ -145,10 +145,10 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
             cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
             has_position_bias=is_position_bias(bias),
         )
-        combined = with_positions(combined, queries)
+        combined = with_positions(combined, queries, keys)
         added: Any = None
         if isinstance(bias, AlibiBias | RelativeBias):
-            added = with_bias_positions(position_bias(bias, shape, positions, bottom_right), queries)
+            added = with_bias_positions(position_bias(bias, shape, positions, bottom_right), queries, keys)
         elif bias is not None:
             added = bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
@@ -264,7 +264,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
 
     def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
-        """Splits by batch, heads and the length of the queries, as in the types of query, key and value."""
+        """Splits by batch, heads and lengths, as in the types of query, key and value."""
         return attention_partitioning(inputs)
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
@@ -302,7 +302,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
 
 
 _FLASH_ATTENTION = FlashAttention()
-_OPERANDS = ("query", "key", "value")
+_POSITIONAL = ("query", "key", "value", "bias", "mask")
 
 
 @public_function(FlashAttention.prepare, attention_fn=True)
@@ -311,7 +311,8 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
     Runs on the default executor, eagerly and under every JAX transform. Gradients with respect to query, key, value,
     bias and softmax_aux are exact. Logits and sums are float32. Where types split query, key and value by their length
-    over the same explicit mesh axes, the call is `context_parallel_attention`.
+    over the same explicit mesh axes, the call is `context_parallel_attention`; where they split the keys alone, devices
+    attend to their own keys, and results are combined by their log-sum-exp.
 
     Args:
       query: ``[batch, q_length, heads, head_dim]``; the batch dimension may be absent from all arrays of a call.
@@ -362,7 +363,7 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
     The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
     """
-    if lengths_are_split(*(args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_OPERANDS))):
+    if keys_travel(dict(zip(_POSITIONAL, args, strict=False)) | kwargs):
         with errors_naming(_FLASH_ATTENTION):
             return attention_on_explicit_axes(_FLASH_ATTENTION, *args, **kwargs)
     return _FLASH_ATTENTION(*args, **kwargs)

@@ -1,8 +1,12 @@
-"""Splits attention over the explicit axes of a mesh: by batch, by heads and by the length of the queries.
+"""Splits attention over the explicit axes of a mesh: by batch, by heads, by the length of the queries, and of the keys.
 
-Keys and values are split like the query, or replicated. A replicated array is sliced to what a device needs, which
-moves no data; its gradient is summed over the devices that share it. The length of the keys is never split here: see
-``kernels/context_parallel``.
+Keys and values are split by batch and heads like the query, or replicated. A replicated array is sliced to what a
+device needs, which moves no data; its gradient is summed over the devices that share it. Lengths of queries and keys
+are split by different axes here; where they share an axis, keys must travel: see ``kernels/context_parallel``.
+
+Split keys: each device attends to its own, and the results are those of all by one maximum of the lse and one sum of
+the weighted outputs. The backward pass has the out and lse of the whole, so that P = exp(S − lse) is right on every
+device; the gradient of the query is their sum.
 """
 
 import dataclasses
@@ -19,6 +23,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
 from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
+from tilewright.kernels.softmax import merged_over_axes
 
 type Axes = str | tuple[str, ...] | None
 """The entry of a ``PartitionSpec`` for one dimension."""
@@ -31,23 +36,26 @@ class Split:
     batch: Axes
     rows: Axes
     heads: Axes
+    keys: Axes
 
     def scores(self, shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of an array that broadcasts to ``[batch, heads, q_length, kv_length]``."""
-        axes = (self.batch, self.heads, self.rows, None)
+        axes = (self.batch, self.heads, self.rows, self.keys)
         return PartitionSpec(*(each if size > 1 else None for each, size in zip(axes, shape, strict=True)))
 
     def missing(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The axes over which the call is split and an array is not."""
         own_axes = {name for axes in spec for name in axis_names(axes)}
-        return tuple(n for axes in (self.batch, self.rows, self.heads) for n in axis_names(axes) if n not in own_axes)
+        used = [name for axes in (self.batch, self.rows, self.heads, self.keys) for name in axis_names(axes)]
+        return tuple(name for name in used if name not in own_axes)
 
 
 def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     """The partitioning implied by the types of query, key and value.
 
     Raises:
-      ValueError: the length of the keys or a head_dim is split; or keys or values are not split like the query.
+      ValueError: a head_dim is split; an axis splits the lengths of queries and keys; or keys or values are split
+        differently or not like the query.
     """
     arrays = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     mesh = explicit_mesh(*arrays.values())
@@ -58,11 +66,11 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     rows: Any = PartitionSpec(split.batch, split.rows, split.heads, None)
     chosen = _key_heads(inputs, math.prod(mesh.shape[name] for name in axis_names(split.heads)))
     # Key heads that the devices do not divide stay whole: each device takes those that it needs in ``on_part``.
-    keys: Any = PartitionSpec(split.batch, None, None if chosen else split.heads, None)
+    keys: Any = PartitionSpec(split.batch, split.keys, None if chosen else split.heads, None)
     sinks: Any = PartitionSpec(split.heads, None)
     replicated: Any = PartitionSpec()
     gradients = {
-        "query": GradientParts(rows, (), typed_spec(inputs.query)),
+        "query": GradientParts(rows, split.missing(rows), typed_spec(inputs.query)),
         "key": GradientParts(keys, split.missing(keys), typed_spec(inputs.key)),
         "value": GradientParts(keys, split.missing(keys), typed_spec(inputs.value)),
     }
@@ -84,7 +92,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             part = dataclasses.replace(
                 part, key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2)
             )
-        return _with_origin(part, split)
+        return _with_origin(_with_keys(part, split, inputs.key.shape[1]), split)
 
     def on_gradients(computed: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if not chosen:
@@ -93,6 +101,12 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
         kv_heads = inputs.key.shape[2]
         shared = [name for name in ("key", "value") if name in computed]
         return computed | {name: _scattered(computed[name], heads, kv_heads) for name in shared}
+
+    def on_results(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        if split.keys is None:
+            return results
+        out, lse = merged_over_axes(results[0], jnp.swapaxes(results[1], 1, 2), axis_names(split.keys))
+        return out, jnp.swapaxes(lse, 1, 2)
 
     return Partitioning(
         mesh=mesh,
@@ -112,25 +126,34 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
         gradients=gradients,
         on_part=on_part,
         on_gradients=on_gradients,
+        on_results=on_results,
     )
 
 
-def with_positions(mask: Mask | None, query: jax.Array | jax.ShapeDtypeStruct) -> Mask | None:
-    """Gives a mask's bands explicit query positions if the query's length is split, so that parts do not count from 0.
+def with_positions(
+    mask: Mask | None, query: jax.Array | jax.ShapeDtypeStruct, key: jax.Array | jax.ShapeDtypeStruct
+) -> Mask | None:
+    """Gives a mask's bands explicit query positions if a length is split, so that parts do not count from 0.
 
     The positions are an array, split like the query. They are added before a config is chosen, because not every
     implementation supports them.
     """
-    if mask is None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
+    if mask is None or not _parts_need_positions(query, key):
         return mask
     return _with_positions(mask, jnp.arange(query.shape[1], dtype=jnp.int32)[None])
 
 
-def with_bias_positions(bias: PositionBias, query: jax.Array | jax.ShapeDtypeStruct) -> PositionBias:
+def with_bias_positions(
+    bias: PositionBias, query: jax.Array | jax.ShapeDtypeStruct, key: jax.Array | jax.ShapeDtypeStruct
+) -> PositionBias:
     """Gives a bias explicit query positions where `with_positions` gives them to a mask."""
-    if bias.q_positions is not None or isinstance(query, jax.ShapeDtypeStruct) or typed_axes(query)[1] is None:
+    if bias.q_positions is not None or not _parts_need_positions(query, key):
         return bias
     return dataclasses.replace(bias, q_positions=jnp.arange(query.shape[1], dtype=jnp.int32)[None])
+
+
+def _parts_need_positions(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return any(not isinstance(each, jax.ShapeDtypeStruct) and typed_axes(each)[1] is not None for each in arrays)
 
 
 def _with_positions(mask: Mask, positions: jax.Array) -> Mask:
@@ -163,6 +186,36 @@ def _from_row(mask: Mask, first: jax.Array) -> Mask:
     return mask
 
 
+def _with_keys(part: AttentionInputs, split: Split, kv_length: int) -> AttentionInputs:
+    """A device's part whose keys are some of ``kv_length``: what counts columns counts from the first of these."""
+    if split.keys is None:
+        return part
+    own_length = part.key.shape[1]
+    first = _index(split.keys).astype(jnp.int32) * own_length
+    bias, sinks = part.position_bias, part.softmax_aux
+    if bias is not None and bias.q_positions is not None:
+        # Relative values count from the last key of the whole call, which is not this part's.
+        missing = kv_length - own_length if bias.from_last_key else own_length - kv_length
+        shift = first if bias.kind == "alibi" else first + missing
+        bias = dataclasses.replace(bias, q_positions=bias.q_positions - shift)
+    if sinks is not None:
+        # They count once. Finite, because a row that sees no key here may have no lse otherwise.
+        sinks = jnp.where(first == 0, sinks, jnp.finfo(sinks.dtype).min / 4)
+    mask = None if part.mask is None else _from_column(part.mask, first, own_length)
+    return dataclasses.replace(part, mask=mask, position_bias=bias, softmax_aux=sinks)
+
+
+def _from_column(mask: Mask, first: jax.Array, length: int) -> Mask:
+    """The mask of ``length`` columns from ``first`` on, whose arrays already belong to those columns."""
+    if isinstance(mask, CombinedMask):
+        return type(mask)(tuple(_from_column(each, first, length) for each in mask.masks))  # type: ignore[call-arg]
+    if isinstance(mask, BandMask) and mask.kv_positions is None and mask.q_positions is not None:
+        return dataclasses.replace(mask, q_positions=mask.q_positions - first)  # type: ignore[type-var]
+    if isinstance(mask, LengthMask) and mask.kv_lengths is not None:
+        return LengthMask(mask.q_lengths, jnp.clip(mask.kv_lengths - first, 0, length))
+    return mask
+
+
 def _key_heads(inputs: AttentionInputs, devices: int) -> Callable[[jax.Array], jax.Array] | None:
     """Maps a device's index to the key heads that its query heads read; ``None`` if slicing the heads gives them."""
     heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
@@ -192,28 +245,32 @@ def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Spl
     text = ", ".join(f"{name}: {PartitionSpec(*spec)}" for name, spec in specs.items())
     if any(spec[3] is not None for spec in specs.values()):
         raise ValueError(f"attention cannot be split by head_dim ({text}); reshard it first")
-    if specs["key"][1] is not None or specs["value"][1] is not None:
-        raise ValueError(
-            "attention cannot be split by the length of the keys unless flash_attention is called with query, key and "
-            f"value that are all split alike ({text}); reshard first"
-        )
+    keys = specs["key"][1]
+    if specs["value"][1] != keys:
+        raise ValueError(f"key and value must be split by length alike ({text}); reshard one of them")
     for name in ("key", "value"):
         for position, dimension, axes in ((0, "batch", batch), (2, "heads", heads)):
             if specs[name][position] not in (None, axes):
                 raise ValueError(f"{name} must be split by {dimension} as the query is, or whole ({text}); reshard it")
-    if rows is not None and inputs.options.dropout_prob > 0.0:
+    shared = set(axis_names(keys)) & {name for axes in (batch, rows, heads) for name in axis_names(axes)}
+    if shared:
         raise ValueError(
-            f"dropout counts the rows of the whole query, which is split by its length ({text}); reshard the query, or "
-            "leave dropout out"
+            f"query and keys are both split by {', '.join(sorted(shared))}, but not by their lengths over the very "
+            f"same axes and else alike ({text}); reshard one of them"
         )
-    return Split(batch, rows, heads)
+    if (rows is not None or keys is not None) and inputs.options.dropout_prob > 0.0:
+        raise ValueError(
+            f"dropout counts the rows and columns of the whole call, of which a length is split ({text}); reshard "
+            f"{'the query' if keys is None else 'query, key and value'}, or leave dropout out"
+        )
+    return Split(batch, rows, heads, keys)
 
 
 def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
     """The specs of a mask's arrays, in the mask's own structure.
 
     Raises:
-      ValueError: the mask's class is unknown, and so the meaning of its arrays, and the query's length is split.
+      ValueError: the mask's class is unknown, and so the meaning of its arrays, and a length is split.
     """
 
     def by_batch(array: jax.Array | None, *axes: Axes) -> Any:
@@ -224,16 +281,17 @@ def _mask_specs(mask: Mask, split: Split, batch: int) -> Any:
         case CombinedMask():
             return type(mask)(tuple(_mask_specs(each, split, batch) for each in mask.masks))  # type: ignore[call-arg]
         case BandMask():
-            specs = by_batch(mask.q_positions, split.rows), by_batch(mask.kv_positions, None)
+            specs = by_batch(mask.q_positions, split.rows), by_batch(mask.kv_positions, split.keys)
             return dataclasses.replace(mask, q_positions=specs[0], kv_positions=specs[1])  # type: ignore[type-var]
         case SegmentMask():
-            return SegmentMask(by_batch(mask.q_segment_ids, split.rows), by_batch(mask.kv_segment_ids, None))
+            return SegmentMask(by_batch(mask.q_segment_ids, split.rows), by_batch(mask.kv_segment_ids, split.keys))
         case LengthMask():
             return LengthMask(by_batch(mask.q_lengths), by_batch(mask.kv_lengths))
         case ExplicitMask():
             return ExplicitMask(split.scores(mask.array.shape))  # type: ignore[arg-type]
-    if split.rows is not None:
-        raise ValueError(f"a query that is split by its length cannot have a mask of type {type(mask).__name__}")
+    if split.rows is not None or split.keys is not None:
+        whose = "a query that is" if split.keys is None else "keys that are"
+        raise ValueError(f"{whose} split by length cannot have a mask of type {type(mask).__name__}")
     return jax.tree.map(lambda leaf: _leaf_spec(leaf.shape, batch, split), mask)
 
 

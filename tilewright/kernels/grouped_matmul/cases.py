@@ -139,6 +139,7 @@ class GatedGroupedMatmulCase(Case):
 
     Attributes:
       rows: rows of lhs, of all groups together.
+      matrices: matrices in gate and up, the groups from ``group_offset`` on; as many as groups if ``None``.
       sizes: the group sizes; drawn if ``None``.
     """
 
@@ -147,16 +148,19 @@ class GatedGroupedMatmulCase(Case):
     n: int = 512
     groups: int = 8
     activation: Activation = "silu"
+    matrices: int | None = None
+    group_offset: int | None = None
     sizes: tuple[int, ...] | None = None
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = _RNG(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
         lhs = normal(random, (self.rows, self.k), self.dtype)
-        shape = (self.groups, self.k, self.n)
+        shape = (self.groups if self.matrices is None else self.matrices, self.k, self.n)
         gate, up = ((normal(random, shape, "float32") / max(self.k, 1) ** 0.5).astype(self.dtype) for _ in range(2))
         sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
-        return (lhs, gate, up, jnp.asarray(sizes, jnp.int32)), {"activation": self.activation}
+        offset = {} if self.group_offset is None else {"group_offset": jnp.int32(self.group_offset)}
+        return (lhs, gate, up, jnp.asarray(sizes, jnp.int32)), {"activation": self.activation} | offset
 
 
 _GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)
@@ -179,7 +183,8 @@ GATED_CASES = OpCases(
     options=variants(
         GatedGroupedMatmulCase("", rows=256, k=256, n=256, groups=4, dtype="bfloat16"),
         {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
-        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS},
+        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
+        | {"`group_offset`": {"matrices": 2, "group_offset": 1}},
     ),
     brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
 )

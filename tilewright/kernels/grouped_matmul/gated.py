@@ -18,6 +18,7 @@ from tilewright.kernels.grouped_matmul.arguments import (
     check_matrices,
     check_sizes_on_host,
     floating,
+    offset_array,
     sizes_array,
 )
 from tilewright.kernels.grouped_matmul.cases import GATED_CASES, group_sizes
@@ -60,6 +61,7 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         group_sizes: ArrayLike,
         *,
         activation: Activation = "silu",
+        group_offset: ArrayLike | None = None,
         platform: PlatformOption = None,
         cfg: object = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -67,7 +69,8 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         rows = floating("lhs", lhs, 2, "[m, k]")
         gates, ups = (floating(name, x, 3, "[groups, k, n]") for name, x in (("gate", gate), ("up", up)))
         sizes = sizes_array(group_sizes)
-        check_matrices("gate", gates, rows.shape[1], sizes.shape[0], 1, False)
+        offset = None if group_offset is None else offset_array(group_offset)
+        check_matrices("gate", gates, rows.shape[1], sizes.shape[0], 1, offset is not None)
         if ups.shape != gates.shape:
             raise ValueError(f"gate and up must have the same shape, got {gates.shape=}, {ups.shape=}")
         options: dict[str, Any] = {
@@ -76,8 +79,10 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
             "platform": arguments.platforms(platform),
         }
         split = (x for x in (gates, ups) if not isinstance(x, jax.ShapeDtypeStruct))
-        if any(typed_axes(x)[0] is not None for x in split):
-            options["group_offset"] = jnp.int32(0)
+        if offset is None and any(typed_axes(x)[0] is not None for x in split):
+            offset = jnp.int32(0)
+        if offset is not None:
+            options["group_offset"] = offset
         return (rows, gates, ups, sizes), options
 
     def inputs(
@@ -134,6 +139,9 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         problem = self.problem_of(inv)
         with jax.ensure_compile_time_eval():
             random = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+        if "group_offset" in kwargs:
+            first = random.integers(0, problem.groups - problem.matrices, endpoint=True)
+            kwargs["group_offset"] = np.asarray(first, np.int32)
         return (*args[:3], group_sizes(random, problem.rows, problem.groups)), kwargs
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
@@ -166,9 +174,10 @@ def gated_grouped_matmul(*args: Any, **kwargs: Any) -> jax.Array:
 
     Args:
       lhs: ``[m, k]``, rows sorted by group.
-      gate, up: ``[groups, k, n]``.
+      gate, up: ``[groups, k, n]``, or fewer matrices with ``group_offset``.
       group_sizes: ``[groups]`` integers.
       activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu" or "identity".
+      group_offset: the group of the first matrix, as in ``grouped_matmul``; rows of groups without one give zeros.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
 

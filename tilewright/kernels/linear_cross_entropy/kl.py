@@ -27,12 +27,25 @@ from tilewright.kernels.linear_cross_entropy.kl_inputs import KlInputs, KlOption
 from tilewright.kernels.linear_cross_entropy.losses import reduced
 from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
 from tilewright.kernels.linear_cross_entropy.reference import logits_of
-from tilewright.kernels.linear_cross_entropy.shards import gathered, merged_lse
+from tilewright.kernels.linear_cross_entropy.shards import (
+    TypedSplit,
+    gathered,
+    merged_lse,
+    of_all_devices,
+    summed_over,
+)
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import GradientParts, Partitioning, explicit_mesh, typed_spec
-from tilewright.ops.kernel.kernel import Invocation
+from tilewright.kernels.sharding import (
+    GradientParts,
+    Partitioning,
+    devices_along,
+    explicit_mesh,
+    typed_axes,
+    typed_spec,
+)
+from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -263,7 +276,7 @@ def linear_kl_divergence(*args: Any, **kwargs: Any) -> jax.Array:
       reduction: "mean" divides the sum by that of the weights of tokens that count (without weights by their number;
         over no token it is 0), "sum", or "none" for each token.
       axis_name: inside ``shard_map``, the mesh axis over which the vocabulary is split: both matrices are this
-        device's part.
+        device's part. On explicit axes the types of the matrices say so instead.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
 
@@ -274,12 +287,68 @@ def linear_kl_divergence(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    axis_name = kwargs.get("axis_name")
-    if axis_name is None:
-        return _LINEAR_KL_DIVERGENCE(*args, **kwargs)
-    given, checked = prepare(_LINEAR_KL_DIVERGENCE, args, kwargs)
+    if (axis_name := kwargs.get("axis_name")) is not None:
+        return _split_vocabulary(args, kwargs, axis_name)
+    given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+    with errors_naming(_LINEAR_KL_DIVERGENCE):
+        split = _typed_split(given)
+        if split is not None:
+            return _on_explicit_axes(split, given)
+    return _LINEAR_KL_DIVERGENCE(*args, **kwargs)
+
+
+_POSITIONAL = ("student_x", "student_weight", "teacher_x", "teacher_weight")
+
+
+def _typed_split(given: Mapping[str, Any]) -> TypedSplit | None:
+    """The split of the vocabulary that types of a call's arrays ask for, if they may be those of a right call."""
+    student, student_weight, teacher, teacher_weight = (given.get(name) for name in _POSITIONAL)
+    axis = 0 if given.get("vocab_first") else 1
+    matrices = {"student_weight": student_weight, "teacher_weight": teacher_weight}
+    known = {name: (x, axis) for name, x in matrices.items() if isinstance(x, jax.Array) and x.ndim == 2}
+    if len(known) < 2 or all(typed_axes(x)[axis] is None for x, _ in known.values()):
+        return None
+    if student is None or teacher is None:
+        return None
+    arrays = {name: given.get(name) for name in ("student_x", "teacher_x", "mask", "token_weights")}
+    by_token = {name: arguments.as_array(name, each) for name, each in arrays.items() if each is not None}
+    return TypedSplit.of(by_token, known, by_token["student_x"].ndim - 1)
+
+
+def _on_explicit_axes(split: TypedSplit, given: Mapping[str, Any]) -> jax.Array:
+    """The divergence over a vocabulary that is split by the types of the matrices."""
+    of_matrix = split.spec(2, 0 if given.get("vocab_first") else 1)
+    specs = {"student_x": split.tokens, "student_weight": of_matrix, "teacher_x": split.tokens}
+    specs |= {"teacher_weight": of_matrix, "mask": split.tokens, "token_weights": split.tokens}
+    arrays = {name: arguments.as_array(name, given[name]) for name in specs if given.get(name) is not None}
+    options = {name: value for name, value in given.items() if name not in specs} | {"axis_name": split.vocab}
+    divergence: jax.Array = split.run(
+        lambda parts: _split_vocabulary((), parts | options, split.vocab, split.token_names),
+        arrays,
+        {name: specs[name] for name in arrays},
+        split.tokens if given.get("reduction") == "none" else PartitionSpec(),
+    )
+    return divergence
+
+
+def _split_vocabulary(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    axis_name: str | tuple[str, ...],
+    token_names: tuple[str, ...] = (),
+) -> jax.Array:
+    """The divergence over a vocabulary that is split over a mesh axis, from each device's statistics.
+
+    Args:
+      token_names: axes over which tokens are split, if a scalar is to be that of all of them.
+    """
+    given, checked = prepare(_LINEAR_KL_DIVERGENCE, args, dict(kwargs))
+    with errors_naming(_LINEAR_KL_DIVERGENCE):
+        devices_along(axis_name, "vocabulary")
     inputs, reduction = _LINEAR_KL_DIVERGENCE.inputs(*given, **checked), checked["reduction"]
-    statistics = _LINEAR_KL_DIVERGENCE(*args, **kwargs)
+    rest = {name: value for name, value in kwargs.items() if name not in _POSITIONAL}
+    student, teacher = (of_all_devices(x, axis_name) for x in (inputs.student_x, inputs.teacher_x))
+    statistics = _LINEAR_KL_DIVERGENCE(student, inputs.student_weight, teacher, inputs.teacher_weight, **rest)
     parts = gathered(jnp.stack(statistics), axis_name)
     # As of a vocabulary that is whole, from here on in plain JAX.
     lse = [merged_lse(parts[:, i]) for i in (0, 1)]
@@ -287,4 +356,7 @@ def linear_kl_divergence(*args: Any, **kwargs: Any) -> jax.Array:
     difference = (jnp.exp(parts[:, 1] - lse[1]) * parts[:, 2]).sum(0)
     weights = inputs.weights()
     loss = jnp.where(inputs.valid, divergences(KlResults(lse[0], lse[1], difference)), 0) * weights
-    return reduced(loss if reduction == "none" else loss.sum(), weights.sum(), reduction)
+    if reduction == "none":
+        return loss
+    total, count = summed_over((loss.sum(), weights.sum()), token_names)
+    return reduced(total, count, reduction)

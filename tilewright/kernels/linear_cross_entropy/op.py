@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels import arguments
@@ -37,13 +38,20 @@ from tilewright.kernels.linear_cross_entropy.inputs import (
 from tilewright.kernels.linear_cross_entropy.losses import losses, reduced, weights
 from tilewright.kernels.linear_cross_entropy.partitioning import loss_partitioning
 from tilewright.kernels.linear_cross_entropy.reference import losses_reference, statistics_reference
-from tilewright.kernels.linear_cross_entropy.shards import gathered, local_labels, merged_lse
+from tilewright.kernels.linear_cross_entropy.shards import (
+    TypedSplit,
+    gathered,
+    local_labels,
+    merged_lse,
+    of_all_devices,
+    summed_over,
+)
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning, explicit_mesh
+from tilewright.kernels.sharding import Partitioning, devices_along, explicit_mesh, typed_axes
 from tilewright.kernels.x64 import without_x64
-from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -266,7 +274,7 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
       reduction: "mean" divides the sum of the losses by that of the weights (without weights by the number of tokens
         that are not ignored; over no token it is 0), "sum", or "none" for the loss of each token.
       axis_name: inside ``shard_map``, the mesh axis over which the vocabulary is split: weight and bias are this
-        device's part, x and labels are whole.
+        device's part, x and labels are whole. On explicit axes the type of weight says so instead.
       return_lse: also return ``log Σ exp(logits)`` of each token, 0 for those that are ignored; differentiable.
       gradient_epsilon: probabilities below it count as zero in gradients. By default nothing is dropped.
         Not with axis_name.
@@ -283,7 +291,58 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     if kwargs.get("axis_name") is not None:
         return _split_vocabulary(*args, **kwargs)
     _check_labels(args, kwargs)
+    given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+    with errors_naming(_LINEAR_CROSS_ENTROPY):
+        split = _typed_split(given)
+        if split is not None:
+            return _on_explicit_axes(split, **given)
     return _LINEAR_CROSS_ENTROPY(*args, **kwargs)
+
+
+_POSITIONAL = ("x", "weight", "labels")
+
+
+def _typed_split(given: Mapping[str, Any]) -> TypedSplit | None:
+    """The split of the vocabulary that types of a call's arrays ask for, if they may be those of a right call."""
+    x, weight, labels = (given.get(name) for name in _POSITIONAL)
+    # The matrix first: of nearly every call this is all that is read. A probability below ``gradient_epsilon`` is known
+    # where the whole vocabulary is.
+    if not isinstance(weight, jax.Array) or weight.ndim != 2 or given.get("gradient_epsilon") is not None:
+        return None
+    axis = 0 if given.get("vocab_first") else 1
+    if typed_axes(weight)[axis] is None or x is None or labels is None:
+        return None
+    arrays = {"x": x, "labels": labels, "token_weights": given.get("token_weights")}
+    by_token = {name: arguments.as_array(name, each) for name, each in arrays.items() if each is not None}
+    return TypedSplit.of(by_token, {"weight": (weight, axis)}, by_token["labels"].ndim)
+
+
+def _on_explicit_axes(
+    split: TypedSplit,
+    *,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
+    axis_name: None = None,
+    **options: Any,
+) -> Any:
+    """The loss over a vocabulary that is split by the type of the matrix."""
+    first = bool(options.get("vocab_first"))
+    given = {"x": x, "weight": weight, "labels": labels, "bias": bias, "token_weights": token_weights}
+    specs = {
+        "x": split.tokens, "weight": split.spec(2, 0 if first else 1), "labels": split.tokens,
+        "bias": split.spec(1, 0), "token_weights": split.tokens,
+    }  # fmt: skip
+    arrays = {name: arguments.as_array(name, each) for name, each in given.items() if each is not None}
+    loss = split.tokens if options.get("reduction") == "none" else PartitionSpec()
+    return split.run(
+        lambda parts: _split_vocabulary(**parts, axis_name=split.vocab, token_names=split.token_names, **options),
+        arrays,
+        {name: specs[name] for name in arrays},
+        (loss, split.tokens) if options.get("return_lse") else loss,
+    )
 
 
 def _check_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -306,30 +365,37 @@ def _split_vocabulary(
     token_weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
     return_lse: bool = False,
+    token_names: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
-    """The loss over a vocabulary that is split over a mesh axis, from each device's statistics."""
+    """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
+
+    Args:
+      token_names: axes over which tokens are split, if a scalar is to be that of all of them.
+    """
     kernel = _LINEAR_CROSS_ENTROPY
     # The checks of a call; labels of the whole vocabulary have the part's bounds here, so they are checked below.
     call = {"axis_name": axis_name, "token_weights": token_weights, "reduction": reduction, "return_lse": return_lse}
     given, checked = prepare(kernel, (x, weight, labels), call | options | {"ignore_index": ignore_index})
     inputs = kernel.inputs(*given, **checked)
-    check_labels_on_host(
-        labels, inputs.vocab * jax.lax.axis_size(axis_name), arguments.integer("ignore_index", ignore_index)
-    )
+    with errors_naming(kernel):
+        devices = devices_along(axis_name, "vocabulary")
+    check_labels_on_host(labels, inputs.vocab * devices, arguments.integer("ignore_index", ignore_index))
     whole = arguments.to_int32(arguments.as_array("labels", labels))
     whole = jnp.where(whole == ignore_index, IGNORED, jnp.where(whole < 0, np.iinfo(np.int32).max, whole))
     own, wrong = local_labels(whole, inputs.vocab, axis_name)
     # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
-    statistics = kernel(given[0], given[1], own, axis_name=axis_name, **options)
+    statistics = kernel(of_all_devices(given[0], axis_name), given[1], own, axis_name=axis_name, **options)
     parts = gathered(jnp.stack(statistics), axis_name)
     lse, label_logit = merged_lse(parts[:, 0]), parts[:, 1].sum(0)
     logit_sum = parts[:, 2].sum(0) if inputs.options.needs_sum else None
     valid = whole != IGNORED
     lse = jnp.where(valid, lse, 0)
     label_logit = jnp.where(wrong, jnp.nan, label_logit)
-    vocab = inputs.vocab * jax.lax.axis_size(axis_name)
+    vocab = inputs.vocab * devices
     weight_of = weights(whole, inputs.token_weights, lse.dtype)
     loss = jnp.where(valid, losses(inputs.options, vocab, lse, label_logit, logit_sum), 0) * weight_of
-    loss = reduced(loss if reduction == "none" else loss.sum(), weight_of.sum(), reduction)
+    if reduction != "none":
+        total, count = summed_over((loss.sum(), weight_of.sum()), token_names)
+        loss = reduced(total, count, reduction)
     return (loss, lse) if return_lse else loss

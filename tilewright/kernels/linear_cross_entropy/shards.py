@@ -1,15 +1,102 @@
 """A vocabulary that is split over a mesh axis inside ``shard_map``: every device's statistics, made those of all.
 
-One gather of the statistics of each token forward. The gradient of x is a sum over devices, which ``shard_map`` adds up
-where x is the same on all of them; that of a device's part of the matrix is complete.
+One gather of the statistics of each token forward. The gradient of x is a sum over the devices; that of a device's part
+of the matrix is complete. On explicit axes the types of the matrices ask for the same.
 """
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
-from tilewright.kernels.sharding import varying_axes
+from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
+from tilewright.kernels.sharding import (
+    axis_names,
+    explicit_mesh,
+    over_explicit_axes,
+    typed_axes,
+    vary_over,
+    varying_axes,
+)
+from tilewright.kernels.softmax import accumulation_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedSplit:
+    """A split of the vocabulary, and maybe of tokens, in the types of a call's arrays.
+
+    Attributes:
+      tokens: the mesh axes of every dimension of the tokens.
+      token_names: the names of all of them.
+      vocab: the axes that split the vocabulary.
+    """
+
+    mesh: AbstractMesh | Mesh
+    tokens: PartitionSpec
+    token_names: tuple[str, ...]
+    vocab: tuple[str, ...]
+
+    @classmethod
+    def of(cls, by_token: Mapping[str, Any], matrices: Mapping[str, tuple[Any, int]], rank: int) -> "TypedSplit | None":
+        """The split; None if the vocabulary is whole, or split over the axes of the tokens, so that it is gathered.
+
+        Args:
+          by_token: the arrays that begin with the dimensions of the tokens.
+          matrices: each with its dimension that is the vocabulary.
+          rank: the number of dimensions of the tokens.
+
+        Raises:
+          ValueError: tokens are split in two ways, or d is.
+        """
+        split = [axis_names(typed_axes(matrix)[axis]) for matrix, axis in matrices.values()]
+        if not any(split):
+            return None
+        tokens, token_names = token_axes(dict(by_token), rank)
+        vocab = [name for name in next(filter(None, split)) if name not in token_names]
+        mesh = explicit_mesh(*(matrix for matrix, _ in matrices.values()))
+        if mesh is None or not vocab:
+            return None
+        return cls(mesh, PartitionSpec(*tokens), token_names, tuple(vocab))
+
+    def spec(self, rank: int, vocab_axis: int) -> PartitionSpec:
+        """The spec of a matrix or bias of some rank."""
+        return PartitionSpec(*(self.vocab if axis == vocab_axis else None for axis in range(rank)))
+
+    def run(
+        self, function: Callable[[dict[str, Any]], Any], arrays: dict[str, Any], specs: dict[str, Any], out: Any
+    ) -> Any:
+        """Runs a function of the devices' parts of some arrays, inside ``shard_map``."""
+        return over_explicit_axes(function, self.mesh, arrays, specs, out)
+
+
+def of_all_devices(x: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """An operand that is the same along an axis; its gradient is summed over the devices in float32 or wider."""
+    axes = varying_axes(lax.axis_index(axis_name)) - varying_axes(x)
+    # Without checked types the transpose of ``shard_map`` sums, in the operand's dtype.
+    return _of_all_devices(x, axes) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _of_all_devices(x: jax.Array, axes: frozenset[str]) -> Any:
+    return vary_over(axes, x)
+
+
+def _of_all_devices_forward(x: jax.Array, axes: frozenset[str]) -> tuple[jax.Array, None]:
+    return _of_all_devices(x, axes), None
+
+
+def _of_all_devices_backward(axes: frozenset[str], _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    wide = gradient.astype(accumulation_dtype(gradient.dtype))
+    return (lax.psum(wide, tuple(sorted(axes))).astype(gradient.dtype),)
+
+
+_of_all_devices.defvjp(_of_all_devices_forward, _of_all_devices_backward)
 
 
 def gathered(array: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
@@ -31,6 +118,12 @@ def local_labels(labels: jax.Array, part: int, axis_name: str | tuple[str, ...])
     own = labels - lax.axis_index(axis_name).astype(jnp.int32) * part
     inside = (own >= 0) & (own < part)
     return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, own, part)), wrong
+
+
+def summed_over[T](parts: T, names: tuple[str, ...]) -> T:
+    """The sums of the devices' parts over mesh axes, if there are any."""
+    summed: T = lax.psum(parts, names) if names else parts
+    return summed
 
 
 def merged_lse(lses: jax.Array) -> jax.Array:

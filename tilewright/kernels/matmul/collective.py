@@ -6,6 +6,7 @@ own: a kernel is selected and tuned on one device, where there is no axis to com
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels import arguments
@@ -18,7 +19,8 @@ from tilewright.kernels.matmul.rings import (
     all_gather_product,
     reduce_scatter_product,
 )
-from tilewright.kernels.sharding import AxisName, axis_names, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, axis_names, check_manual, vary_over, varying_axes
+from tilewright.ops.kernel.kernel import errors_naming_function
 
 
 def all_gather_matmul(
@@ -140,6 +142,8 @@ def _prepared(
             f"{name}: {axis_name=} is no axis of a shard_map around the call; outside of shard_map, arrays that are "
             "split over explicit mesh axes go to matmul as they are"
         ) from error
+    with errors_naming_function(name):
+        check_manual(AxisType.Explicit)
     options = RingOptions(
         axis_name,
         devices,

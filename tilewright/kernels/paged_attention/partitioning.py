@@ -67,7 +67,11 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
     kv_heads = specs["key"][2]
     caches = [spec for name, spec in specs.items() if name != "query"]
     if head_dim is not None or any(spec[1] is not None or spec[3] is not None for spec in caches):
-        raise ValueError(f"attention over a cache can be split by heads and by sequences alone ({text}); reshard it")
+        by_length = inputs.page_table is None and any(spec[1] is not None for spec in caches)
+        instead = ", or call flash_attention with key_value_seq_lengths, which takes split lengths" if by_length else ""
+        raise ValueError(
+            f"attention over a cache can be split by heads and by sequences alone ({text}); reshard it{instead}"
+        )
     if sequences is not None and inputs.cum_q_lens is not None:
         raise ValueError(
             f"queries of different lengths laid end to end cannot be split by tokens ({text}), since a sequence may "
@@ -75,9 +79,10 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
         )
     if any(spec[0] is not None for spec in caches):
         if inputs.page_table is not None:
+            function = "context_parallel_mla_decode" if inputs.value is None else "context_parallel_page_attention"
             raise ValueError(
                 f"pages that a table names cannot be split by page ({text}), since a sequence's may lie anywhere; "
-                "reshard the cache, or call context_parallel_page_attention inside of jax.shard_map"
+                f"reshard the cache, or call {function} inside of jax.shard_map"
             )
         if any(spec[0] not in (None, sequences) for spec in caches):
             raise ValueError(f"query and cache must be split alike by sequences ({text}); reshard them first")

@@ -13,7 +13,7 @@ from jax import lax
 from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
 from tilewright.kernels.sharding import AxisName, devices_along
-from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
+from tilewright.kernels.softmax import merged_over_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +60,7 @@ class SplitPages:
           out, lse: this device's ``[..., heads, value_dim]`` and ``[..., heads]``, without sinks.
           sinks: ``[heads, n]``, the same on every device; they count once.
         """
-        dtype = accumulation_dtype(out.dtype)
-        row_max = lax.pmax(lse, self.axis)
-        sink_max, sink_total = _sinks(sinks, dtype, lse.shape[-1])
-        row_max = jnp.maximum(row_max, sink_max)
-        shift = finite_shift(row_max)
-        weight = jnp.exp(lse - shift)[..., None]
-        # One array, so that it is one collective.
-        summed = lax.psum(jnp.concatenate([out.astype(dtype) * weight, weight], axis=-1), self.axis)
-        total = summed[..., -1] + sink_total * jnp.exp(sink_max - shift)
-        whole = summed[..., :-1] / jnp.where(total == 0.0, 1.0, total)[..., None]
-        return whole.astype(out.dtype), jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))
-
-
-def _sinks(sinks: jax.Array | None, dtype: Any, heads: int) -> tuple[jax.Array, jax.Array]:
-    if sinks is None:
-        return jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype)
-    return sinks_statistics(sinks.astype(dtype))
+        return merged_over_axes(out, lse, self.axis, sinks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,20 +78,27 @@ def write_pages(inputs: WriteInputs) -> Cache:
     return key_pages, value_pages, key_scale, value_scale
 
 
+def check_split_by_heads(pages: jax.Array) -> None:
+    """Raises if the type of pages splits anything but their heads."""
+    spec = typed_axes(pages)
+    if any(axes is not None for position, axes in enumerate(spec) if position != 2):
+        raise ValueError(
+            f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first, or give each "
+            "device its own pages by jax.shard_map, inside of which context_parallel_update_pages writes to pages that "
+            "are dealt out to the devices"
+        )
+
+
 def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
     """The inputs split over explicit axes like the pages: tokens by heads, everything else replicated.
 
     Every device has all pages of its heads, so each needs the tokens of all sequences.
-
-    Raises:
-      ValueError: a dimension of the pages other than heads is split.
     """
     mesh = explicit_mesh(*(x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.ShapeDtypeStruct)))
     if mesh is None:
         return inputs
+    check_split_by_heads(inputs.key_pages)
     spec = typed_axes(inputs.key_pages)
-    if any(axes is not None for position, axes in enumerate(spec) if position != 2):
-        raise ValueError(f"pages to write to can be split by heads alone (key_pages: {P(*spec)}); reshard them first")
     by_head, replicated = P(None, spec[2]), P()
 
     def placed(array: jax.Array, wanted: P) -> Any:

@@ -15,7 +15,7 @@ from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
-from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
+from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, check_split_by_heads
 from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
@@ -73,6 +73,8 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
             new = reshape(new, (new.shape[0], 1, *new.shape[1:])) if len(new.shape) == 2 else new
         layout = "[num_pages, page_size, kv_heads, head_dim]"
         keys, values = arguments.cache_arrays(pages, value_pages, layout, ("key_pages", "value_pages"))
+        if not isinstance(keys, jax.ShapeDtypeStruct):
+            check_split_by_heads(keys)
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, None)
         sequences = lengths.shape[0]
         table = arguments.page_table_array(page_table, sequences)
