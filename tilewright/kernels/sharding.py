@@ -177,7 +177,7 @@ def beside_transfer(told: bool) -> Iterator[None]:
 
 
 def is_beside_transfer() -> bool:
-    """What `beside_transfer` says."""
+    """True within `beside_transfer(True)`."""
     return _BESIDE_TRANSFER.get()
 
 

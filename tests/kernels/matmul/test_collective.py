@@ -292,7 +292,7 @@ REMOTE = ((1, 512, 256), (256, 512))
 )
 def test_what_the_remote_kernel_does_not_take(message: str, shapes: Any, dtype: str, options: dict[str, Any]):
     with tilewright.target_device("NVIDIA H100 80GB HBM3", count=4) as target:
-        mesh = target.make_mesh((2, 2), ("x", "y"))
+        mesh = target.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2)
         over = {name: options.pop(name) for name in ("axis_names",) if name in options}
         function = lambda *xs: all_gather_matmul(*xs, **{"axis_name": "x", "strategy": "remote"} | options)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), P()), out_specs=P("x"), check_vma=False, **over)
