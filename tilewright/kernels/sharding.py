@@ -159,7 +159,7 @@ def beside_transfer(told: bool) -> Iterator[None]:
 
 
 def is_beside_transfer() -> bool:
-    """What `beside_transfer` says."""
+    """True if `beside_transfer` says so."""
     return _BESIDE_TRANSFER.get()
 
 
