@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.matmul import gathered, scattered, sending
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params, sending_pace
 from tilewright.kernels.hopper.matmul.params import MatmulParams
@@ -96,37 +97,56 @@ class Itself(Ring):
         return places
 
 
+class Semaphores:
+    """Semaphores that are set once, as barriers of the CTA that sends to itself: the interpreter orders by these."""
+
+    count = 16
+
+    def __init__(self) -> None:
+        self.barriers: Any = None
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def at(self) -> Any:
+        return self.barriers.at
+
+    def run_kernel(self, body: Any, operands: Any, results: Any, scratch: Any, **options: Any) -> Any:
+        """Runs a kernel with barriers beside its own scratch."""
+
+        def with_barriers(operands: Any, results: Any, scratch: Any) -> None:
+            self.barriers = scratch[1]
+            body(operands, results, scratch[0])
+
+        barriers = plgpu.Barrier(num_arrivals=1, num_barriers=self.count)
+        return run_kernel(with_barriers, operands, results, (scratch, barriers), **options)
+
+    def signal(self, semaphore: Any, device_id: Any) -> None:
+        self.calls["signals"] += 1
+        plgpu.barrier_arrive(semaphore)
+
+    def wait(self, semaphore: Any, value: int, decrement: bool) -> None:
+        assert (value, decrement) == (1, False)
+        self.calls["waits"] += 1
+        plgpu.barrier_wait(semaphore)
+
+
 @contextlib.contextmanager
 def sent_to_itself() -> Iterator[Counter[str]]:
-    """Remote references are those of the device. One CTA sends and receives: what it waits for has been signalled."""
-    calls: Counter[str] = Counter()
-
-    class Semaphores:
-        @property
-        def at(self) -> Any:
-            return self
-
-        def __getitem__(self, number: Any) -> Any:
-            return number
-
-    def signal(semaphore: Any, device_id: Any) -> None:
-        calls["signals"] += 1
-
-    def wait(semaphore: Any, value: int, decrement: bool) -> None:
-        assert (value, decrement) == (1, False)
-        calls["waits"] += 1
-
+    """Remote references are those of the device, and the only sender is the CTA that receives."""
+    semaphores = Semaphores()
     with (
-        mock.patch.object(pl, "get_global", return_value=Semaphores()),
-        mock.patch.object(pl, "semaphore_signal", signal),
-        mock.patch.object(pl, "semaphore_wait", wait),
+        mock.patch.object(pl, "get_global", return_value=semaphores),
+        mock.patch.object(pl, "semaphore_signal", semaphores.signal),
+        mock.patch.object(pl, "semaphore_wait", semaphores.wait),
         mock.patch.object(plgpu, "remote_ref", lambda ref, device: ref),
+        mock.patch.object(gathered, "run_kernel", semaphores.run_kernel),
+        mock.patch.object(scattered, "run_kernel", semaphores.run_kernel),
         mock.patch.object(gathered, "fence_copies"),
         mock.patch.object(scattered, "fence_copies"),
         mock.patch.object(sending, "fence_copies"),
         mock.patch.object(gathered, "SENDERS", 1),
     ):
-        yield calls
+        yield semaphores.calls
 
 
 @pytest.mark.parametrize(

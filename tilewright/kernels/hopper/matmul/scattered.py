@@ -7,8 +7,9 @@ sends each one while the next is computed. Of its own rows, the last, it adds wh
     device i, producer                              tile 0 -> i+1 · signal   ...   last tile -> i+1 · signal
 
 The sums are in float32 and in the order of the devices before this one, so that they repeat bit for bit. All devices
-have the tiles in the same order: what a CTA waits for was sent when the same CTA of the other device had begun its next
-tile. It is safe as ``gathered.py`` is, but that all CTAs send, and must have an SM in the end.
+have the tiles in the same order: what a CTA waits for was computed as many items ago as another device's rows have, and
+sent while its CTA computed the next one. It is safe as ``gathered.py`` is, but that all CTAs send, and must have an SM
+in the end.
 """
 
 import dataclasses

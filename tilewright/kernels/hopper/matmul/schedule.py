@@ -126,73 +126,9 @@ class DenseSchedule:
         return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps), rhs_column=rhs_column)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GatheredSchedule:
-    """All tiles of a matmul whose lhs is the rows of several devices, those of this device first, then those behind it.
-
-    Attributes:
-      own: ``[1]``, the number of this device.
-      devices: how many there are.
-      batches: ranges of rows that each device has, between which are those of the others in the result.
-      rows: of a range.
-    """
-
-    own: Any
-    devices: int = dataclasses.field(metadata={"static": True})
-    batches: int = dataclasses.field(metadata={"static": True})
-    rows: int = dataclasses.field(metadata={"static": True})
-    columns: int = dataclasses.field(metadata={"static": True})
-    steps: int = dataclasses.field(metadata={"static": True})
-    tile: TileShape = dataclasses.field(metadata={"static": True})
-
-    @property
-    def tiles(self) -> TileIndex:
-        """Tiles of a cluster of one range of rows, along both."""
-        return self.tile.tiles(self.rows, self.columns)
-
-    @property
-    def items_of_part(self) -> int:
-        """The number of items of one device's rows."""
-        return self.batches * self.tiles.row * self.tiles.column
-
-    def items(self) -> int:
-        """The number of items of all clusters."""
-        return self.devices * self.items_of_part
-
-    def part(self, item: Scalar) -> Scalar:
-        """The places behind this device at which the one is whose rows an item has."""
-        return lax.div(jnp.asarray(item, jnp.int32), jnp.int32(self.items_of_part))
-
-    def work(self, item: Scalar, cta: Scalar) -> Work:
-        """An item of a CTA of its cluster."""
-        part, of_range = self.part(item), self.tiles.row
-        item = item - part * self.items_of_part
-        index = in_bands(item, self.batches * of_range, self.tiles.column, self.tile.band)
-        batch = lax.div(jnp.asarray(index.row, jnp.int32), jnp.int32(of_range)) if self.batches > 1 else 0
-        row, column = self.tile.place(TileIndex(index.row - batch * of_range, index.column), cta)
-        device = lax.rem(self.own[0] + part, jnp.int32(self.devices))
-        first = (batch * self.devices + device) * self.rows
-        # Behind the last row of a range are rows of another device.
-        whole = self.rows % (self.tile.rows * self.tile.cluster_m) == 0
-        return Work(
-            first + row,
-            column,
-            None,
-            jnp.int32(0),
-            jnp.int32(self.steps),
-            None if whole else first + self.rows,
-            lhs_row=batch * self.rows + row,
-            part=part,
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScatteredSchedule:
-    """All tiles of a matmul whose rows belong to several devices, those of the device behind this one first.
-
-    The rows of this device are the last ones. The tiles of each device are in the same order.
+class DevicesSchedule:
+    """All tiles of a matmul whose rows belong to several devices: those of one device, a part, after those of another.
 
     Attributes:
       own: ``[1]``, the number of this device.
@@ -223,9 +159,47 @@ class ScatteredSchedule:
         """The number of items of all clusters."""
         return self.devices * self.items_of_part
 
+    def part(self, item: Scalar) -> Scalar:
+        """The number of an item's part."""
+        return lax.div(jnp.asarray(item, jnp.int32), jnp.int32(self.items_of_part))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheredSchedule(DevicesSchedule):
+    """The rows of this device first, then those of the devices behind it, which lhs has for itself."""
+
+    def work(self, item: Scalar, cta: Scalar) -> Work:
+        """An item of a CTA of its cluster."""
+        part, of_range = self.part(item), self.tiles.row
+        item = item - part * self.items_of_part
+        index = in_bands(item, self.batches * of_range, self.tiles.column, self.tile.band)
+        batch = lax.div(jnp.asarray(index.row, jnp.int32), jnp.int32(of_range)) if self.batches > 1 else 0
+        row, column = self.tile.place(TileIndex(index.row - batch * of_range, index.column), cta)
+        device = lax.rem(self.own[0] + part, jnp.int32(self.devices))
+        first = (batch * self.devices + device) * self.rows
+        # Behind the last row of a range are rows of another device.
+        whole = self.rows % (self.tile.rows * self.tile.cluster_m) == 0
+        return Work(
+            first + row,
+            column,
+            None,
+            jnp.int32(0),
+            jnp.int32(self.steps),
+            None if whole else first + self.rows,
+            lhs_row=batch * self.rows + row,
+            part=part,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScatteredSchedule(DevicesSchedule):
+    """The rows of the device behind this one first, and its own last; tiles of each are in the same order."""
+
     def work(self, item: Scalar, cta: Scalar) -> Work:
         """An item of a CTA of its cluster: its row is one of the range ``matrix`` of the device's rows."""
-        part, of_range = lax.div(jnp.asarray(item, jnp.int32), jnp.int32(self.items_of_part)), self.tiles.row
+        part, of_range = self.part(item), self.tiles.row
         index = in_bands(item - part * self.items_of_part, self.batches * of_range, self.tiles.column, self.tile.band)
         batch = lax.div(jnp.asarray(index.row, jnp.int32), jnp.int32(of_range)) if self.batches > 1 else jnp.int32(0)
         row, column = self.tile.place(TileIndex(index.row - batch * of_range, index.column), cta)
