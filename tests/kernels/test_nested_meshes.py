@@ -104,6 +104,25 @@ def test_explicit_axes_inside_of_a_shard_map_over_another_axis(name: str, check_
         np.testing.assert_allclose(each, want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", sampled(CALLS, test=["keys", "queries and keys", "rows", "k", "groups", "vocabulary"], quick=["heads"])
+)
+def test_explicit_axes_beside_one_of_xla(name: str) -> None:
+    """What XLA may split is not gathered for the sake of the explicit axis, where a backend is XLA's operations."""
+    function, operands, by_xla, explicit, _ = CALLS[name]
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), (OUTER, INNER), axis_types=kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, both(*specs)))
+            for x, *specs in zip(operands, by_xla, explicit, strict=True)
+        ]
+        compiled = jax.jit(lambda *xs: both_passes(function, list(xs))).lower(*placed).compile()
+    for each, want in zip(compiled(*placed), both_passes(function, operands), strict=True):
+        np.testing.assert_allclose(each, want, atol=2e-5, rtol=1e-5)
+    assert name not in ("heads", "keys", "rows", "k") or "all-gather" not in compiled.as_text()
+
+
 def with_axis(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return functools.partial(function, axis_name=OUTER, **options)
 

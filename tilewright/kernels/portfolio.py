@@ -214,12 +214,16 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
 
     def forward_results(self, inputs: Inputs, cfg: Choice) -> Results:
         """Runs the chosen implementation, on each device's part if the arrays' types split the call."""
-        forward = functools.partial(self._implementation(cfg).forward, params=cfg.params)
-        return forward_locally(forward, self._partitioning(inputs), inputs)
+        implementation = self._implementation(cfg)
+        forward = functools.partial(implementation.forward, params=cfg.params)
+        return forward_locally(forward, self._partitioning(inputs, implementation.platform), inputs)
 
-    def _partitioning(self, inputs: Inputs) -> Partitioning | None:
+    def _partitioning(self, inputs: Inputs, platform: Platform) -> Partitioning | None:
         with errors_naming(self):
-            return self.partitioning(inputs)
+            found = self.partitioning(inputs)
+        if found is None or platform is Platform.XLA:
+            return found
+        return dataclasses.replace(found, shared_with_xla=False)
 
     # Methods that the framework calls.
 
@@ -553,8 +557,10 @@ class PortfolioKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
             inputs = self.inputs(*args, **kwargs)
             inputs = inputs if wanted is None else self.differentiated(inputs, wanted)
             result_cotangents = self.cotangents(inputs, residuals, cotangents, **kwargs)
-            backward = functools.partial(self._implementation(cfg).backward, params=cfg.params)
-            gradients = backward_locally(backward, self._partitioning(inputs), inputs, residuals, result_cotangents)
+            implementation = self._implementation(cfg)
+            backward = functools.partial(implementation.backward, params=cfg.params)
+            partitioning = self._partitioning(inputs, implementation.platform)
+            gradients = backward_locally(backward, partitioning, inputs, residuals, result_cotangents)
         found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return self.argument_gradients(inputs, found)
 

@@ -49,6 +49,8 @@ class Partitioning:
       on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the
         sums.
       on_results: completes a device's part of the results, such as by a sum over mesh axes.
+      shared_with_xla: True if axes of type Auto may stay with XLA, which then splits the operations on a device's part
+        over these. It cannot split a kernel, whose operands it gathers, and not well a loop over blocks of rows.
     """
 
     mesh: AbstractMesh | Mesh
@@ -58,6 +60,15 @@ class Partitioning:
     on_part: Callable[[Any], Any] = lambda inputs: inputs
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
     on_results: Callable[[Any], Any] = lambda results: results
+    shared_with_xla: bool = True
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes over which ``shard_map`` is manual; empty for all of them."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if not self.shared_with_xla or not any(kinds[n] == AxisType.Auto and self.mesh.shape[n] > 1 for n in kinds):
+            return frozenset()
+        return frozenset(name for name, kind in kinds.items() if kind == AxisType.Explicit)
 
 
 def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partitioning | None:
@@ -205,6 +216,7 @@ def forward_locally[Inputs, Results](
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs,),
         out_specs=partitioning.results,
+        axis_names=partitioning.axes,
         check_vma=False,
     )(placed(inputs, partitioning.inputs, partitioning.mesh))
     # Without checks the results have lost the axes of a ``shard_map`` around this one.
@@ -241,6 +253,7 @@ def backward_locally[Inputs, Results](
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs, partitioning.results, partitioning.results),
         out_specs={name: gradients[name].spec for name in dtypes},
+        axis_names=partitioning.axes,
         check_vma=False,
     )(inputs, results, cotangents)
     return vary_over(axes, placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh))

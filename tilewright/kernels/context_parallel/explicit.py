@@ -12,6 +12,7 @@ from tilewright.kernels.context_parallel.function import attention_over_axis, ch
 from tilewright.kernels.context_parallel.ring import AttentionKernel
 from tilewright.kernels.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
 from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.ops.kernel.arrays import is_symbolic
 
 _BY_BATCH = frozenset({"query_seq_lengths", "key_value_seq_lengths"})
 _BY_ROWS = frozenset({"q_segment_ids", "kv_segment_ids"})
@@ -72,7 +73,7 @@ def _devices(array: jax.Array, axes: Any) -> int:
 
 def _rows_are_cheaper(query: jax.Array, key: jax.Array, value: jax.Array, devices: int) -> bool:
     """True if a training step moves fewer bytes with the rows of a whole query split than with results combined."""
-    if query.shape[-3] % devices:
+    if is_symbolic(*query.shape, *key.shape) or query.shape[-3] % devices:
         return False
     out_size, item = query.size // query.shape[-1] * value.shape[-1], query.dtype.itemsize
     wide, keys = accumulation_dtype(query.dtype).itemsize, key.size + value.size

@@ -85,6 +85,7 @@ def grouped_partitioning(inputs: GroupedInputs) -> Partitioning | None:
         },
         on_part=on_part,
         on_results=on_results,
+        shared_with_xla=False,
     )
 
 
@@ -124,6 +125,7 @@ def gated_partitioning(inputs: GatedInputs) -> Partitioning | None:
         },
         on_part=lambda part: _on_part(part, split, part.gate.shape[0]),
         on_results=lambda results: jax.lax.psum(results, summed) if summed else results,
+        shared_with_xla=False,
     )
 
 

@@ -249,6 +249,7 @@ def kl_partitioning(inputs: KlInputs) -> Partitioning | None:
             if name != "mask"
         },
         on_results=on_results,
+        shared_with_xla=False,
     )
 
 

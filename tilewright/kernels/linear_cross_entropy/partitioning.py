@@ -82,4 +82,5 @@ def loss_partitioning(inputs: LossInputs) -> Partitioning | None:
             for name, array in arrays.items()
         },
         on_results=on_results,
+        shared_with_xla=False,
     )
