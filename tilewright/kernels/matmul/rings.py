@@ -253,7 +253,8 @@ def _all_gather_forward(
 def _all_gather_backward(
     options: RingOptions, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs = operands
+    # Without a barrier XLA takes the gather of the forward pass for this one, and keeps its result for it.
+    (lhs, rhs), d_out = lax.optimization_barrier((operands, d_out))
     wide, rows = accumulator(lhs.dtype, rhs.dtype, d_out.dtype), lhs.shape[-2]
     d_lhs = reduce_scatter_product(d_out, rhs, options.backward(lhs.dtype))
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * d_out.shape[-1])
