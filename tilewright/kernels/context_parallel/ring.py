@@ -136,18 +136,16 @@ class Separate(NamedTuple):
     columns: bool
 
 
-class Now(NamedTuple):
+class StepContext(NamedTuple):
     """The facts of a step that its branches need.
 
     Attributes:
-      last: True if no step follows.
-      beside_hop: True if a hop takes SMs meanwhile. Backward kernels have one CTA on each SM anyway.
+      last: True if no step follows, so that no hop runs beside this one's kernels.
     """
 
     shift: Index
     separate: Separate
     last: bool
-    beside_hop: bool
 
 
 class Partial(NamedTuple):
@@ -157,7 +155,7 @@ class Partial(NamedTuple):
     lse: jax.Array
 
     def rounded(self, dtype: jax.typing.DTypeLike) -> "Partial":
-        """The same with the output in a dtype, and statistics of accumulation."""
+        """The same with ``out`` in a dtype, and ``lse`` in that of sums."""
         return Partial(self.out.astype(dtype), self.lse.astype(accumulation_dtype(self.out.dtype)))
 
 
@@ -203,24 +201,27 @@ def _forward(
     index = lax.axis_index(call.axis)
     travelling = Travelling(Keys(key, value, ids))
 
-    def compute(now: Now, plan: Sequence[Rectangle], held: jax.Array | None, partial: Partial | None) -> Partial:
+    def compute(
+        context: StepContext, plan: Sequence[Rectangle], held: jax.Array | None, partial: Partial | None
+    ) -> Partial:
         keys, found = travelling.keys(held), []
         for part in plan:
             rows, columns = slice(*part.rows), slice(*part.columns)
-            mask = _mask(call, arrays, keys.ids, index, now.shift, part)
-            with beside_transfer(now.beside_hop):
+            mask = _mask(call, arrays, keys.ids, index, context.shift, part)
+            # Backward kernels have no form that leaves SMs, so they are not told.
+            with beside_transfer(not context.last and not permutes_by_copies()):
                 results = kernel(
                     query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
                     return_lse=True, **dict(call.options),
                 )  # fmt: skip
             found.append((part.rows, results))
-        if partial is None and now.separate.rows:
+        if partial is None and context.separate.rows:
             shape = (*query.shape[:3], value.shape[3])
             out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
             return Partial(out, _placed([(rows, lse) for rows, (_, lse) in found], _of_rows(shape), 2, query, -jnp.inf))
         partial = _nothing(query, value) if partial is None else partial
         # The sinks join the result before it is rounded.
-        dtype = query.dtype if now.last and sinks is None else accumulation_dtype(query.dtype)
+        dtype = query.dtype if context.last and sinks is None else accumulation_dtype(query.dtype)
         return functools.reduce(lambda sums, each: _combined(sums, *each), found, partial).rounded(dtype)
 
     def step(segment: Segment, carry: tuple[jax.Array | None, Partial | None], turn: Turn) -> Any:
@@ -247,11 +248,13 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
     dtype = accumulation_dtype(query.dtype)
     travelling = Travelling(Keys(key, value, ids))
 
-    def compute(now: Now, plan: Sequence[Rectangle], held: jax.Array | None, d_query: jax.Array | None) -> Any:
+    def compute(
+        context: StepContext, plan: Sequence[Rectangle], held: jax.Array | None, d_query: jax.Array | None
+    ) -> Any:
         keys, found = travelling.keys(held), []
         for part in plan:
             rows, columns = slice(*part.rows), slice(*part.columns)
-            mask = _mask(call, arrays, keys.ids, index, now.shift, part)
+            mask = _mask(call, arrays, keys.ids, index, context.shift, part)
             d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
             # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
             gradients = kernel.gradients(
@@ -261,15 +264,15 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
             )  # fmt: skip
             found.append((part.rows, part.columns, gradients))
         if d_query is None:
-            together = _placed if now.separate.rows else _summed
+            together = _placed if context.separate.rows else _summed
             d_query = together([(where, each[0]) for where, _, each in found], query.shape, 1, query)
         else:
             # Widened here, where it is one operation with the sum.
             d_query = d_query.astype(dtype)
             for where, _, (added, *_) in found:
                 d_query = _with_rows(d_query, where, 1, functools.partial(jnp.add, added.astype(dtype)))
-            d_query = d_query.astype(query.dtype if now.last else dtype)
-        together = _placed if now.separate.columns else _summed
+            d_query = d_query.astype(query.dtype if context.last else dtype)
+        together = _placed if context.separate.columns else _summed
         return d_query, _in_one([
             together([(where, each[i]) for _, where, each in found], operand.shape, 1, query)
             for i, operand in ((1, key), (2, value))
@@ -331,11 +334,11 @@ def _on_device(
     segment: Segment, turn: Turn, index: jax.Array, compute: Callable[..., Any], held: jax.Array | None, sums: Any
 ) -> Any:
     """Runs this device's plan of a step, whose results have the same shapes whatever the plan."""
-    plans, last = segment.steps[0].plans, segment.hop_out is None
+    plans = segment.steps[0].plans
     separate = Separate(*(all(map(_are_separate, each)) for each in zip(*map(_ranges, plans), strict=True)))
-    now = Now(turn.shift, separate, last, beside_hop=not last and not permutes_by_copies())
+    context = StepContext(turn.shift, separate, last=segment.hop_out is None)
     # On a GPU the host reads which branch to launch. Kernels that are masked as a whole would cost more than that.
-    branches = [functools.partial(compute, now, plan) for plan in plans]
+    branches = [functools.partial(compute, context, plan) for plan in plans]
     return branches[0](held, sums) if len(branches) == 1 else lax.switch(turn.choice[index], branches, held, sums)
 
 

@@ -116,7 +116,8 @@ def predicted_ms(sizes: Sizes, band: Band, documents: bool = False) -> dict[Stra
     work = np.array([step.areas() for step in steps] or [[0] * shards], float) * sizes.pair_ms
     both, uneven = 1 + BACKWARD, DOCUMENTS if documents and shards > 1 else 1.0
     ring = _ring_ms((uneven * work.max(axis=1)).tolist(), sizes)
-    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 8 * COLLECTIVE_MS
+    # Key, value and both gradients, each with a kernel that brings its rows into order.
+    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 4 * 2 * COLLECTIVE_MS
     by_array = 1.0 if band == Band() or shards == 1 else ARRAY_POSITIONS
     times: dict[StrategyName, float] = {
         "ring": ring,

@@ -22,6 +22,11 @@ def group_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndarr
     return random.multinomial(rows, shares / shares.sum()).astype(np.int32) if groups else shares.astype(np.int32)
 
 
+def group_offset_of(random: np.random.Generator, groups: int, matrices: int) -> np.ndarray[Any, Any]:
+    """The group of the first of some matrices, int32, so that all of them have a group."""
+    return np.asarray(random.integers(0, groups - matrices, endpoint=True), np.int32)
+
+
 def _scale(random: np.random.Generator, kind: Scaling, shape: tuple[int, ...], blocked: tuple[int, ...]) -> Any:
     """A scale for an array of ``shape`` of which the axes ``blocked`` are in blocks."""
     if kind == "none":

@@ -21,7 +21,7 @@ from tilewright.kernels.grouped_matmul.arguments import (
     offset_array,
     sizes_array,
 )
-from tilewright.kernels.grouped_matmul.cases import GATED_CASES, group_sizes
+from tilewright.kernels.grouped_matmul.cases import GATED_CASES, group_offset_of, group_sizes
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem, gated_reference
 from tilewright.kernels.grouped_matmul.partitioning import gated_partitioning
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
@@ -140,8 +140,7 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         with jax.ensure_compile_time_eval():
             random = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
         if "group_offset" in kwargs:
-            first = random.integers(0, problem.groups - problem.matrices, endpoint=True)
-            kwargs["group_offset"] = np.asarray(first, np.int32)
+            kwargs["group_offset"] = group_offset_of(random, problem.groups, problem.matrices)
         return (*args[:3], group_sizes(random, problem.rows, problem.groups)), kwargs
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:

@@ -21,7 +21,7 @@ from tilewright.kernels.grouped_matmul.arguments import (
     scale_array,
     sizes_array,
 )
-from tilewright.kernels.grouped_matmul.cases import CASES, group_sizes
+from tilewright.kernels.grouped_matmul.cases import CASES, group_offset_of, group_sizes
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
 from tilewright.kernels.grouped_matmul.partitioning import grouped_partitioning
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
@@ -154,8 +154,7 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         random = np.random.default_rng(seed)
         sizes = group_sizes(random, problem.rows, problem.groups)
         if "group_offset" in kwargs:
-            first = random.integers(0, problem.groups - problem.matrices, endpoint=True)
-            kwargs["group_offset"] = np.asarray(first, np.int32)
+            kwargs["group_offset"] = group_offset_of(random, problem.groups, problem.matrices)
         for name in ("lhs_scale", "rhs_scale"):
             if name in kwargs:
                 kwargs[name] = random.uniform(0.5, 2.0, kwargs[name].shape).astype(np.float32)

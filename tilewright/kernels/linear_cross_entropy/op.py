@@ -290,8 +290,8 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """
     if kwargs.get("axis_name") is not None:
         return _split_vocabulary(*args, **kwargs)
-    _check_labels(args, kwargs)
     given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+    _check_labels(given)
     with errors_naming(_LINEAR_CROSS_ENTROPY):
         split = _typed_split(given)
         if split is not None:
@@ -345,12 +345,11 @@ def _on_explicit_axes(
     )
 
 
-def _check_labels(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_labels(given: Mapping[str, Any]) -> None:
     """Raises for labels out of range whose values are known, unless ``prepare`` has something else to say first."""
-    names = enumerate(("x", "weight", "labels"))
-    x, weight, labels = (args[i] if len(args) > i else kwargs.get(name) for i, name in names)
+    x, weight, labels = (given.get(name) for name in _POSITIONAL)
     of_x, shape = getattr(x, "shape", ()), getattr(weight, "shape", ())
-    axis, ignore_index = 0 if kwargs.get("vocab_first") else 1, kwargs.get("ignore_index", -100)
+    axis, ignore_index = 0 if given.get("vocab_first") else 1, given.get("ignore_index", -100)
     if labels is not None and len(shape) == 2 and of_x[-1:] == shape[1 - axis : 2 - axis]:
         check_labels_on_host(labels, shape[axis], arguments.integer("ignore_index", ignore_index))
 

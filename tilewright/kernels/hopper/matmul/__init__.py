@@ -19,9 +19,9 @@ each MMA: for items of few steps (``turns.py``)::
 part                    what an op gives
 ======================  ===========================================================================================
 ``schedule``            the work items as data: `DenseSchedule`; `RaggedRowsSchedule`, rows in groups, each with a
-                        matrix; `RaggedReductionSchedule`, a sum over a group's own range of K; `GatheredSchedule`,
-                        the rows of several devices (``gathered.py``). Sizes may be known on the device only. A new
-                        kind has ``items()`` and ``work(item, cta)``, and arrays as leaves.
+                        matrix; `RaggedReductionSchedule`, a sum over a group's own range of K; `DevicesSchedule`,
+                        the rows of several devices. Sizes may be known on the device only. A new kind has
+                        ``items()`` and ``work(item, cta)``, and arrays as leaves.
 ``products``            one lhs, and the operands of rhs that it is multiplied with, each of which has an accumulator;
                         several products of one shape are summed (the gradient of lhs of a gated pair).
 operands' layouts       ``[x, k]`` or ``[k, x]``: wgmma transposes 16-bit tiles as it reads them, nothing is copied.
@@ -43,9 +43,10 @@ sum over the rows of a group (wgrad)        RaggedReduction     NaN in rows of o
 gated pair                                  two operands        columns are shared out: ``block_n / 2`` each
 float8, forward                             `accumulate_scaled` K in the rows of both; a turn for each part
 rows of several devices                     `gathered_matmul`   the producer sends the own ones, and waits for others
+a sum over several devices                  `scattered_matmul`  the producer sends float32 tiles of others' rows
 float32, other strides                      declined            TF32 wgmma wants K in the rows of both
 ==========================================  ==================  ==========================================
 
 Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``turns``, ``epilogue``,
-``store``, ``gathered``; ``heuristics`` has the model by which configs are ordered.
+``store``, then ``sending``, ``gathered``, ``scattered``; ``heuristics`` has the model by which configs are ordered.
 """

@@ -21,7 +21,9 @@ progress       A producer has sent what the others wait for first before it wait
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -185,17 +187,19 @@ def gathered_params(
     """The config for the rows of all devices: the best one of a matmul, with as many stages as a sender leaves."""
     k, n = lhs.shape[-1], rhs.shape[0 if transpose_rhs else 1]
     rows = math.prod(lhs.shape[:-1])
-    # Some of the others leave too few registers to a producer that sends, and some have consumers with own items.
-    candidates = dense_candidates(devices * rows, n, k, num_sms)
-    best = next(each for each in candidates if each.consumers == 2 and not each.turns)
     shapes = lhs.dtype, (rows, k), rhs.shape
-
-    def fits(params: MatmulParams) -> bool:
-        return not plan_reasons(lambda: gathered_plan(*shapes, params, out_dtype, transpose_rhs))
-
-    return next(
-        filter(fits, (dataclasses.replace(best, num_stages=number) for number in range(best.num_stages, 1, -1)))
+    return sending_params(
+        dense_candidates(devices * rows, n, k, num_sms),
+        lambda params: gathered_plan(*shapes, params, out_dtype, transpose_rhs),
     )
+
+
+def sending_params(candidates: Iterable[MatmulParams], plan: Callable[[MatmulParams], MatmulPlan]) -> MatmulParams:
+    """The best config that a kernel which sends can have, with as many stages as its plan has shared memory for."""
+    # Some of the others leave too few registers to a producer that sends, and some have consumers with own items.
+    best = next(each for each in candidates if each.consumers == 2 and not each.turns)
+    with_stages = (dataclasses.replace(best, num_stages=number) for number in range(best.num_stages, 1, -1))
+    return next(params for params in with_stages if not plan_reasons(functools.partial(plan, params)))
 
 
 def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: int) -> None:

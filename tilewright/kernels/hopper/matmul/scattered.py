@@ -29,7 +29,7 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import PUSH_REGISTERS, WGMMA_M
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.epilogue import AsSummed, Columns
-from tilewright.kernels.hopper.matmul.gathered import items_before, sending_pace
+from tilewright.kernels.hopper.matmul.gathered import items_before, sending_pace, sending_params
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.kernel import (
     Factors,
@@ -40,7 +40,7 @@ from tilewright.kernels.hopper.matmul.kernel import (
     produce_item,
 )
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
-from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
+from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
 from tilewright.kernels.hopper.matmul.sending import (
     Outgoing,
@@ -217,15 +217,10 @@ def scattered_params(
     """The config of a call: the best one of a matmul, with as many stages as the rest leaves."""
     k, n = lhs.shape[-1], rhs.shape[0 if transpose_rhs else 1]
     rows = math.prod(lhs.shape[:-1])
-    candidates = dense_candidates(rows, n, k, num_sms)
-    best = next(each for each in candidates if each.consumers == 2 and not each.turns)
     shapes = lhs.dtype, (rows, k), rhs.shape
-
-    def fits(params: MatmulParams) -> bool:
-        return not plan_reasons(lambda: scattered_plan(*shapes, params, out_dtype, transpose_rhs))
-
-    return next(
-        filter(fits, (dataclasses.replace(best, num_stages=number) for number in range(best.num_stages, 1, -1)))
+    return sending_params(
+        dense_candidates(rows, n, k, num_sms),
+        lambda params: scattered_plan(*shapes, params, out_dtype, transpose_rhs),
     )
 
 
