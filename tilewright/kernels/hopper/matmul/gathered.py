@@ -52,10 +52,10 @@ from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule
 from tilewright.kernels.hopper.matmul.sending import (
     Outgoing,
     PieceBuffers,
+    Pieces,
     Ring,
     buffers_bytes,
     fence_copies,
-    piece_shape,
 )
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -122,8 +122,8 @@ def gathered_matmul(
     # Persistent; the first CTAs send.
     programs = min(num_sms // params.cluster, schedule.items())
     senders = min(SENDERS, programs * params.cluster)
-    pieces = len(pieces_of(own_rows)) // senders + 1
-    pace = sending_pace(pieces, schedule.items_of_part // programs * schedule.steps)
+    pieces = Pieces.of(own_rows.shape, lhs.dtype)
+    pace = sending_pace(pieces.count // senders + 1, schedule.items_of_part // programs * schedule.steps)
 
     def body(operands: Operands, results: Received, scratch: GatheringScratch) -> None:
         arrived: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((ring.devices - 1,)))
@@ -132,13 +132,13 @@ def gathered_matmul(
             plan, operands, (results.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
             PUSH_REGISTERS,
         )  # fmt: skip
-        sender = RowsSender(context, ring, results.rows, arrived, scratch.buffers, senders)
+        sender = RowsSender(context, ring, results.rows, arrived, scratch.buffers, pieces, senders)
         pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
         pl.when(warpgroup == params.consumers)(lambda: run_gathering_producer(context, sender, pace))
 
     scratch = GatheringScratch(
         Scratch(plan.stages, plan.store_tile.stack(params.consumers, plan.store_buffers), None, None),
-        PieceBuffers.scratch(BUFFERS, lhs.dtype),
+        PieceBuffers.scratch(BUFFERS, pieces, lhs.dtype),
     )
     received: Received = run_kernel(
         body,
@@ -163,12 +163,6 @@ def gathered_plan(
     """The plan of `gathered_matmul`."""
     plan = dense_plan(dtype, lhs_shape, rhs_shape, 1, params, out_dtype, False, transpose_rhs)
     return dataclasses.replace(plan, reserved=buffers_bytes(BUFFERS))
-
-
-def pieces_of(matrix: Any) -> range:
-    """The pieces of a matrix, by their numbers."""
-    height, width = piece_shape(matrix.dtype)
-    return range(-(-matrix.shape[0] // height) * -(-matrix.shape[1] // width))
 
 
 def sending_pace(pieces: int, steps: int) -> int:
@@ -212,35 +206,38 @@ def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: i
     of_others = dataclasses.replace(
         context, plan=stacked, operands=context.operands._replace(products=(Factors(sender.rows, rhs),))
     )
-    for part in range(schedule.devices):
+
+    def run_part(part: Scalar, *, received: bool, sends: bool) -> None:
+        from_part = of_others if received else context
         begin, end = (items_before(context, number * schedule.items_of_part) for number in (part, part + 1))
-        outgoing = sender.to_device(part) if part + 1 < schedule.devices else None
-        if outgoing is not None:
+        outgoing = sender.to_device(part)
+        if sends:
             outgoing.begin()
-        # All devices have sent their previous group before they wait here, so that none waits for one that waits.
-        if part > 0:
+        if received:
+            # All devices have sent their previous group before they wait here, so that none waits for one that waits.
             pl.semaphore_wait(arrived.at[part - 1], sender.senders, decrement=False)
             fence_copies()
 
-        def one(index: Scalar, _: None, part: int = part, outgoing: Any = outgoing, begin: Scalar = begin) -> None:
-            work = schedule.work(context.program + index * context.programs, context.cta)
+        def one(index: Scalar, _: None) -> None:
+            work = schedule.work(context.program + index * context.programs, context.cta)._replace(matrix=part - 1)
             first, begun = index * schedule.steps, begin * schedule.steps
-            send = None if outgoing is None else lambda step: outgoing.at_step(step - begun, pace)
-            if part:
-                produce_item(of_others, work._replace(matrix=part - 1), first, 0, send)
-            else:
-                produce_item(context, work, first, 0, send)
+            send = (lambda step: outgoing.at_step(step - begun, pace)) if sends else None
+            produce_item(from_part, work, first, 0, send)
 
         lax.fori_loop(begin, end, one, None)
-        if outgoing is not None:
+        if sends:
             outgoing.finish((end - begin) * schedule.steps, pace)
+
+    run_part(jnp.int32(0), received=False, sends=schedule.devices > 1)
+    others = functools.partial(run_part, received=True, sends=schedule.devices > 2)
+    lax.fori_loop(1, schedule.devices, lambda part, _: others(part), None)
     if context.plan.params.cluster > 1:
         context.scratch.stages.drain(items_before(context, schedule.items()) * schedule.steps)
 
 
-def items_before(context: MatmulContext, item: int) -> Scalar:
+def items_before(context: MatmulContext, item: Scalar) -> Scalar:
     """The number of items of this CTA before one of all."""
-    return lax.div(jnp.int32(item + context.programs - 1) - context.program, jnp.int32(context.programs))
+    return lax.div(jnp.asarray(item, jnp.int32) + (context.programs - 1) - context.program, jnp.int32(context.programs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,25 +255,22 @@ class RowsSender:
     rows: Ref
     arrived: Ref
     buffers: PieceBuffers
+    pieces: Pieces
     senders: int
 
-    def to_device(self, slot: int) -> Outgoing:
-        """The pieces for the device for which this one's rows are number ``slot`` of the received ones."""
+    def to_device(self, slot: Scalar) -> Outgoing:
+        """The pieces for the device for which this one's rows are number ``slot`` of the received ones; or none."""
         context, device = self.context, self.ring.before(slot + 1)
         ((own, _),) = context.operands.products
         number = context.program * context.plan.params.cluster + context.cta
-        height, width = piece_shape(own.dtype)
-        across = -(-own.shape[1] // width)
 
         def place(index: Scalar) -> tuple[Any, Any]:
-            piece = number + index * self.senders
-            row, column = lax.div(piece, jnp.int32(across)), lax.rem(piece, jnp.int32(across))
-            return pl.ds(row * height, height), pl.ds(column * width, width)
+            return self.pieces.place(number + index * self.senders)
 
-        mine = lax.div(jnp.int32(len(pieces_of(own)) - 1 + self.senders) - number, jnp.int32(self.senders))
+        mine = lax.div(jnp.int32(self.pieces.count - 1 + self.senders) - number, jnp.int32(self.senders))
         return Outgoing(
             self.buffers,
-            jnp.where(number < self.senders, mine, -1),
+            jnp.where((number < self.senders) & (slot + 1 < self.ring.devices), mine, -1),
             lambda index: own.at[place(index)],
             lambda index: plgpu.remote_ref(self.rows, device).at[slot, *place(index)],
             lambda: pl.semaphore_signal(self.arrived.at[slot], device_id=device),

@@ -45,10 +45,10 @@ from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
 from tilewright.kernels.hopper.matmul.sending import (
     Outgoing,
     PieceBuffers,
+    Pieces,
     Ring,
     buffers_bytes,
     fence_copies,
-    piece_shape,
 )
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.shared import SharedTile
@@ -72,8 +72,8 @@ class Arrays(NamedTuple):
 
     Attributes:
       out: ``[batches, rows, n]``, the sums of this device.
-      kept, received: float32, ``[devices - 1, batches, rows, n]``, padded to whole tiles: what this device has computed
-        for the others, and they for it, by the distance of the two.
+      kept, received: float32, ``[devices - 1, tiles, rows, columns]`` of whole tiles, each contiguous: what this device
+        has computed for the others, and they for it, by the distance of the two.
     """
 
     out: Any
@@ -115,14 +115,20 @@ class ScatterContext:
 
     def work(self, index: Scalar) -> Work:
         """An item of this CTA."""
-        return self.schedule.work(self.matmul.program + index * self.matmul.programs, self.matmul.cta)
+        return self.schedule.work(self.item(index), self.matmul.cta)
 
-    def semaphore(self, slot: int, index: Scalar, part: int) -> Ref:
-        """The semaphore of the tile of an item, which has the same number on all devices."""
-        schedule, cluster = self.schedule, self.matmul.plan.params.cluster
-        item = self.matmul.program + index * self.matmul.programs - part * schedule.items_of_part
-        number = slot * schedule.items_of_part * cluster + item * cluster + self.matmul.cta
-        semaphore: Ref = self.arrived.at[number]
+    def item(self, index: Scalar) -> Scalar:
+        """The number of an item of this CTA among those of all."""
+        return self.matmul.program + index * self.matmul.programs
+
+    def tile(self, index: Scalar) -> Scalar:
+        """The number of the tile of an item among those of its part, which is the same on all devices."""
+        cluster, items = self.matmul.plan.params.cluster, jnp.int32(self.schedule.items_of_part)
+        return lax.rem(jnp.asarray(self.item(index), jnp.int32), items) * cluster + self.matmul.cta
+
+    def semaphore(self, slot: Scalar, index: Scalar) -> Ref:
+        """The semaphore of the tile of an item."""
+        semaphore: Ref = self.arrived.at[slot * tiles_of_part(self.schedule) + self.tile(index)]
         return semaphore
 
 
@@ -151,16 +157,13 @@ def scattered_matmul(
     plan = scattered_plan(lhs.dtype, matrix.shape, rhs.shape, params, out_dtype, transpose_rhs)
     own = ring.index().astype(jnp.int32)[None]
     schedule = ScatteredSchedule(own, devices, batches, rows, n, -(-k // plan.lhs.block_k), plan.tile)
-    tiles, tile = schedule.tiles, plan.tile
-    padded = (tiles.row * tile.rows * tile.cluster_m, tiles.column * tile.columns * tile.cluster_n)
-    wide = jax.ShapeDtypeStruct((devices - 1, batches, *padded), jnp.float32)
+    tiles = tiles_of_part(schedule)
+    wide = jax.ShapeDtypeStruct((devices - 1, tiles, *tile_shape(plan)), jnp.float32)
     # Each CTA has an item of every part.
     programs = min(num_sms // params.cluster, schedule.items_of_part)
 
     def body(operands: Operands, arrays: Arrays, scratch: ScatteringScratch) -> None:
-        arrived: Any = pl.get_global(
-            plgpu.SemaphoreType.REGULAR(((devices - 1) * schedule.items_of_part * params.cluster,))
-        )
+        arrived: Any = pl.get_global(plgpu.SemaphoreType.REGULAR(((devices - 1) * tiles,)))
         warpgroup = lax.axis_index("warpgroup")
         context = MatmulContext(
             plan, operands, (arrays.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
@@ -173,7 +176,7 @@ def scattered_matmul(
     scratch = ScatteringScratch(
         Scratch(plan.stages, plan.store_tile.stack(params.consumers, plan.store_buffers), None, None),
         kept_tile().stack(params.consumers, KEPT_BUFFERS),
-        PieceBuffers.scratch(BUFFERS, jnp.float32),
+        PieceBuffers.scratch(BUFFERS, pieces_of_tile(plan), jnp.float32),
         plgpu.Barrier(num_arrivals=params.consumers, num_barriers=1),
     )
     arrays: Arrays = run_kernel(
@@ -186,6 +189,21 @@ def scattered_matmul(
         cluster=params.cluster,
     )
     return arrays.out
+
+
+def tiles_of_part(schedule: ScatteredSchedule) -> int:
+    """The number of tiles of one device's rows."""
+    return schedule.items_of_part * schedule.tile.cluster_m * schedule.tile.cluster_n
+
+
+def tile_shape(plan: MatmulPlan) -> tuple[int, int]:
+    """Rows and columns of the tile of a CTA."""
+    return plan.tile.rows, plan.tile.columns
+
+
+def pieces_of_tile(plan: MatmulPlan) -> Pieces:
+    """The pieces in which a tile is sent."""
+    return Pieces.of(tile_shape(plan), jnp.float32)
 
 
 def kept_tile() -> SharedTile:
@@ -244,9 +262,9 @@ def run_scattering_consumer(scatter: ScatterContext) -> None:
 
 def keep(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> None:
     """Stores a tile that belongs to another device, and tells the producer."""
-    context, first_row = scatter.matmul, work.row + scatter.matmul.first_row
-    target = scatter.arrays.kept.at[work.part, work.matrix]
-    store_tile((tile,), target, scatter.scratch.kept.at[context.warpgroup], work, first_row)
+    context = scatter.matmul
+    target, in_tile = scatter.arrays.kept.at[work.part, scatter.tile(index)], work._replace(column=0)
+    store_tile((tile,), target, scatter.scratch.kept.at[context.warpgroup], in_tile, context.first_row)
     # The sender reads it from global memory.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
     plgpu.barrier_arrive(scatter.scratch.stored)
@@ -255,19 +273,22 @@ def keep(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) ->
 def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> None:
     """Adds what the others have computed of a tile, and stores the sum."""
     context, first_row = scatter.matmul, work.row + scatter.matmul.first_row
-    last = scatter.ring.devices - 1
-    for slot in range(last):
-        pl.semaphore_wait(scatter.semaphore(slot, index, last), 1, decrement=False)
+    others, number = scatter.ring.devices - 1, scatter.tile(index)
+    lax.fori_loop(
+        0, others, lambda slot, _: pl.semaphore_wait(scatter.semaphore(slot, index), 1, decrement=False), None
+    )
     # What is loaded was written by TMA.
     fence_copies()
     # In blocks, so that few registers hold what is loaded.
     height, width = tile.shape
     blocks: list[jax.Array] = []
     for begin in range(0, width, COLUMNS):
-        block = tile[:, begin : begin + COLUMNS]
-        for slot in range(last):
-            rows, columns = pl.ds(first_row, height), pl.ds(work.column + begin, COLUMNS)
-            block = block + load_columns(scatter.arrays.received.at[slot, work.matrix, rows, columns])
+        place = pl.ds(context.first_row, height), pl.ds(begin, COLUMNS)
+
+        def plus(slot: Scalar, block: jax.Array, place: Any = place) -> jax.Array:
+            return block + load_columns(scatter.arrays.received.at[slot, number, *place])
+
+        block = lax.fori_loop(0, others, plus, tile[:, begin : begin + COLUMNS])
         blocks.append(block.astype(context.plan.out_dtype))
     columns_of: Columns = tuple(blocks)
     target = scatter.arrays.out.at[work.matrix]
@@ -286,14 +307,14 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
     context, steps, devices = scatter.matmul, scatter.schedule.steps, scatter.ring.devices
     plgpu.set_max_registers(PUSH_REGISTERS.producer, action="decrease")
 
-    def produce(index: Scalar, before: int | None) -> None:
-        """Loads an item, and sends the one before it, which is of part ``before``, or which nobody wants."""
+    def produce(index: Scalar, sends: bool) -> None:
+        """Loads an item, and sends the one before it if another device wants it."""
         work, first = scatter.work(index), index * steps
-        if before is None:
+        if not sends:
             produce_item(context, work, first, 0)
             return
-        outgoing = tile_sender(scatter, index - 1, before)
-        pace = sending_pace(len_of_tile(scatter), steps - FIRST_STEP)
+        outgoing = tile_sender(scatter, index - 1)
+        pace = sending_pace(pieces_of_tile(context.plan).count, steps - FIRST_STEP)
 
         def also(step: Scalar) -> None:
             since = step - first - FIRST_STEP
@@ -308,15 +329,13 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
         # What a short item has no steps for.
         outgoing.finish(steps - FIRST_STEP - 1 if meanwhile else 0, pace)
 
-    # The device that a tile is sent to is static in its TMA descriptor: the first item of a part stands alone, as the
-    # tile before is of the part before.
-    for part in range(devices):
-        first, last = scatter.begin(part), scatter.begin(part + 1)
-        own = part == devices - 1
-        produce(first, part - 1 if part else None)
-        lax.fori_loop(first + 1, last, lambda index, _, own=own, part=part: produce(index, None if own else part), None)
+    # The item behind those of others is the first of this device's own.
+    first_own, end = scatter.begin(devices - 1), scatter.begin(devices)
+    produce(jnp.int32(0), sends=False)
+    lax.fori_loop(1, first_own + 1, lambda index, _: produce(index, sends=True), None)
+    lax.fori_loop(first_own + 1, end, lambda index, _: produce(index, sends=False), None)
     if context.plan.params.cluster > 1:
-        context.scratch.stages.drain(scatter.begin(devices) * steps)
+        context.scratch.stages.drain(end * steps)
 
 
 def begin(scatter: ScatterContext, outgoing: Outgoing) -> None:
@@ -326,28 +345,15 @@ def begin(scatter: ScatterContext, outgoing: Outgoing) -> None:
     outgoing.begin()
 
 
-def len_of_tile(scatter: ScatterContext) -> int:
-    """The number of pieces of a tile."""
-    height, width = piece_shape(jnp.float32)
-    return scatter.matmul.plan.params.block_m // height * (scatter.matmul.plan.columns // width)
-
-
-def tile_sender(scatter: ScatterContext, index: Scalar, part: int) -> Outgoing:
+def tile_sender(scatter: ScatterContext, index: Scalar) -> Outgoing:
     """The pieces of an item's tile for the device whose rows it has."""
-    work, device = scatter.work(index), scatter.ring.before(scatter.ring.devices - part - 1)
-    height, width = piece_shape(jnp.float32)
-    across = scatter.matmul.plan.columns // width
-
-    def place(array: Ref, index: Scalar) -> Ref:
-        row, column = lax.div(index, jnp.int32(across)), lax.rem(index, jnp.int32(across))
-        rows, columns = pl.ds(work.row + row * height, height), pl.ds(work.column + column * width, width)
-        piece: Ref = array.at[part, work.matrix, rows, columns]
-        return piece
-
+    tile, part = scatter.tile(index), scatter.schedule.part(scatter.item(index))
+    device = scatter.ring.before(scatter.ring.devices - 1 - part)
+    pieces = pieces_of_tile(scatter.matmul.plan)
     return Outgoing(
         scatter.scratch.buffers,
-        jnp.int32(len_of_tile(scatter)),
-        lambda index: place(scatter.arrays.kept, index),
-        lambda index: place(plgpu.remote_ref(scatter.arrays.received, device), index),
-        lambda: pl.semaphore_signal(scatter.semaphore(part, index, part), device_id=device),
+        jnp.int32(pieces.count),
+        lambda index: scatter.arrays.kept.at[part, tile, *pieces.place(index)],
+        lambda index: plgpu.remote_ref(scatter.arrays.received, device).at[part, tile, *pieces.place(index)],
+        lambda: pl.semaphore_signal(scatter.semaphore(part, index), device_id=device),
     )

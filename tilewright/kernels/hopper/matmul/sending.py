@@ -2,6 +2,10 @@
 
 A piece is loaded into shared memory and sent from there some steps later, both by TMA, so that the producer waits for
 neither. What has arrived is told by semaphores on the device that it is sent to.
+
+Pieces are contiguous in memory, so that TMA needs an address and no descriptor: the kernel reads the other device's
+address from XLA's table, which every execution writes. A descriptor is made by the host when XLA captures the kernel in
+a CUDA graph, and the graph keeps it when the other device has its arrays elsewhere in a later execution.
 """
 
 import dataclasses
@@ -16,14 +20,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_ALIGNMENT
+from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_ALIGNMENT, TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.types import Ref, Scalar
 
-PIECE_ROWS, PIECE_BYTES = 16, 512
-"""Rows of a piece, and the bytes of each."""
+PIECE_BYTES = 8192
+"""The most bytes of a piece."""
 
 MAX_DEVICES = 8
-"""Devices of a mesh: each is a part of the producer's code, and all have links to each other."""
+"""Devices of a mesh: of one host, where all have links to each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,23 +47,63 @@ class Ring:
         """The number of this device."""
         return lax.axis_index(self.axis)
 
-    def before(self, places: int) -> Any:
-        """The device so many places before this one, as coordinates in the mesh.
-
-        TMA descriptors of its memory are made on the host, which computes this again: by arithmetic alone.
-        """
+    def before(self, places: Scalar) -> Any:
+        """The device so many places before this one, as coordinates in the mesh."""
         other = lax.rem(self.index() + (self.devices - places), jnp.int32(self.devices))
         return tuple(other if name == self.axis else lax.axis_index(name) for name in self.axes)
 
 
-def piece_shape(dtype: DTypeLike) -> tuple[int, int]:
-    """Rows and columns of a piece."""
-    return PIECE_ROWS, PIECE_BYTES // jnp.dtype(dtype).itemsize
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """A matrix ``[rows, columns]`` in pieces of ``[height, width]``: whole rows, or parts of one.
+
+    Where they do not divide the matrix, the last ones overlap the ones before, with the same values.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: DTypeLike) -> "Pieces":
+        """Large pieces of a matrix whose rows are multiples of 16 bytes."""
+        rows, columns = shape
+        size = jnp.dtype(dtype).itemsize
+        most = PIECE_BYTES // size
+        width = share_of(columns, most, TMA_STRIDE_BYTES // size)
+        return cls(rows, columns, share_of(rows, most // columns, 1) if width == columns else 1, width)
+
+    @property
+    def across(self) -> int:
+        """The number of pieces in a row."""
+        return -(-self.columns // self.width)
+
+    @property
+    def count(self) -> int:
+        """The number of all pieces."""
+        return -(-self.rows // self.height) * self.across
+
+    def place(self, index: Scalar) -> tuple[Any, Any]:
+        """The rows and columns of a piece, as slices of a reference."""
+        row, column = lax.div(index, jnp.int32(self.across)), lax.rem(index, jnp.int32(self.across))
+        first_row = jnp.minimum(row * self.height, self.rows - self.height)
+        first_column = jnp.minimum(column * self.width, self.columns - self.width)
+        return pl.ds(first_row, self.height), pl.ds(first_column, self.width)
+
+
+def share_of(size: int, most: int, unit: int) -> int:
+    """The largest multiple of ``unit`` up to ``most`` that divides ``size``, or near it where that is small."""
+    shares = [share for share in range(unit, most + 1, unit) if size % share == 0]
+    if shares and 2 * shares[-1] >= most:
+        return shares[-1]
+    number = -(-size // most)
+    return -(-size // (number * unit)) * unit
 
 
 def buffers_bytes(count: int) -> int:
     """Shared memory of so many buffers, with their barriers."""
-    return count * (PIECE_ROWS * PIECE_BYTES + BARRIER_BYTES) + SHARED_ALIGNMENT
+    return count * (PIECE_BYTES + BARRIER_BYTES) + SHARED_ALIGNMENT
 
 
 class PieceBuffers(NamedTuple):
@@ -69,9 +113,10 @@ class PieceBuffers(NamedTuple):
     loaded: Any
 
     @classmethod
-    def scratch(cls, count: int, dtype: DTypeLike) -> "PieceBuffers":
+    def scratch(cls, count: int, pieces: Pieces, dtype: DTypeLike) -> "PieceBuffers":
         """Scratch types of so many buffers."""
-        return cls(plgpu.SMEM((count, *piece_shape(dtype)), dtype), plgpu.Barrier(num_arrivals=1, num_barriers=count))
+        buffers = plgpu.SMEM((count, pieces.height, pieces.width), dtype)
+        return cls(buffers, plgpu.Barrier(num_arrivals=1, num_barriers=count))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +145,8 @@ class Outgoing:
         pieces, loaded = self.buffers
         # The group before has ended with a wait for all of its stores, so every buffer is free when one begins.
         buffer = lax.rem(index, jnp.int32(pieces.shape[0]))
-        plgpu.copy_gmem_to_smem(self.source(index), pieces.at[buffer], loaded.at[buffer])
+        in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(self.source(index), pieces.at[buffer], loaded.at[buffer], oob_mode=in_bounds)
 
     def event(self, index: Scalar) -> None:
         """Sends a piece and loads the next one; or signals that all are there."""
