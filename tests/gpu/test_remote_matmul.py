@@ -101,6 +101,54 @@ def test_calls_one_after_another_while_one_device_is_late(late: int):
         near(out, inputs[number % len(inputs)], rhs)
 
 
+def test_a_loop_whose_arrays_are_elsewhere_on_one_device():
+    """XLA captures a loop in a CUDA graph, and a device whose own arrays have not moved replays what it captured."""
+    count = jax.device_count()
+    rows, width = P("x", None), P(None, "x")
+
+    def step(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(remote(x, up))
+        out = matmul_reduce_scatter(hidden, down, axis_name="x", strategy="remote").astype(jnp.float32)
+        return (out * lax.rsqrt(jnp.square(out).mean(-1, keepdims=True))).astype(x.dtype)
+
+    loop = lambda x, up, down: lax.fori_loop(0, 3, lambda _, x: step(x, up, down), x)
+    specs = rows, width, rows
+    call = jax.jit(jax.shard_map(loop, mesh=mesh(), in_specs=specs, out_specs=rows))
+    arrays = draw(0, 1024 * count, 512), draw(1, 512, 2048 * count), draw(2, 2048 * count, 512)
+    placed = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(arrays, specs, strict=True)]
+    first = np.asarray(call(*placed), np.float32)
+    held: list[Any] = []
+    for number in range(12):
+        held.append(jax.device_put(np.zeros(1 << (16 + number), np.int8), jax.devices()[number % count]))
+        outs = [call(*placed) for _ in range(4)]
+        held.append(outs[0])
+        for out in outs:
+            np.testing.assert_array_equal(np.asarray(out, np.float32), first)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_auto_takes_any_order_of_two_devices(reverse: bool):
+    if jax.device_count() != 2:
+        pytest.skip("more devices have not been measured")
+    devices = jax.devices()[::-1] if reverse else jax.devices()
+    pair = jax.sharding.Mesh(np.asarray(devices), ("x",))
+    lhs, rhs = draw(0, 4096, 2048), draw(1, 2048, 16384)
+
+    def both(lhs: jax.Array, rhs: jax.Array) -> Any:
+        product = all_gather_matmul(lhs, rhs, axis_name="x")
+        return product, matmul_reduce_scatter(product, rhs, axis_name="x", transpose_rhs=True)
+
+    rows, columns = P("x", None), P(None, "x")
+    placed = [jax.device_put(x, NamedSharding(pair, spec)) for x, spec in ((lhs, rows), (rhs, columns))]
+    call = jax.shard_map(both, mesh=pair, in_specs=(rows, columns), out_specs=(columns, rows))
+    lowered = jax.jit(call).lower(*placed)
+    assert ("mosaic_gpu" in lowered.as_text()) == (not reverse)
+    product, back = lowered.compile()(*placed)
+    near(product, lhs, rhs)
+    want = np.asarray(product, np.float32) @ np.asarray(rhs, np.float32).T
+    np.testing.assert_allclose(np.asarray(back, np.float32), want, atol=1e-2 * np.abs(want).max())
+
+
 def test_gradients():
     count = jax.device_count()
     lhs, rhs = draw(0, 1, 256 * count, 512), draw(1, 512, 256 * count)

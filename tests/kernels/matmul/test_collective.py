@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -249,6 +250,39 @@ def test_a_program_for_eight_gpus_is_a_ring_without_one():
             text = jax.jit(split("gather", mesh)).lower(*structs).as_text()
     assert text.count("stablehlo.collective_permute") == 7
     assert "all_gather" not in text.replace("all_gather_matmul", "")
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "dtype", "order", "remote"),
+    [
+        ("gather", ((4096, 4096), (4096, 14336)), "bfloat16", (0, 1), True),
+        ("scatter", ((4096, 14336), (14336, 4096)), "bfloat16", (0, 1), True),
+        ("gather", ((4096, 4096), (4096, 14336)), "bfloat16", (1, 0), False),
+        ("scatter", ((4096, 14336), (14336, 4096)), "bfloat16", (1, 0), False),
+        ("gather", ((2048, 4096), (4096, 4096)), "bfloat16", (0, 1), False),
+        ("gather", ((4096, 4096), (4096, 14336)), "float32", (0, 1), False),
+        ("gather", ((4096, 4096), (4096, 14336)), "bfloat16", (0, 1, 2, 3), False),
+    ],
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_auto_takes_the_remote_kernel_between_two_gpus(
+    op: str, shapes: Any, dtype: str, order: tuple[int, ...], remote: bool, check_vma: bool, monkeypatch: Any
+):
+    devices = [SimpleNamespace(id=number) for number in order]
+    monkeypatch.setattr("tilewright.kernels.matmul.remote.program_devices", lambda _: devices)
+    with tilewright.target_device("NVIDIA H100 80GB HBM3", count=len(order)) as target:
+        mesh = target.make_mesh((len(order),), ("x",))
+        specs = [P(*tuple(spec)[-2:]) for spec in SPECS[op]]
+        function = lambda *xs: OPS[op](*xs, axis_name="x")
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=check_vma)
+        structs = [
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=False)
+        ]
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = jax.jit(mapped).lower(*structs).as_text()
+    assert ("mosaic_gpu" in text) == remote
+    assert bool(re.search(r"stablehlo\.(all_gather|reduce_scatter|collective_permute)", text)) == (not remote)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scattered_params
 from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
-from tilewright.kernels.matmul.rings import RingOptions, gathered_product, scattered_product
+from tilewright.kernels.matmul.rings import RingOptions, gathered_by_parts, scattered_by_parts
 from tilewright.kernels.sharding import unvarying, vary_over, varying_axes
+from tilewright.ops.lowering.surroundings import program_devices
 from tilewright.ops.utils.device import current_device
 
 type Product = Callable[[jax.Array, jax.Array, RingOptions], jax.Array]
@@ -39,7 +42,7 @@ def remote_gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions
         )
         return out.reshape(*leading, rows * options.devices, -1)
 
-    return over_devices(product, gathered_product, lhs, rhs, options)
+    return over_devices(product, gathered_by_parts, lhs, rhs, options)
 
 
 def remote_scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
@@ -63,30 +66,64 @@ def remote_scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOption
         )
         return out.reshape(*leading, rows // options.devices, -1)
 
-    return over_devices(product, scattered_product, lhs, rhs, options)
+    return over_devices(product, scattered_by_parts, lhs, rhs, options)
 
 
 def over_devices(kernel: Product, parts: Product, lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
     """Runs a kernel in a ``shard_map`` that may check types, and under ``vmap``.
 
-    There the rows of several lhs are those of a larger one; of several rhs ``parts`` computes a ring.
+    There the rows of several lhs are those of a larger one; several rhs are for ``parts``, and so is a mesh that Mosaic
+    does not take, unless the kernel was asked for.
     """
     varying = varying_axes((lhs, rhs)) | {cast(str, options.axis_name)}
+    in_parts = dataclasses.replace(options, strategy="ring") if options.strategy == "remote" else options
+
+    def by_kernel(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return vary_over(varying, kernel(unvarying(lhs), unvarying(rhs), options))
 
     @jax.custom_batching.custom_vmap
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return vary_over(varying, kernel(unvarying(lhs), unvarying(rhs), options))
+        if options.strategy == "remote":
+            return by_kernel(lhs, rhs)
+        return if_in_order(by_kernel, lambda x, y: parts(x, y, in_parts), lhs, rhs)
 
     # Pallas would add an axis to a grid whose devices wait for each other.
     @product.def_vmap
     def _(size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
         if not batched[1]:
             return product(lhs, rhs), True
-        ring = dataclasses.replace(options, strategy="ring")
         axes = tuple(0 if each else None for each in batched)
-        return jax.vmap(lambda x, y: parts(x, y, ring), axes)(lhs, rhs), True
+        return jax.vmap(lambda x, y: parts(x, y, in_parts), axes)(lhs, rhs), True
 
     return cast(jax.Array, product(lhs, rhs))
+
+
+def if_in_order(first: Callable[..., Any], second: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """The first function in a program for devices in the order of their ids, as Mosaic wants them; else the second.
+
+    Which devices a program has is known when it is lowered.
+    """
+    in_order, otherwise = (jax.make_jaxpr(function)(*operands) for function in (first, second))
+    (out,) = _if_in_order_p.bind(*operands, in_order=in_order, otherwise=otherwise)
+    return cast(jax.Array, out)
+
+
+_if_in_order_p = Primitive("tilewright_if_in_order")
+_if_in_order_p.multiple_results = True
+
+
+@_if_in_order_p.def_effectful_abstract_eval
+def _types(*_: Any, in_order: ClosedJaxpr, otherwise: ClosedJaxpr) -> tuple[list[Any], Any]:
+    return in_order.out_avals, in_order.effects | otherwise.effects
+
+
+def _lowered(ctx: Any, *operands: Any, in_order: ClosedJaxpr, otherwise: ClosedJaxpr) -> Any:
+    ids = [device.id for device in program_devices(ctx) or ()]
+    chosen = in_order if ids == list(range(len(ids))) else otherwise
+    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *operands)
+
+
+mlir.register_lowering(_if_in_order_p, _lowered)
 
 
 def ring_of(options: RingOptions) -> Ring:

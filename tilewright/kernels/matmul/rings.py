@@ -43,6 +43,11 @@ _LINKS = (("GH200", 450e9), ("H200", 450e9), ("H100", 450e9), ("A100", 300e9))
 _STEP_S = 10e-6
 """Assumed time that a step costs beside its transfer and its matmul: two launches and the wait for the neighbour."""
 
+_REMOTE_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+"""Devices with NVLink between all of a host. Of two of the first one the kernels of ``remote.py`` were measured."""
+_REMOTE_S = 80e-6
+"""The time at its rated peak of the shortest matmul for which such a kernel was faster than collectives."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingOptions:
@@ -112,6 +117,21 @@ def strategy_of(device: Device, devices: int, moved_bytes: float, flops: float) 
     return "ring" if overlapped < one_by_one else "collective"
 
 
+def takes_remote(lhs: jax.Array, rhs: jax.Array, options: RingOptions, flops: float) -> bool:
+    """True if a call takes a kernel of ``remote.py``, of so many operations on each device.
+
+    "auto" takes it on a mesh of two devices, as more have not been measured.
+    """
+    if options.strategy != "auto":
+        return options.strategy == "remote" and options.devices > 1
+    device = current_device()
+    peaks = peaks_of(device)
+    two = options.devices == jax.sharding.get_abstract_mesh().size == 2
+    if not two or device.name not in _REMOTE_DEVICES or peaks is None or flops < peaks.flops * _REMOTE_S:
+        return False
+    return not _remote().remote_reasons(lhs, rhs, options)
+
+
 def _matmul(
     lhs: jax.Array, rhs: jax.Array, options: RingOptions, dtype: jax.typing.DTypeLike, *, rows: bool = False
 ) -> jax.Array:
@@ -175,9 +195,15 @@ def _zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *operands: jax.A
 
 def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
     """``all_gather(lhs) · rhs``."""
-    rows, n = lhs.shape[-2], rhs.shape[0 if options.transpose_rhs else 1]
-    if options.strategy == "remote" and options.devices > 1:
+    flops = 2.0 * lhs.size * rhs.shape[0 if options.transpose_rhs else 1]
+    if takes_remote(lhs, rhs, options, options.devices * flops):
         return _remote().remote_gathered_product(lhs, rhs, options)
+    return gathered_by_parts(lhs, rhs, options)
+
+
+def gathered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+    """The same without a kernel of its own."""
+    rows, n = lhs.shape[-2], rhs.shape[0 if options.transpose_rhs else 1]
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * n)
     if strategy == "collective":
         return _matmul(_gathered(lhs, options), rhs, options, options.out_dtype)
@@ -192,12 +218,17 @@ def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> ja
 
 def scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
     """``psum_scatter(lhs · rhs)``, summed in float32 (float64 for float64)."""
+    if takes_remote(lhs, rhs, options, 2.0 * lhs.size * rhs.shape[0 if options.transpose_rhs else 1]):
+        return _remote().remote_scattered_product(lhs, rhs, options)
+    return scattered_by_parts(lhs, rhs, options)
+
+
+def scattered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
+    """The same without a kernel of its own."""
     wide = accumulator(lhs.dtype, rhs.dtype, jnp.dtype(options.out_dtype))
     devices, n = options.devices, rhs.shape[0 if options.transpose_rhs else 1]
     rows, steps = lhs.shape[-2] // devices, lhs.size // devices
     moved_bytes = (steps // max(lhs.shape[-1], 1)) * n * wide.itemsize
-    if options.strategy == "remote" and options.devices > 1:
-        return _remote().remote_scattered_product(lhs, rhs, options)
     strategy = options.chosen(moved_bytes, 2.0 * steps * n)
     if strategy == "collective":
         whole = _matmul(lhs, rhs, options, wide)
