@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -315,6 +316,12 @@ def vary_over[T](axes: frozenset[str], tree: T) -> T:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree) if axes else tree
+
+
+def gathered(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The arrays of all devices along a new first axis, equal on all devices, and typed so where types say it."""
+    # Typed as different on each device, nothing that follows could be returned as one array.
+    return lax.all_gather(array, axis_name, to="invarying" if varying_axes(array) else "varying")
 
 
 def unvarying(array: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Parts of a softmax that every attention backend needs outside of its kernel: dtypes, shifts and sinks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,18 +43,39 @@ def merged_over_axes(
       axes: of the surrounding ``shard_map``.
       sinks: ``[heads, n]``, the same on every device and in no device's lse; they count once.
     """
+    value_dim = out.shape[-1]
+
+    def sums(weighted: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # One array, so that it is one collective.
+        summed = lax.psum(jnp.concatenate([weighted, weight], axis=-1), axes)
+        return summed[..., :value_dim], summed[..., value_dim:]
+
+    return _merged(out, lse, sinks, lambda x: lax.pmax(x, axes), sums)
+
+
+def merged_parts(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """`merged_over_axes` of partial results that stand along a first axis."""
+    return _merged(outs, lses, sinks, lambda x: jnp.max(x, 0), lambda *xs: (jnp.sum(xs[0], 0), jnp.sum(xs[1], 0)))
+
+
+def _merged(
+    out: jax.Array,
+    lse: jax.Array,
+    sinks: jax.Array | None,
+    maximum: Callable[[jax.Array], jax.Array],
+    sums: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
     dtype = accumulation_dtype(out.dtype)
-    row_max = lax.pmax(lax.stop_gradient(lse), axes)
+    row_max = maximum(lax.stop_gradient(lse))
     if sinks is not None:
         sinks_max, sinks_total = sinks_statistics(sinks.astype(dtype))
         row_max = jnp.maximum(row_max, lax.stop_gradient(sinks_max))
     # The shift cancels, and a maximum over devices has no derivative in JAX.
     shift = finite_shift(row_max)
     weight = jnp.exp(lse - shift)[..., None]
-    # One array, so that it is one collective.
-    summed = lax.psum(jnp.concatenate([out.astype(dtype) * weight, weight], axis=-1), axes)
-    total = summed[..., -1]
+    summed, weights = sums(out.astype(dtype) * weight, weight)
+    total = weights[..., 0]
     if sinks is not None:
         total = total + sinks_total * jnp.exp(sinks_max - shift)
-    whole = summed[..., :-1] / jnp.where(total == 0.0, 1.0, total)[..., None]
+    whole = summed / jnp.where(total == 0.0, 1.0, total)[..., None]
     return whole.astype(out.dtype), jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.paged_attention import context_parallel
+from tilewright.kernels.paged_attention import context_parallel, split_pages
+from tilewright.kernels.paged_attention.split_pages import SplitPages
 from tilewright.modules import (
     context_parallel_mla_decode,
     context_parallel_page_attention,
@@ -159,9 +160,17 @@ def check(got: Any, want: Any, dtype: str) -> None:
     assert got[1].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.fixture(name="summed")
+def _summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the partial results of all devices were larger than their sum by much."""
+    monkeypatch.setattr(split_pages, "SECOND_COLLECTIVE_BYTES", -(1 << 40))
+
+
+@pytest.mark.parametrize(("check_vma", "sums"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("name", sampled(CALLS, test=CALLS, quick=QUICK))
-def test_results_are_those_of_whole_sequences(name: str, check_vma: bool):
+def test_results_are_those_of_whole_sequences(name: str, check_vma: bool, sums: bool, request: pytest.FixtureRequest):
+    if sums:
+        request.getfixturevalue("summed")
     call = CALLS[name]
     drawn = Drawn(call)
 
@@ -177,13 +186,34 @@ def test_results_are_those_of_whole_sequences(name: str, check_vma: bool):
     )
     compiled = jax.jit(run).lower(drawn.query, *drawn.pages, drawn.arrays).compile()
     check(compiled(drawn.query, *drawn.pages, drawn.arrays), drawn.want, call.dtype)
-    # A maximum of [tokens, heads], and a sum of [tokens, heads, value_dim + 1].
     found = re.findall(r"= (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", compiled.as_text())
-    assert [name for _, name in found] == ["all-reduce"] * 2
     sizes = [int(np.prod([int(n) for n in re.findall(r"\d+", text.partition("[")[2].partition("]")[0])]))
              for text, _ in found]  # fmt: skip
-    assert sorted(sizes) == [drawn.query.shape[0] * HEADS * n for n in (1, VALUE_DIM + 1)]
-    assert all(text.startswith("f32") for text, _ in found)
+    rows = drawn.query.shape[0] * HEADS
+    if sums:  # a maximum of [tokens, heads], and a sum of [tokens, heads, value_dim + 1]
+        assert [name for _, name in found] == ["all-reduce"] * 2
+        assert sorted(sizes) == [rows, rows * (VALUE_DIM + 1)]
+        assert all(text.startswith("f32") for text, _ in found)
+    else:  # the bits of results and their lse
+        narrow = call.dtype == "bfloat16"
+        assert [(name, text.partition("[")[0]) for text, name in found] == [("all-gather", "u16" if narrow else "u32")]
+        assert sizes == [DEVICES * rows * (VALUE_DIM + (2 if narrow else 1))]
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype", "tokens", "sums"),
+    [
+        (2, "bfloat16", 10**6, False),
+        (4, "bfloat16", 10**6, False),
+        (8, "bfloat16", 10**6, True),
+        (8, "bfloat16", 4, False),
+        (2, "float32", 10**6, False),
+        (4, "float32", 10**6, True),
+    ],
+)
+def test_many_results_of_many_devices_are_summed(devices: int, dtype: str, tokens: int, sums: bool):
+    split = SplitPages("pages", devices, jnp.int32(0))
+    assert split.sums(jax.ShapeDtypeStruct((tokens, 32, 128), jnp.dtype(dtype))) == sums
 
 
 LATENT_CALLS = {

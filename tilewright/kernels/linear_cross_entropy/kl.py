@@ -29,7 +29,6 @@ from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
 from tilewright.kernels.linear_cross_entropy.reference import logits_of
 from tilewright.kernels.linear_cross_entropy.shards import (
     TypedSplit,
-    gathered,
     merged_lse,
     of_all_devices,
     summed_over,
@@ -42,6 +41,7 @@ from tilewright.kernels.sharding import (
     Partitioning,
     devices_along,
     explicit_mesh,
+    gathered,
     typed_axes,
     typed_spec,
 )

@@ -40,7 +40,6 @@ from tilewright.kernels.linear_cross_entropy.partitioning import loss_partitioni
 from tilewright.kernels.linear_cross_entropy.reference import losses_reference, statistics_reference
 from tilewright.kernels.linear_cross_entropy.shards import (
     TypedSplit,
-    gathered,
     local_labels,
     merged_lse,
     of_all_devices,
@@ -49,7 +48,7 @@ from tilewright.kernels.linear_cross_entropy.shards import (
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning, devices_along, explicit_mesh, typed_axes
+from tilewright.kernels.sharding import Partitioning, devices_along, explicit_mesh, gathered, typed_axes
 from tilewright.kernels.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare

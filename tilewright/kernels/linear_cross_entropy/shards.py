@@ -99,12 +99,6 @@ def _of_all_devices_backward(axes: frozenset[str], _: None, gradient: jax.Array)
 _of_all_devices.defvjp(_of_all_devices_forward, _of_all_devices_backward)
 
 
-def gathered(array: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
-    """The arrays of all devices along a new first axis, equal on all devices, and typed so where types say it."""
-    # A loss that were typed as different on each device could not be returned as one.
-    return lax.all_gather(array, axis_name, to="invarying" if varying_axes(array) else "varying")
-
-
 def local_labels(labels: jax.Array, part: int, axis_name: str | tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Labels in a device's part of the vocabulary, for statistics of which none is ignored; and which are wrong.
 

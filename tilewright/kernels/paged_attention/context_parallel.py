@@ -47,10 +47,10 @@ def context_parallel_page_attention(
     """``page_attention`` or ``ragged_page_attention`` over pages split over a mesh axis, inside ``jax.shard_map``.
 
     Of n devices, device i has the logical pages i, i + n, i + 2n, ... of every sequence, in pages of its own. Each
-    attends to its pages, and partial results are put together by one maximum of ``[tokens, heads]`` and one sum of
-    ``[tokens, heads, value_dim + 1]``, both float32. All arrays but pages and scales of pages are the same on every
-    device, and so are the results, which are those of one device but for rounding: what a device computes is rounded to
-    the query's dtype, then the sum is.
+    attends to its pages, and partial results are gathered with their log-sum-exp; many of more than four devices are
+    summed instead, by one maximum of ``[tokens, heads]`` and one sum of ``[tokens, heads, value_dim + 1]``, both in
+    float32. All arrays but pages and scales of pages are the same on every device, and so are the results, which are
+    those of one device but for rounding: what a device computes is rounded to the query's dtype, then the sum is.
 
     Args:
       query: ``[tokens, heads, head_dim]``, packed; float16, bfloat16, float32 or float64.
@@ -269,5 +269,5 @@ def context_parallel_update_pages(
 
 def _results(split: SplitPages, partial: Any, sinks: jax.Array | None, return_lse: bool) -> Any:
     own_out, own_lse = partial
-    out, lse = split.sum(own_out, own_lse, sinks)
+    out, lse = split.merged(own_out, own_lse, sinks)
     return (out, lse) if return_lse else out

@@ -8,12 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
-from tilewright.kernels.sharding import AxisName, devices_along
-from tilewright.kernels.softmax import merged_over_axes
+from tilewright.kernels.sharding import AxisName, devices_along, gathered
+from tilewright.kernels.softmax import accumulation_dtype, merged_over_axes, merged_parts
+
+SECOND_COLLECTIVE_BYTES = 1 << 20
+"""What a link carries in the time that a second collective takes beside its bytes, about 10 µs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +57,29 @@ class SplitPages:
         begun = position % round_size - page_size * self.index
         return position // round_size * page_size + jnp.clip(begun, 0, page_size)
 
-    def sum(self, out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The results over all devices' keys, by one maximum and one sum over the axis.
+    def merged(self, out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The results over all devices' keys, by one gather of partial results, or by a maximum and a sum.
 
         Args:
           out, lse: this device's ``[..., heads, value_dim]`` and ``[..., heads]``, without sinks.
           sinks: ``[heads, n]``, the same on every device; they count once.
         """
-        return merged_over_axes(out, lse, self.axis, sinks)
+        if self.sums(out):
+            return merged_over_axes(out, lse, self.axis, sinks)
+        # The bits of both as one array, so that it is one collective; no operation changes them.
+        bits = np.dtype(f"uint{8 * out.dtype.itemsize}")
+        parts = [lax.bitcast_convert_type(x, bits) for x in (out, lse)]
+        parts[1] = parts[1].reshape(*lse.shape, -1)
+        found = gathered(jnp.concatenate(parts, axis=-1), self.axis)
+        outs, lses = found[..., : out.shape[-1]], found[..., out.shape[-1] :]
+        lses = lses if lses.shape[-1] > 1 else lses[..., 0]
+        return merged_parts(lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, lse.dtype), sinks)
+
+    def sums(self, out: jax.Array) -> bool:
+        """True if partial results are summed over the devices; gathered, each device receives those of all others."""
+        n, wide = self.devices, accumulation_dtype(out.dtype).itemsize
+        summed, received = 2 * (n - 1) / n * out.size * wide, (n - 1) * out.size * out.dtype.itemsize
+        return received > summed + SECOND_COLLECTIVE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
