@@ -13,11 +13,13 @@ from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
 )
+from tilewright.kernels import kernel
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.registry import Implementation
 from tilewright.modules import flash_attention
+from tilewright.ops import default_executor
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
@@ -96,3 +98,18 @@ def test_vmap():
     both = jax.jit(jax.vmap(lambda *a: flash_attention(*a, causal=True)))(query, key, value)
     assert np.array_equal(np.asarray(one), np.asarray(both[0]))
     assert np.array_equal(np.asarray(one), np.asarray(both[1]))
+
+
+@pytest.mark.parametrize("shape", [(8, 1024, 16, 64), (4, 2048, 16, 128), (2, 2048, 8, 256)])
+def test_every_run_gives_the_same_bits_where_xla_shall(shape: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    batch, length, heads, head_dim = shape
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((batch, length, heads, head_dim)), jnp.bfloat16) for _ in range(3)]
+    loss = lambda *xs: jnp.sum(jnp.sin(flash_attention(*xs, causal=True).astype(jnp.float32)))
+    step = jax.jit(jax.grad(loss, (0, 1, 2)))
+    assert "deterministic=True" in str(default_executor().explain(kernel("flash_attention"), *arrays, causal=True))
+    first = [np.asarray(x, np.float32) for x in step(*arrays)]
+    for _ in range(8):
+        for mine, other in zip(step(*arrays), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine, np.float32), other)

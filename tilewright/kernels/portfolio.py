@@ -12,7 +12,8 @@ from typing import Any, ClassVar, cast
 
 import jax
 
-from tilewright.errors import UnsupportedError
+from tilewright.errors import UnsupportedError, one_line
+from tilewright.kernels import repeatable
 from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.measured import measured_result
@@ -111,12 +112,6 @@ def lazy(where: str) -> LazyImplementation:
 def _load(where: str) -> Implementation:
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)()
-
-
-def one_line(error: Exception) -> str:
-    """An exception's type and message in one line."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
@@ -247,7 +242,7 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         problem, choices = self.problem_of(inv), self._supported(inv)
         yield from choices
         for choice in choices:
-            for params in self._implementation(choice).candidates(problem, inv.target, inv.direction):
+            for params in repeatable.all_params(self._implementation(choice), problem, inv.target, inv.direction):
                 yield dataclasses.replace(choice, params=params)
 
     def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
@@ -327,8 +322,14 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         if not isinstance(cfg.params, expected):
             return [f"params of type {expected.__name__} were expected, got {cfg.params!r}"]
         # Footprints come last: they are defined only for params that can serve the problem.
-        why = implementation.config_reasons(problem, inv.target, inv.direction, cfg.params)
+        given = problem, inv.target, inv.direction, cfg.params
+        why = implementation.config_reasons(*given) or repeatable.params_reasons(implementation, cfg.params)
         return why or launch_reasons(self._footprints(inv, cfg), inv.target)
+
+    def adapted_config(self, inv: Invocation[Choice, Any], cfg: Choice) -> Choice:
+        """The form of a measured config that repeats bit for bit, if it has one and XLA's flags want that."""
+        found = self._lazy_implementation(cfg)
+        return cfg if found is None else dataclasses.replace(cfg, params=repeatable.repeating(found.load(), cfg.params))
 
     def time_bound_ms(self, inv: Invocation[Choice, Any]) -> float:
         """A lower bound of the call's milliseconds on its device; a measurement below it is not credible."""
@@ -403,7 +404,8 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         if inv.is_symbolic and not each.symbolic_dimensions:
             return name, ["its programs are for given shapes, got symbolic dimensions of jax.export"]
         try:
-            return name, each.not_supported_reasons(problem, inv.target, inv.direction)
+            why = each.not_supported_reasons(problem, inv.target, inv.direction)
+            return name, why or repeatable.backend_reasons(each, problem, inv.target, inv.direction)
         # Exception: a probe queries drivers and libraries, which may raise anything; the other backends still run.
         except Exception as error:
             return name, [f"its probe failed: {one_line(error)}"]
@@ -582,7 +584,7 @@ class InferenceKernel[Inputs, Problem, Results](Portfolio[Inputs, Problem, Resul
 
 def _choice_of(implementation: Implementation, problem: object, inv: Invocation[Choice, Any]) -> Choice:
     """An implementation's heuristic choice."""
-    params = implementation.heuristic(problem, inv.target, inv.direction)
+    params = repeatable.first_params(implementation, problem, inv.target, inv.direction)
     return Choice(implementation.platform, implementation.algorithm, params)
 
 

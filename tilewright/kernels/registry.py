@@ -118,6 +118,10 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
         """Every reason why params of the right type cannot serve a supported problem; none by default."""
         return []
 
+    def repeats(self, params: Forward | Backward) -> bool:
+        """True if params give the same bits in every run: by default what their ``deterministic`` says, if any."""
+        return bool(getattr(params, "deterministic", True))
+
     def deprioritized(self, problem: Problem, device: Device, direction: Direction) -> bool:
         """True if other backends are probably faster for the problem: they are preferred without measurements."""
         return False

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -165,14 +164,6 @@ def check_manual(left: AxisType) -> None:
             f"the surrounding jax.shard_map must be manual over all axes of its mesh, and leaves {', '.join(names)} "
             f"{'to types' if left == AxisType.Explicit else 'to XLA'}; leave out axis_names, and name them in in_specs"
         )
-
-
-def permutes_by_copies() -> bool:
-    """True if XLA's flags let the devices of a process exchange data by copies, which need none of their SMs.
-
-    Options of one ``jax.jit`` are not seen.
-    """
-    return "--xla_gpu_collective_permute_mode=peer" in os.environ.get("XLA_FLAGS", "").split()
 
 
 _BESIDE_TRANSFER = contextvars.ContextVar("beside_transfer", default=False)

@@ -41,8 +41,9 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, Attention
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.sharding import AxisName, beside_transfer, permutes_by_copies, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, beside_transfer, vary_over, varying_axes
 from tilewright.kernels.softmax import accumulation_dtype, finite_shift
+from tilewright.kernels.xla_flags import permutes_by_copies
 
 type AttentionKernel = Portfolio[Any, Any, Any]
 type Index = int | jax.Array

@@ -29,7 +29,8 @@ from tilewright.kernels.arguments import PlatformOption
 from tilewright.kernels.dots import accumulator
 from tilewright.kernels.matmul.op import matmul
 from tilewright.kernels.roofline import peaks_of
-from tilewright.kernels.sharding import AxisName, permutes_by_copies, vary_over, varying_axes
+from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
+from tilewright.kernels.xla_flags import permutes_by_copies
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 

@@ -17,7 +17,7 @@ from tilewright.kernels.sharding import AxisName, devices_along, gathered
 from tilewright.kernels.softmax import accumulation_dtype, merged_over_axes, merged_parts
 
 SECOND_COLLECTIVE_BYTES = 1 << 20
-"""What a link carries in the time that a second collective takes beside its bytes, about 10 µs."""
+"""Bytes that a link carries in the time that a second collective takes beside its own, about 10 µs."""
 
 
 @dataclasses.dataclass(frozen=True)

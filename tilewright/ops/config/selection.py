@@ -284,11 +284,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         if self.persistent is None or not self.persistent.has_file(inv.key):
             return None
         expected = type(inv.kernel.heuristic_cfg(inv))
-        return self.persistent.get(inv.key, expected_type=expected, source=inv.kernel.source())
+        found = self.persistent.get(inv.key, expected_type=expected, source=inv.kernel.source())
+        return None if found is None else inv.kernel.adapted_config(inv, found)
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         entry = self.shipped(inv)
-        configs = () if entry is None else entry.ranked
+        configs = () if entry is None else (inv.kernel.adapted_config(inv, config) for config in entry.ranked)
         return next((config for config in configs if _can_run(inv, config)), None)
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
@@ -343,7 +344,7 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         if device not in self._nearby:
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
-            for config in near.configs:
+            for config in (inv.kernel.adapted_config(inv, each) for each in near.configs):
                 if _can_run(inv, config, built=built):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
                     return Selection(config, "nearest", inv.key, detail=detail)

@@ -130,6 +130,10 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return ()
 
+    def adapted_config(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Cfg:
+        """The config that runs in place of one that was measured elsewhere: that one, by default."""
+        return cfg
+
     def config_bound_ms(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> float:
         """A lower bound of the call's time in milliseconds with a config that can run it; 0 if unknown.
 

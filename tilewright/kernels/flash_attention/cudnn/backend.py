@@ -29,6 +29,7 @@ from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -167,6 +168,9 @@ class CudnnFlashAttention(
         self, problem: AttentionProblem, device: Device, direction: Direction
     ) -> list[CudnnForwardParams | CudnnBackwardParams]:
         return [self.heuristic(problem, device, direction)]
+
+    def repeats(self, params: CudnnForwardParams | CudnnBackwardParams) -> bool:
+        return isinstance(params, CudnnForwardParams) or wants_repeatable()
 
     def forward(self, inputs: AttentionInputs, params: CudnnForwardParams) -> Results:
         """``(out, lse)``."""
