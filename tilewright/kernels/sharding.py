@@ -29,11 +29,13 @@ class GradientParts:
       spec: the ``PartitionSpec`` of the gradient as the devices compute it.
       summed: mesh axes over which every device has only a partial sum.
       wanted: the ``PartitionSpec`` of the argument's own type, to which the gradient is resharded.
+      disjoint: of each element one device has the whole sum and the others zeros, so that nothing is rounded.
     """
 
     spec: PartitionSpec
     summed: tuple[str, ...]
     wanted: PartitionSpec
+    disjoint: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +234,7 @@ def backward_locally[Inputs, Results](
     def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
         computed = backward(partitioning.on_part(part_of_inputs), *rest)
         parts = partitioning.on_gradients({name: part for name, part in computed.items() if part is not None})
-        return {name: _summed(part, gradients[name].summed, dtypes[name]) for name, part in parts.items()}
+        return {name: _summed(part, gradients[name], dtypes[name]) for name, part in parts.items()}
 
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
     results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
@@ -347,11 +349,12 @@ def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
     return jax.eval_shape(backward, *structs)
 
 
-def _summed(part: jax.Array, axes: tuple[str, ...], dtype: np.dtype) -> jax.Array:
+def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype) -> jax.Array:
     """The sum over mesh axes, accumulated in float32 or wider."""
-    if axes:
-        part = jax.lax.psum(part.astype(jnp.promote_types(part.dtype, jnp.float32)), axes)
-    return part.astype(dtype)
+    if not parts.summed:
+        return part.astype(dtype)
+    wide = dtype if parts.disjoint else jnp.promote_types(part.dtype, jnp.float32)
+    return lax.psum(part.astype(wide), parts.summed).astype(dtype)
 
 
 def explicit_mesh(*arrays: ArrayLike | jax.ShapeDtypeStruct) -> AbstractMesh | Mesh | None:

@@ -1,5 +1,6 @@
 """The grouped matmul split over devices: by rows, k, n and matrices, and as ``shard_map`` hands out matrices."""
 
+import re
 from typing import Any
 
 import jax
@@ -79,6 +80,25 @@ def test_parts_of_k_are_summed_before_they_are_rounded():
     assert got.dtype == jnp.bfloat16
     want = jnp.asarray(expected(*arrays)["out"], jnp.bfloat16)
     assert np.mean(np.asarray(got) == np.asarray(want)) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("matrices", "bf16"), ("rows and matrices", "bf16"), ("n and matrices", "f32")]
+)
+def test_what_one_device_has_is_summed_as_it_is(name: str, dtype: str):
+    """Of the gradient of a row the device with its matrix has everything, unless columns are split, too."""
+    lhs, rhs, sizes, d_out = arrays_of("bfloat16")
+    of_lhs, of_rhs, of_out = SPLITS[name]
+    mesh = mesh_of()
+    gradient = lambda lhs, rhs, sizes, d_out: jax.vjp(lambda x: grouped_matmul(x, rhs, sizes), lhs)[1](d_out)[0]
+    with jax.set_mesh(mesh):
+        placed = put(mesh, (lhs, rhs, sizes, d_out), (of_lhs, of_rhs, P(), of_out))
+        lowered = jax.jit(gradient).lower(*placed)
+        got = lowered.compile()(*placed)
+    (found,) = re.findall(r"all_reduce.*?\}\) : \(tensor<[\dx]*x(\w+)>\)", lowered.as_text(), re.DOTALL)
+    assert found == dtype
+    mine, want = (np.asarray(x, np.float32) for x in (got, gradient(lhs, rhs, sizes, d_out)))
+    np.testing.assert_allclose(mine, want, rtol=0.0, atol=0.0 if dtype == "bf16" else 2.0**-7 * np.abs(want).max())
 
 
 def test_the_sharding_of_the_result():

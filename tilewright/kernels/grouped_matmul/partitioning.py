@@ -80,7 +80,7 @@ def grouped_partitioning(inputs: GroupedInputs) -> Partitioning | None:
         inputs=specs,
         results=result,
         gradients={
-            "lhs": GradientParts(rows, axis_names(split.n) + axis_names(split.matrices), typed_spec(lhs)),
+            "lhs": _of_rows(split, rows, lhs),
             "rhs": GradientParts(matrices, axis_names(split.rows), typed_spec(rhs)),
         },
         on_part=on_part,
@@ -119,7 +119,7 @@ def gated_partitioning(inputs: GatedInputs) -> Partitioning | None:
         ),
         results=PartitionSpec(split.rows, split.n),
         gradients={
-            "lhs": GradientParts(rows, axis_names(split.n) + summed, typed_spec(inputs.lhs)),
+            "lhs": _of_rows(split, rows, inputs.lhs),
             "gate": GradientParts(matrices, of_matrices, typed_spec(inputs.gate)),
             "up": GradientParts(matrices, of_matrices, typed_spec(inputs.up)),
         },
@@ -127,6 +127,12 @@ def gated_partitioning(inputs: GatedInputs) -> Partitioning | None:
         on_results=lambda results: jax.lax.psum(results, summed) if summed else results,
         shared_with_xla=False,
     )
+
+
+def _of_rows(split: Split, rows: PartitionSpec, lhs: jax.Array) -> GradientParts:
+    """The gradient of the rows, of which each has a matrix on one device alone."""
+    summed = axis_names(split.n) + axis_names(split.matrices)
+    return GradientParts(rows, summed, typed_spec(lhs), disjoint=split.n is None)
 
 
 def _on_part[T: (GroupedInputs, GatedInputs)](part: T, split: Split, matrices: int) -> T:
