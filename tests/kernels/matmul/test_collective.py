@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.support.suites import crossed
+from tilewright.kernels.matmul.remote import if_in_order
 from tilewright.kernels.matmul.rings import strategy_of
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
 from tilewright.ops.tuning.numerics import violations
@@ -250,6 +251,23 @@ def test_a_program_for_eight_gpus_is_a_ring_without_one():
             text = jax.jit(split("gather", mesh)).lower(*structs).as_text()
     assert text.count("stablehlo.collective_permute") == 7
     assert "all_gather" not in text.replace("all_gather_matmul", "")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("order", "factor"), [((0, 1), 2), ((1, 0), 3)])
+def test_what_the_order_of_a_program_decides(order: tuple[int, ...], factor: int, check_vma: bool):
+    """Called, compiled, and in a loop whose steps are computed again; with a collective in both functions."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices())[list(order)], ("x",))
+    each = lambda by: lambda x: by * lax.psum(x, "x")
+    function = lambda x: if_in_order(each(2), each(3), x)
+    mapped = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=check_vma)
+    x = jnp.arange(4.0)
+    want = factor * (x[:2] + x[2:])
+    assert jnp.array_equal(mapped(function)(x), want)
+    assert jnp.array_equal(jax.jit(mapped(function))(x), want)
+    step = lambda carry, _: (carry + jax.checkpoint(function)(x[:2] + lax.axis_index("x")), None)
+    looped = jax.jit(mapped(lambda x: lax.scan(step, jnp.zeros(2), None, length=2)[0]))(x)
+    assert jnp.array_equal(looped, 2 * factor * (2 * x[:2] + 1))
 
 
 @pytest.mark.parametrize(
