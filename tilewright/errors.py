@@ -52,9 +52,3 @@ class BuildError(TilewrightError):
 
     def __reduce__(self):
         return type(self), (self.message, self.output)
-
-
-def one_line(error: Exception) -> str:
-    """An exception's type and message in one line."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, cast
 
 import jax
 
-from tilewright.errors import UnsupportedError, one_line
+from tilewright.errors import UnsupportedError
 from tilewright.kernels import repeatable
 from tilewright.kernels.cases import OpCases
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.measured import measured_result
-from tilewright.kernels.registry import Implementation, KernelConfig, Platform
+from tilewright.kernels.registry import Implementation, KernelConfig, Platform, one_line
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.kernels.x64 import without_x64

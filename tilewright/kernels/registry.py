@@ -179,3 +179,9 @@ class InferenceImplementation[Inputs, Problem, Results, Forward](
 
     def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Never) -> dict[str, Any]:
         raise NotImplementedError("the op is for inference and has no backward pass")
+
+
+def one_line(error: Exception) -> str:
+    """An exception's type and message in one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -286,8 +285,8 @@ def test_what_the_order_of_a_program_decides(order: tuple[int, ...], factor: int
 def test_auto_takes_the_remote_kernel_between_two_gpus(
     op: str, shapes: Any, dtype: str, order: tuple[int, ...], remote: bool, check_vma: bool, monkeypatch: Any
 ):
-    devices = [SimpleNamespace(id=number) for number in order]
-    monkeypatch.setattr("tilewright.kernels.matmul.remote.program_devices", lambda _: devices)
+    in_order = order == tuple(sorted(order))
+    monkeypatch.setattr("tilewright.kernels.matmul.remote.devices_in_order", lambda _: in_order)
     with tilewright.target_device("NVIDIA H100 80GB HBM3", count=len(order)) as target:
         mesh = target.make_mesh((len(order),), ("x",))
         specs = [P(*tuple(spec)[-2:]) for spec in SPECS[op]]

@@ -15,7 +15,6 @@ from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scatter
 from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
 from tilewright.kernels.matmul.rings import RingOptions, gathered_by_parts, scattered_by_parts
 from tilewright.kernels.sharding import unvarying, vary_over, varying_axes
-from tilewright.ops.lowering.surroundings import program_devices
 from tilewright.ops.utils.device import current_device
 
 type Product = Callable[[jax.Array, jax.Array, RingOptions], jax.Array]
@@ -118,12 +117,18 @@ def _types(*_: Any, in_order: ClosedJaxpr, otherwise: ClosedJaxpr) -> tuple[list
 
 
 def _lowered(ctx: Any, *operands: Any, in_order: ClosedJaxpr, otherwise: ClosedJaxpr) -> Any:
-    ids = [device.id for device in program_devices(ctx) or ()]
-    chosen = in_order if ids == list(range(len(ids))) else otherwise
+    chosen = in_order if devices_in_order(ctx) else otherwise
     return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *operands)
 
 
 mlir.register_lowering(_if_in_order_p, _lowered)
+
+
+def devices_in_order(ctx: mlir.LoweringRuleContext) -> bool:
+    """True if the devices of the mesh around a call have the order of their ids, or are not known."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    ids = [device.id for device in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
+    return ids == list(range(len(ids)))
 
 
 def ring_of(options: RingOptions) -> Ring:
