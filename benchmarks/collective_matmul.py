@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import Timing, interleaved, record
+from benchmarks.common import Timing, interleaved, queued, record
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
 
 ALONE = "matmul alone"
@@ -100,26 +100,17 @@ def measured(each: list[Contender], programs: list[Any], rounds: int) -> list[di
     del results
     m, k, n = shape
     flops = 2.0 * m * k * n / jax.device_count()
-    queued = max(2, min(40, round(QUEUED_SECONDS * FLOPS / flops)))
-
-    def queue(program: Any, operands: list[Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            for _ in range(queued - 1):
-                program(*operands)
-            return program(*operands)
-
-        return run
-
-    functions = {one.name: queue(program, one.operands) for one, program in zip(each, programs, strict=True)}
+    calls = max(2, min(40, round(QUEUED_SECONDS * FLOPS / flops)))
+    functions = {one.name: queued(program, one.operands, calls) for one, program in zip(each, programs, strict=True)}
     timings = {
-        name: Timing(tuple(sample / queued for sample in timing.samples))
+        name: Timing(tuple(sample / calls for sample in timing.samples))
         for name, timing in interleaved(functions, rounds).items()
     }
     alone = timings[ALONE].median
     rows = []
     for name, timing in timings.items():
         row = {
-            "op": op, "m": m, "k": k, "n": n, "name": name, "ms": 1e3 * timing.median, "queued": queued,
+            "op": op, "m": m, "k": k, "n": n, "name": name, "ms": 1e3 * timing.median, "queued": calls,
             "of_alone": alone / timing.median, "tflops": flops / timing.median / 1e12, "timing": timing.to_json(),
         }  # fmt: skip
         print(f"{op:8s} {shape!s:22s} {name:14s} {row['ms']:8.3f} ms {row['of_alone']:6.3f} of alone", flush=True)

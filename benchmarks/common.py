@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,17 @@ def interleaved(
                 jax.block_until_ready(function())
             samples[name].append((time.perf_counter() - start) / calls)
     return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def queued(program: Callable[..., Any], operands: Sequence[Any], calls: int) -> Callable[[], Any]:
+    """A function that queues so many calls of a program and returns the last one's result."""
+
+    def run() -> Any:
+        for _ in range(calls - 1):
+            program(*operands)
+        return program(*operands)
+
+    return run
 
 
 def processor_name() -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import interleaved, record
+from benchmarks.common import interleaved, queued, record
 from tilewright.modules import grouped_matmul, linear_cross_entropy
 
 AXIS = "x"
@@ -85,15 +85,6 @@ def passes(function: Callable[..., jax.Array], backward: bool, first: Any, secon
     return out, pull(jnp.cos(out.astype(jnp.float32)).astype(out.dtype))
 
 
-def queue(program: Any, operands: tuple[jax.Array, ...]) -> Callable[[], Any]:
-    def run() -> Any:
-        for _ in range(QUEUED - 1):
-            program(*operands)
-        return program(*operands)
-
-    return run
-
-
 def measured(name: str, call: Call, mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
     """The rows of a call."""
     # A mesh of one device: without any, a loss is one that XLA may split over the devices there are.
@@ -113,7 +104,7 @@ def measured(name: str, call: Call, mesh: Mesh, rounds: int) -> list[dict[str, A
         off = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, wanted, strict=True))
         if not off <= LIMIT:
             raise ArithmeticError(f"{name} is wrong, split: {off}")
-        functions = {SHARE: queue(of_share, share), SPLIT: queue(over_mesh, split)}
+        functions = {SHARE: queued(of_share, share, QUEUED), SPLIT: queued(over_mesh, split, QUEUED)}
         timings = interleaved(functions, rounds)
         for kind, timing in timings.items():
             ms = 1e3 * timing.median / QUEUED

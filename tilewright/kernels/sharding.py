@@ -350,7 +350,7 @@ def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
 
 
 def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype) -> jax.Array:
-    """The sum over mesh axes, accumulated in float32 or wider."""
+    """The sum over mesh axes, accumulated in float32 or wider where it is rounded."""
     if not parts.summed:
         return part.astype(dtype)
     wide = dtype if parts.disjoint else jnp.promote_types(part.dtype, jnp.float32)

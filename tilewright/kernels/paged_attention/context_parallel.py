@@ -47,7 +47,7 @@ def context_parallel_page_attention(
     """``page_attention`` or ``ragged_page_attention`` over pages split over a mesh axis, inside ``jax.shard_map``.
 
     Of n devices, device i has the logical pages i, i + n, i + 2n, ... of every sequence, in pages of its own. Each
-    attends to its pages, and partial results are gathered with their log-sum-exp; many of more than four devices are
+    attends to its pages, and partial results are gathered with their log-sum-exp; many of many devices are
     summed instead, by one maximum of ``[tokens, heads]`` and one sum of ``[tokens, heads, value_dim + 1]``, both in
     float32. All arrays but pages and scales of pages are the same on every device, and so are the results, which are
     those of one device but for rounding: what a device computes is rounded to the query's dtype, then the sum is.
