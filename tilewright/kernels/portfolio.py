@@ -11,16 +11,20 @@ from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import jax
+import numpy as np
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import repeatable
+from tilewright.kernels.arguments import is_floating
 from tilewright.kernels.cases import OpCases
+from tilewright.kernels.declared import Declared
 from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.measured import measured_result
 from tilewright.kernels.registry import Implementation, KernelConfig, Platform, one_line
 from tilewright.kernels.roofline import Cost, array_bytes, min_ms
 from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
 from tilewright.kernels.x64 import without_x64
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation, Kernel, errors_naming
 from tilewright.ops.types import Device, Direction
@@ -64,6 +68,10 @@ class PerDirection:
 
     forward: Any = None
     backward: Any = None
+
+
+DECLARED = Choice(Platform.XLA, "declared")
+"""The config of a call that is traced and has none yet."""
 
 
 def implementation_name(platform: Platform, algorithm: str | None) -> str:
@@ -149,6 +157,18 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The oracle."""
 
+    @abc.abstractmethod
+    def results(self, inputs: Inputs) -> Results:
+        """The results of every backend for ``inputs``, with ``ShapeDtypeStruct`` in place of arrays.
+
+        Reads shapes, dtypes and options only. A call is traced with these; its config is chosen when it is lowered.
+        """
+
+    def gradients_of(self, inputs: Inputs) -> dict[str, Any]:
+        """The gradients of every backend for ``inputs`` by name, in the same form: of each floating-point array."""
+        named = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(cast(Any, inputs))}
+        return {name: struct_like(x) for name, x in named.items() if is_floating(getattr(x, "dtype", np.bool_))}
+
     def problem(self, *args: Any, **kwargs: Any) -> Problem:
         """The facts about a call, from abstract prepared arguments, by which implementations give reasons and params.
 
@@ -194,17 +214,11 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return inv.memo["problem"]
 
     def output_shapes(self, inv: Invocation[Choice, Any]) -> Any:
-        """The abstract outputs of a call, as the oracle returns them, computed once."""
+        """The abstract outputs of a call, computed once."""
         if "outputs" not in inv.memo:
-            leaves, tree = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
-            arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
-
-            def call(given: dict[int, Any]) -> Any:
-                args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-                return self.reference(*args, **kwargs)
-
-            unsharded = {i: jax.ShapeDtypeStruct(each.shape, each.dtype) for i, each in arrays.items()}
-            inv.memo["outputs"] = jax.eval_shape(call, unsharded)
+            inputs = jax.tree.map(struct_like, self.inputs(*inv.abstract_args, **inv.abstract_kwargs))
+            outputs = functools.partial(self.outputs, **inv.abstract_kwargs)
+            inv.memo["outputs"] = jax.eval_shape(outputs, inputs, self.results(inputs))
         return inv.memo["outputs"]
 
     def forward_results(self, inputs: Inputs, cfg: Choice) -> Results:
@@ -221,6 +235,10 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
         return dataclasses.replace(found, shared_with_xla=False)
 
     # Methods that the framework calls.
+
+    def types_cfg(self) -> Choice:
+        """A config that stands for any: its code has the declared results."""
+        return DECLARED
 
     def heuristic_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
         """The best choice that needs no build first, or else the best one."""
@@ -459,7 +477,13 @@ class Portfolio[Inputs, Problem, Results](Kernel[Choice, Any], abc.ABC):
                     return lazy_implementation
         return None
 
+    @functools.cached_property
+    def _declared(self) -> Implementation:
+        return Declared(self.results, self.gradients_of)
+
     def _implementation(self, choice: Choice) -> Implementation:
+        if choice is DECLARED:
+            return self._declared
         found = self._lazy_implementation(choice)
         if found is None:
             raise ValueError(f"{self.name} has no implementation {choice.implementation!r} that can be loaded here")

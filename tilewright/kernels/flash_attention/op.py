@@ -40,6 +40,8 @@ from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning, is_beside_transfer
+from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
@@ -219,6 +221,20 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         if unbatched:
             d_out, d_lse = d_out[None], None if d_lse is None else d_lse[None]
         return d_out, d_lse
+
+    def results(self, inputs: AttentionInputs) -> Any:
+        """``(out, lse)``: the output in the query's dtype, the log-sum-exp in that of sums."""
+        batch, q_length, heads, _ = inputs.query.shape
+        out = (batch, q_length, heads, inputs.value.shape[3])
+        lse = jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))
+        return jax.ShapeDtypeStruct(out, inputs.query.dtype), lse
+
+    def gradients_of(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """The gradients of all floating-point arrays, also of the values of a bias of positions."""
+        found = super().gradients_of(inputs)
+        if inputs.position_bias is not None:
+            found["position_bias"] = struct_like(inputs.position_bias.values)
+        return found
 
     def differentiated(self, inputs: AttentionInputs, wanted: frozenset[str]) -> AttentionInputs:
         """The inputs, with a bias as a constant where nobody uses its gradient."""

@@ -109,6 +109,11 @@ class GatedGroupedMatmul(PortfolioKernel[GatedInputs, GatedProblem, Any]):
         inputs = self.inputs(*args, **kwargs)
         return gated_reference(inputs).astype(inputs.options.out_dtype)
 
+    def results(self, inputs: GatedInputs) -> Any:
+        """The output, and both pre-activations if they are kept."""
+        out = jax.ShapeDtypeStruct((inputs.lhs.shape[0], inputs.gate.shape[2]), inputs.options.out_dtype)
+        return (out, out, out) if inputs.keeps else (out, None, None)
+
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         """The result, without pre-activations in memory where the backend can do without."""
         with without_x64(args, kwargs):

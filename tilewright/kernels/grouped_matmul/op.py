@@ -22,13 +22,14 @@ from tilewright.kernels.grouped_matmul.arguments import (
     sizes_array,
 )
 from tilewright.kernels.grouped_matmul.cases import CASES, group_offset_of, group_sizes
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GRADIENTS, GroupedInputs, GroupedOptions, GroupedProblem
 from tilewright.kernels.grouped_matmul.partitioning import grouped_partitioning
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning, typed_axes
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -127,6 +128,13 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         """The oracle on prepared arguments: promote narrow arrays for exact results."""
         inputs = self.inputs(*args, **kwargs)
         return grouped_matmul_reference(inputs).astype(inputs.options.out_dtype)
+
+    def results(self, inputs: GroupedInputs) -> Any:
+        return jax.ShapeDtypeStruct(inputs.out_shape, inputs.options.out_dtype)
+
+    def gradients_of(self, inputs: GroupedInputs) -> dict[str, Any]:
+        """Those of the operands; scales have none."""
+        return {name: struct_like(getattr(inputs, name)) for name in GRADIENTS}
 
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, None]:
         """The result; the backward pass needs the operands alone."""

@@ -159,6 +159,14 @@ class LinearKlDivergence(PortfolioKernel[KlInputs, KlProblem, KlResults]):
         reduction = kwargs["reduction"]
         return reduced(loss if reduction == "none" else loss.sum(), weights.sum(), reduction)
 
+    def results(self, inputs: KlInputs) -> Any:
+        token, scalar = (jax.ShapeDtypeStruct(shape, inputs.wide) for shape in (inputs.tokens, ()))
+        found, summary = KlResults(token, token, token), inputs.options.summary
+        if summary == "statistics":
+            return found
+        sums = {"total": token} if summary == "none" else {"total": scalar, "count": scalar}
+        return dataclasses.replace(found, **sums)
+
     def outputs(self, inputs: KlInputs, results: KlResults, *args: Any, **kwargs: Any) -> Any:
         """The loss, or the statistics."""
         if results.total is None:

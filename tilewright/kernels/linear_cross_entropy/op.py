@@ -35,7 +35,7 @@ from tilewright.kernels.linear_cross_entropy.inputs import (
     LossProblem,
     LossResults,
 )
-from tilewright.kernels.linear_cross_entropy.losses import losses, reduced, weights
+from tilewright.kernels.linear_cross_entropy.losses import losses, reduced, weights, wide_dtype
 from tilewright.kernels.linear_cross_entropy.partitioning import loss_partitioning
 from tilewright.kernels.linear_cross_entropy.reference import losses_reference, statistics_reference
 from tilewright.kernels.linear_cross_entropy.shards import (
@@ -179,6 +179,18 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
         count = weights(inputs.labels, inputs.token_weights, loss.dtype).sum()
         loss = reduced(loss if kwargs["reduction"] == "none" else loss.sum(), count, kwargs["reduction"])
         return (loss, lse) if kwargs["return_lse"] else loss
+
+    def results(self, inputs: LossInputs) -> Any:
+        options, wide = inputs.options, wide_dtype(inputs)
+        token, scalar = jax.ShapeDtypeStruct(inputs.labels.shape, wide), jax.ShapeDtypeStruct((), wide)
+        found = LossResults(token, token, token if options.needs_sum else None)
+        if options.summary == "statistics":
+            return found
+        if options.summary == "none":
+            return dataclasses.replace(found, total=token)
+        kept = {"d_x": inputs.x, "d_weight": inputs.weight, "d_bias": inputs.bias} if options.keeps_gradients else {}
+        gradients = {n: None if x is None else jax.ShapeDtypeStruct(x.shape, wide) for n, x in kept.items()}
+        return dataclasses.replace(found, total=scalar, count=scalar, **gradients)
 
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         """The loss alone: a kernel that keeps what gradients are made from would do so for nothing."""

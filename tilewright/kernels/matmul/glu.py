@@ -85,6 +85,11 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
         out = gated(inputs.options.activation, jnp.matmul(x, gate), jnp.matmul(x, up))
         return out.astype(inputs.options.out_dtype)
 
+    def results(self, inputs: GluInputs) -> Any:
+        """The output, and both pre-activations if they are kept."""
+        out = jax.ShapeDtypeStruct((*inputs.x.shape[:-1], inputs.gate.shape[1]), inputs.options.out_dtype)
+        return (out, out, out) if inputs.keeps else (out, None, None)
+
     def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
         """The result, without pre-activations in memory where the backend can do without."""
         with without_x64(args, kwargs):

@@ -97,6 +97,12 @@ class Matmul(PortfolioKernel[MatmulInputs, MatmulProblem, Any]):
         product = jnp.matmul(lhs.astype(wide), rhs.astype(wide), precision=options.precision)
         return product.astype(options.out_dtype)
 
+    def results(self, inputs: MatmulInputs) -> Any:
+        """``[..., n]`` or ``[m, n]``, in the dtype that was asked for."""
+        k_axis, rhs_axis = inputs.k_axes
+        rows = [size for axis, size in enumerate(inputs.lhs.shape) if axis != k_axis]
+        return jax.ShapeDtypeStruct((*rows, inputs.rhs.shape[1 - rhs_axis]), inputs.options.out_dtype)
+
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, None]:
         """The result; the backward pass needs the operands alone."""
         return super().forward_with_residuals(*args, cfg=cfg, **kwargs)[0], None

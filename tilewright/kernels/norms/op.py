@@ -13,6 +13,7 @@ from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormP
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.portfolio import PortfolioKernel, lazy
 from tilewright.kernels.public import public_function
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.utils.stable_ids import stable_id
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -69,6 +70,10 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
 
     def problem(self, *args: Any, **kwargs: Any) -> NormProblem:
         return NormProblem.of(self.inputs(*args, **kwargs))
+
+    def results(self, inputs: NormInputs) -> Any:
+        x = struct_like(inputs.x)
+        return NormResults(x, None if inputs.residual is None else x)  # type: ignore[arg-type]
 
     def outputs(self, inputs: NormInputs, results: NormResults, *args: Any, **kwargs: Any) -> Any:
         return results.out if inputs.residual is None else (results.out, results.total)

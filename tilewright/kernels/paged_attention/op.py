@@ -22,6 +22,7 @@ from tilewright.kernels.portfolio import Choice, InferenceKernel, LazyImplementa
 from tilewright.kernels.public import with_defaults
 from tilewright.kernels.roofline import Cost
 from tilewright.kernels.sharding import Partitioning
+from tilewright.kernels.softmax import accumulation_dtype
 from tilewright.ops.kernel.kernel import Invocation
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -206,6 +207,14 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
     def problem(self, *args: Any, **kwargs: Any) -> PagedProblem:
         """The sizes of prepared arguments, abstract or concrete."""
         return PagedProblem.of(self.inputs(*args, **kwargs))
+
+    def results(self, inputs: PagedInputs) -> Any:
+        """``(out, lse)``: the output in the query's dtype, the log-sum-exp in that of sums."""
+        rows, dtype = inputs.query.shape[:2], inputs.query.dtype
+        return (
+            jax.ShapeDtypeStruct((*rows, inputs.value_dim), dtype),
+            jax.ShapeDtypeStruct(rows, accumulation_dtype(dtype)),
+        )
 
     def outputs(
         self,

@@ -104,6 +104,11 @@ def struct_of(aval: Shaped, sharding: jax.sharding.Sharding | None = None) -> ja
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
+def struct_like(array: Shaped) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, and nothing else."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
 def random_array(key: jax.Array, leaf: object) -> Any:
     """A concrete array for a ``ShapeDtypeStruct``: normal, 0 or 1, or keys; any other leaf unchanged."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):

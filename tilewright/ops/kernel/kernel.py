@@ -122,6 +122,13 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """Translates a config given by the caller for an invocation; ``None`` leaves its direction to selection."""
         return cast("Cfg", cfg)
 
+    def types_cfg(self) -> Cfg | None:
+        """A config that stands for any in a trace, if the kernel declares its results; ``None``: the heuristic does.
+
+        Its code has the outputs and residuals of every config's and is never lowered, so it need not compute them.
+        """
+        return None
+
     # Tuning, checking and explaining a call.
 
     def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: object) -> Sequence[str]:

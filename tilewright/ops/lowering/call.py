@@ -26,16 +26,15 @@ from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import record_if_enabled
 from tilewright.ops.lowering.gradients import array_labels
-from tilewright.ops.lowering.labels import call_label, without_label
+from tilewright.ops.lowering.labels import call_label
 from tilewright.ops.lowering.lowering import results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
 from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
-from tilewright.ops.lowering.surroundings import operand_devices, program_devices, trace_settings
+from tilewright.ops.lowering.surroundings import operand_devices, program_devices
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
-from tilewright.ops.utils.memory import LruCache
 from tilewright.ops.utils.target import check_runs_here
 
 logger = logging.getLogger(__name__)
@@ -160,20 +159,14 @@ CHOOSING.add(call_p)
 
 def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Results:
     """The results' abstract values, known before a config is chosen, since they do not depend on it."""
-    with without_label():
-        key = (call.code, call.selector.cfg, tuple(avals), mapped, device, trace_settings())
-        known = _KNOWN.get(key)
-        if known is None:
-            cfg = shape_config(call, avals, mapped, device)
-            known = _KNOWN.put(key, results_of(call.program(cfg, avals, mapped, device)))
-        return known
+    return results_of(call.program(types_config(call, avals, mapped, device), avals, mapped, device))
 
 
-_KNOWN: LruCache[Results] = LruCache("tilewright results of calls", 4096)
-
-
-def shape_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
-    """A config with which to learn the shapes of the results: the caller's own, or the heuristic."""
+def types_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
+    """A config whose code has the types of every config's results: the kernel's, the caller's own, or the heuristic."""
+    declared = call.kernel.types_cfg()
+    if declared is not None:
+        return declared
     inv = call.invocation(avals, mapped, device)
     explicit = call.selector.explicit
     resolved = None if explicit is None else call.kernel.resolve_config(explicit, inv)
@@ -315,7 +308,7 @@ def _with_checked_shapes(
     if actual_shapes != expected_shapes:
         raise TypeError(
             f"the outputs or residuals of {call.kernel!r} depend on its config: {actual_shapes} with the chosen one, "
-            f"{expected_shapes} with the heuristic one; they must not"
+            f"{expected_shapes} as declared or with the heuristic one; they must not"
         )
     return results
 

@@ -27,7 +27,7 @@ from tilewright.ops.lowering.call import (
     known_results,
     labelled_as,
     named,
-    shape_config,
+    types_config,
 )
 from tilewright.ops.lowering.gradients import with_manual_axes
 from tilewright.ops.lowering.mlir_modules import Value
@@ -188,7 +188,7 @@ def _linear_abstract_eval(
         results = known_results(call, arrays, own_axes, device)
         along = [results.avals[i] for i in call.picked(results)]
     else:  # along some axis only the tangents are mapped
-        function = call.function(shape_config(call, arrays, own_axes, device), (), device)
+        function = call.function(types_config(call, arrays, own_axes, device), (), device)
         along = jax.make_jaxpr(map_axes(lambda *operands: function(*operands[:count]), mapped))(*avals).out_avals
     return [aval.to_tangent_aval() for aval, has in zip(along, linear.inexact, strict=True) if has]
 

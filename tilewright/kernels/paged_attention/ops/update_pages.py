@@ -19,6 +19,7 @@ from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, check
 from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
 from tilewright.kernels.public import public_function
 from tilewright.kernels.roofline import Cost
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -119,6 +120,11 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         return WriteInputs(
             key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
         )
+
+    def results(self, inputs: WriteInputs) -> Any:
+        """The cache in its shapes and dtypes."""
+        cache = (inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale)
+        return tuple(None if array is None else struct_like(array) for array in cache)
 
     def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
         """The arrays of the cache that exist, in the caller's shapes."""
